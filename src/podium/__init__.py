@@ -1,0 +1,1 @@
+"""Podium: reinforcement-learning post-training of language models from one ordinary Python script."""

@@ -1,0 +1,7 @@
+"""What flows between Podium's rooms: batches of named columns."""
+
+from podium.data import fields
+from podium.data.batch import Batch, Column
+from podium.data.jagged import Jagged, RowIndex
+
+__all__ = ["Batch", "Column", "Jagged", "RowIndex", "fields"]

@@ -1,0 +1,26 @@
+"""Names and shapes of the columns that flow between Podium's rooms.
+
+Legend: B rows, N tokens over all rows. A *token column* is a :class:`~podium.data.Jagged` with the offsets of
+``tokens``; its entry t describes ``tokens[t]`` given ``tokens[:t]``, so the entry at a row's first token is 0.
+"""
+
+from typing import Final
+
+TOKENS: Final = "tokens"  # token column, int64: prompt followed by completion, as sampled
+LOSS_MASK: Final = "loss_mask"  # token column, bool: True where the token was sampled and may carry loss
+ROLLOUT_LOGPROBS: Final = "rollout_logprobs"  # token column, float32: of the distribution that was sampled from
+OLD_LOGPROBS: Final = "old_logprobs"  # token column, float32: of the policy before its update
+REF_LOGPROBS: Final = "ref_logprobs"  # token column, float32: of the reference policy
+ENTROPY: Final = "entropy"  # token column, float32, nats
+VALUES: Final = "values"  # token column, float32: the critic's value before the token is seen
+TOKEN_REWARDS: Final = "token_rewards"  # token column, float32: reward given at that token
+ADVANTAGES: Final = "advantages"  # token column, float32
+RETURNS: Final = "returns"  # token column, float32: the critic's targets
+LOSS_WEIGHTS: Final = "loss_weights"  # token column, float32: loss = sum(weights * per-token loss) over all ranks
+VERSIONS: Final = "versions"  # token column, int64: version of the weights that sampled the token
+REWARDS: Final = "rewards"  # float32 [B]: score of the completion
+GROUP: Final = "group"  # int64 [B]: completions of one prompt share it
+SEED: Final = "seed"  # int64 [B] or [B, n]: of the sampler, one a completion
+FINISH_REASON: Final = "finish_reason"  # python column of str: "stop" or "length"
+PROMPT_TOKENS: Final = "prompt_tokens"  # Jagged int64
+KEPT: Final = "kept"  # python column: the ids that top-k/top-p kept for each sampled token

@@ -1,0 +1,131 @@
+"""Every error that Podium raises on purpose.
+
+PodiumError
+├── ConfigError          a setting, an argument or a declaration is wrong (also a ValueError)
+├── DataError            a file, a row or a column is missing or malformed
+├── PlacementError       the resources asked for cannot be had
+├── WorkerStartError     a host process or a worker's constructor failed
+├── WorkerDied           a host process ended while it was needed
+├── EndpointError        a worker's endpoint raised; the original is ``__cause__`` when it pickles
+├── DeadlineExceeded     a call did not finish in time (also a TimeoutError)
+├── CallCancelled        the result of a cancelled call was asked for
+├── SerializationError   a value cannot cross to or from a worker
+├── RewardError          a reward function raised, or returned what is no score
+└── CheckpointError      a checkpoint is missing, unfinished or does not fit
+
+All of them pickle, so that a worker's worker may raise them through two processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "CallCancelled",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeadlineExceeded",
+    "EndpointError",
+    "PlacementError",
+    "PodiumError",
+    "RewardError",
+    "SerializationError",
+    "WorkerDied",
+    "WorkerStartError",
+]
+
+
+class PodiumError(Exception):
+    """The root: ``except PodiumError`` catches what Podium raises on purpose and nothing else."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[PodiumError], args: tuple[Any, ...], state: dict[str, Any]) -> PodiumError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(PodiumError, ValueError):
+    """A setting, an argument or a declaration is wrong; nothing was started."""
+
+
+class DataError(PodiumError):
+    """A file, a row or a column is missing or malformed."""
+
+
+class PlacementError(PodiumError):
+    """The resources asked for cannot be had; says what is free and who holds the rest."""
+
+
+class WorkerStartError(PodiumError):
+    """A host process did not come up, or a worker's constructor raised (then that is ``__cause__``).
+
+    ``rank`` is the first rank that failed, ``remote_traceback`` the text of its traceback where there is one.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.remote_traceback = remote_traceback
+
+
+class WorkerDied(PodiumError):
+    """A host process ended while it was needed.
+
+    ``cause`` reads "signal SIGKILL" or "exit code 3"; ``last_words`` are the last lines it wrote to stderr.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, node: str, cause: str, role: str = "", last_words: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.node = node
+        self.cause = cause
+        self.role = role
+        self.last_words = tuple(last_words)
+
+
+class EndpointError(PodiumError):
+    """An endpoint raised on ``rank``. ``__cause__`` is the original exception when it pickles.
+
+    ``remote_traceback`` is the worker's own traceback as text, which also stands in the message.
+    """
+
+    def __init__(self, message: str, *, method: str, rank: int, role: str = "", remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.method = method
+        self.rank = rank
+        self.role = role
+        self.remote_traceback = remote_traceback
+
+
+class DeadlineExceeded(PodiumError, TimeoutError):
+    """A call did not finish in time. ``running`` are the ranks that had not answered."""
+
+    def __init__(self, message: str, *, method: str = "", running: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.method = method
+        self.running = tuple(running)
+
+
+class CallCancelled(PodiumError):
+    """The call was cancelled before it had a result."""
+
+
+class SerializationError(PodiumError):
+    """A value cannot cross to or from a worker; names the value and the place."""
+
+
+class RewardError(PodiumError):
+    """A reward function raised, ran out of time, or returned what is no finite score."""
+
+
+class CheckpointError(PodiumError):
+    """A checkpoint is missing, unfinished or does not fit the model or the configuration."""
