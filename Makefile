@@ -1,0 +1,82 @@
+# Every door into the repository. `make help` lists them; all need nothing but python3 (3.11 or newer) and make.
+#
+# The environment is .venv, built from pyproject.toml under constraints.txt, and built again when either changes.
+# With a GPU, or another build of torch: make env TORCH_SPEC="torch==2.13.0 --index-url …"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+# The first interpreter found that is new enough; PYTHON=… names another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+TORCH_SPEC ?= torch==2.13.0
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PEERS := ray trl
+
+##@ Use
+quickstart: $(STAMP)  ## train a small model on a reasoning task: about five minutes on two cores
+	@$(BIN)/python examples/quickstart.py $(ARGS)
+
+smoke: $(STAMP)  ## the same path in under a minute: copying digits, from scratch
+	@$(BIN)/python examples/quickstart.py --smoke $(ARGS)
+
+##@ Develop
+env: $(STAMP)  ## create or refresh the environment in .venv
+
+check: lint test-fast  ## the one door for a change: format, lint, types, layering, fast tests
+
+lint: $(STAMP)  ## format, lint, types and layering, without the tests
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+format: $(STAMP)  ## rewrite the files as the formatter and the fixable lint rules want them
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+test: $(STAMP)  ## every test
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)  ## the unit tests, without the slow ones
+	@$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+
+##@ Measure
+bench: $(STAMP)  ## every figure of the README, beside floors and installed peers; writes bench/results.json
+	@$(BIN)/python -m bench $(ARGS)
+
+bench-peers: $(PEERS:%=.venvs/%/.installed)  ## install the peers that bench compares with, each in its own environment
+
+##@ Help
+help:  ## this list
+	@awk 'BEGIN { FS = ":.*##" } /^##@/ { printf "\n%s\n", substr($$0, 5) } \
+		/^[a-z-]+:.*##/ { printf "  make %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# torch goes first and alone, so that the build chosen here is kept by everything that depends on it.
+$(STAMP): pyproject.toml constraints.txt
+	@if [[ -z "$(PYTHON)" ]]; then \
+		echo "Podium needs Python 3.11 or newer; python3 here is $$(python3 --version 2>&1 || true)." \
+			"Install one, or name one: make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@[[ -x $(BIN)/python ]] || { echo "creating .venv with $$($(PYTHON) --version) (once; some minutes)"; \
+		$(PYTHON) -m venv .venv; }
+	@echo "installing $(TORCH_SPEC) and Podium with its development tools into .venv"
+	@$(BIN)/pip install -q --disable-pip-version-check $(TORCH_SPEC)
+	@{ grep -v '^torch==' constraints.txt; $(BIN)/pip freeze --disable-pip-version-check | grep '^torch=='; } \
+		> .venv/constraints.txt
+	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
+	@touch $@
+
+.venvs/%/.installed: bench/peers/%.txt
+	@[[ -n "$(PYTHON)" ]] || { echo "the peers need Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
+	@[[ -x .venvs/$*/bin/python ]] || $(PYTHON) -m venv .venvs/$*
+	@echo "installing the peer $* into .venvs/$*"
+	@.venvs/$*/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
+	@.venvs/$*/bin/pip install -q --disable-pip-version-check -r $<
+	@touch $@
+
+.PHONY: quickstart smoke env check lint format test test-fast bench bench-peers help

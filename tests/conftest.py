@@ -1,0 +1,31 @@
+"""What every test shares: one thread a process, and the marks for what this machine may lack."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Before torch is imported anywhere: tests run beside one another and start workers, which inherit this. Two torch
+# threads in each of several processes on a small machine make everything an order of magnitude slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+def missing_requirement(mark: str) -> str | None:
+    """Why tests with `mark` cannot run here, or None if they can."""
+    if mark == "ray":
+        return None if importlib.util.find_spec("ray") else "ray is not installed: pip install 'podium[ray]'"
+    import torch  # only when a gpu test was collected: importing it takes longer than most tests
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what cannot run here, each with a reason that -ra counts and prints at the end."""
+    for mark in ("ray", "gpu"):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and (reason := missing_requirement(mark)):
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
