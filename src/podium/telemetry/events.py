@@ -1,0 +1,162 @@
+"""What can happen in a run, as frozen records.
+
+Times ending in ``_ns`` are CLOCK_MONOTONIC nanoseconds (``time.monotonic_ns``): on Linux that clock is shared by all
+processes of one machine, so a worker's times and the controller's times lie on one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = [
+    "CallFinished",
+    "CheckpointSaved",
+    "CompletionsSampled",
+    "EvalFinished",
+    "Event",
+    "Note",
+    "PhaseStarted",
+    "Sample",
+    "StageFinished",
+    "Stalled",
+    "StepFinished",
+    "WorkerLost",
+    "WorkerStarted",
+]
+
+
+@dataclass(frozen=True)
+class CallFinished:
+    """One rank answered one call. ``submitted_ns`` was taken in the controller, the other two in the worker.
+
+    ``call_id`` is the same for all ranks of a call.
+    """
+
+    role: str
+    method: str
+    rank: int
+    node: str
+    call_id: int
+    submitted_ns: int
+    started_ns: int
+    ended_ns: int
+    ok: bool
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """A worker's constructor returned on ``rank``."""
+
+    role: str
+    rank: int
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A worker's process ended although nobody had asked it to. ``cause`` reads "signal SIGKILL"."""
+
+    role: str
+    rank: int
+    node: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """A call has been waiting for ``seconds``; ``waiting_for`` are the ranks that have not answered."""
+
+    role: str
+    method: str
+    waiting_for: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PhaseStarted:
+    """The steps that follow belong to ``name`` ("sft", "grpo", "ppo"); the last of them is number ``total_steps``.
+
+    ``first_step`` is above 1 when the run was resumed.
+    """
+
+    name: str
+    total_steps: int
+    first_step: int = 1
+
+
+@dataclass(frozen=True)
+class StageFinished:
+    """One stage of a step ("generate", "update") ended in the controller."""
+
+    name: str
+    step: int
+    started_ns: int
+    ended_ns: int
+
+
+@dataclass(frozen=True)
+class StepFinished:
+    """A training step ended. The names in ``metrics`` are those of `podium.telemetry.metrics`, and any others."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class EvalFinished:
+    """A held-out evaluation ended: ``accuracy`` in 0..1 over ``items`` prompts."""
+
+    step: int
+    accuracy: float
+    items: int
+    reward_mean: float
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A complete checkpoint of ``step`` lies at ``path``."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion as a person reads it."""
+
+    prompt: str
+    completion: str
+    reward: float
+    expected: str | None = None
+
+
+@dataclass(frozen=True)
+class CompletionsSampled:
+    """A few completions of ``step``, emitted when the user asked to see them."""
+
+    step: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A sentence for the person who watches."""
+
+    text: str
+
+
+Event = (
+    CallFinished
+    | WorkerStarted
+    | WorkerLost
+    | Stalled
+    | PhaseStarted
+    | StageFinished
+    | StepFinished
+    | EvalFinished
+    | CheckpointSaved
+    | CompletionsSampled
+    | Note
+)

@@ -1,0 +1,34 @@
+"""Names of the metrics of a step, each written once: what the trainer reports and every display looks up.
+
+A name's part before the slash is its panel in TensorBoard, W&B and Trackio. Shares and accuracies are in 0..1,
+lengths in tokens, times in seconds, log-probabilities in nats.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+LOSS: Final = "loss"
+REWARD_MEAN: Final = "reward/mean"
+REWARD_STD: Final = "reward/std"
+ACCURACY: Final = "reward/accuracy"  # share of completions whose grade says correct
+FLAT_GROUPS: Final = "reward/flat_groups"  # share of groups whose rewards are all equal: no signal for GRPO
+KL: Final = "policy/kl"  # policy to reference, mean over the completions' tokens
+ENTROPY: Final = "policy/entropy"
+CLIP_FRACTION: Final = "policy/clip_fraction"
+RATIO_MEAN: Final = "policy/ratio_mean"
+RATIO_MAX: Final = "policy/ratio_max"
+GRAD_NORM: Final = "policy/grad_norm"  # before clipping
+LEARNING_RATE: Final = "policy/learning_rate"
+MISMATCH_MEAN: Final = "mismatch/mean"  # |generator's minus trainer's log-probability| of the sampled tokens
+MISMATCH_MAX: Final = "mismatch/max"
+LENGTH_MEAN: Final = "completion/length_mean"
+LENGTH_MAX: Final = "completion/length_max"
+TRUNCATED: Final = "completion/truncated"  # share that ended by length, not by a stop token
+VALUE_LOSS: Final = "value/loss"
+EXPLAINED_VARIANCE: Final = "value/explained_variance"
+TOKENS: Final = "tokens"  # prompt and completion tokens of the step
+STEP_S: Final = "time/step"
+TOKENS_PER_S: Final = "tokens_per_s/step"  # TOKENS over STEP_S
+TOKENS_PER_S_PREFIX: Final = "tokens_per_s/"  # + a stage's name: "tokens_per_s/generate"
+TIME_PREFIX: Final = "time/"  # + a stage's name: "time/generate"
