@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from podium.data.jagged import Jagged, RowIndex
+from podium.data.memory import concat_tensors
 from podium.errors import DataError
 
 __all__ = ["Batch", "Column"]
@@ -108,7 +109,7 @@ class Batch:
         """This batch with columns added or replaced."""
         return Batch({**self._columns, **(columns or {}), **named}, self.meta)
 
-    def with_meta(self, **meta: Any) -> Batch:  # noqa: ANN401 - metadata is whatever its owner puts there
+    def with_meta(self, **meta: Any) -> Batch:
         """This batch with metadata added or replaced."""
         return Batch(self._columns, {**self.meta, **meta})
 
@@ -144,7 +145,9 @@ class Batch:
         for place, part in enumerate(parts):
             if set(part.keys()) != set(first.keys()):
                 odd = sorted(set(part.keys()) ^ set(first.keys()))
-                raise DataError(f"cannot join batches with different columns: part {place} differs from part 0 in {odd}")
+                raise DataError(
+                    f"cannot join batches with different columns: part {place} differs from part 0 in {odd}"
+                )
         if len(parts) == 1:
             return first
         joined = {name: concat_columns(name, [part[name] for part in parts]) for name in first.keys()}
@@ -154,7 +157,7 @@ class Batch:
 def concat_columns(name: str, columns: Sequence[Column]) -> Column:
     """Join columns of one kind row-wise; ``name`` only serves the error."""
     if all(isinstance(column, Tensor) for column in columns):
-        return torch.cat([column for column in columns if isinstance(column, Tensor)])
+        return concat_tensors([column for column in columns if isinstance(column, Tensor)])
     if all(isinstance(column, Jagged) for column in columns):
         return Jagged.concat([column for column in columns if isinstance(column, Jagged)])
     if all(isinstance(column, list) for column in columns):

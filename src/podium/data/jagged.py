@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from podium.data.memory import concat_tensors
 from podium.errors import DataError
 
 __all__ = ["Jagged", "RowIndex"]
@@ -51,7 +52,7 @@ class Jagged:
     def concat(cls, parts: Sequence[Jagged]) -> Jagged:
         """All rows of ``parts`` in order."""
         lengths = torch.cat([part.lengths for part in parts])
-        return cls.from_lengths(torch.cat([part.values for part in parts]), lengths)
+        return cls.from_lengths(concat_tensors([part.values for part in parts]), lengths)
 
     @property
     def lengths(self) -> Tensor:

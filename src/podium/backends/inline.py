@@ -1,0 +1,177 @@
+"""Every worker in the controller's own process: breakpoints, prints and profilers simply work.
+
+Arguments and results are copied as a process boundary would copy them, so that sharing bugs show here too. Endpoints
+run in the caller's thread, within ``submit``; with ``threads=True`` every host has a thread of its own, so that calls
+overlap. Deadlines are checked afterwards. There are no collectives over several ranks and nothing to kill: where a
+script asks for that, the error names the local backend.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from podium.errors import ConfigError, SerializationError
+from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
+from podium.runtime.codec import decode, encode
+from podium.runtime.host import Failure, Host, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["InlineBackend"]
+
+
+class _Copy(NamedTuple):
+    """A value as bytes; every reader unpickles its own."""
+
+    data: bytes
+    buffers: list[Any]
+
+    def read(self) -> Any:
+        return decode(self.data, [bytearray(buffer) for buffer in self.buffers])
+
+
+class InlineBackend(Backend):
+    """Args:
+    threads: give every host a thread of its own, so that calls are in flight while the controller goes on.
+    nodes: how many nodes to pretend, to see a multi-node layout in a debugger.
+    log_dir, preload, echo: accepted for the same script's sake; output goes where the controller's goes.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: bool = False,
+        nodes: int = 1,
+        log_dir: str | Path | None = None,
+        preload: Sequence[str] = (),
+        echo: bool = False,
+    ) -> None:
+        if nodes < 1:
+            raise ConfigError(f"connect('inline', nodes={nodes}): at least one")
+        self.capabilities = Capabilities(processes=False, collectives=False, concurrent=threads)
+        self._threads = threads
+        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        names = ["localhost"] if nodes == 1 else [f"node-{at}" for at in range(nodes)]
+        self._nodes = [Node(name, {"cpu": cores}) for name in names]
+        self._hosts: list[_InlineHost] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._rendezvous = 0
+
+    def nodes(self) -> Sequence[Node]:
+        return self._nodes
+
+    def start_hosts(
+        self,
+        reservation: Any,
+        specs: Sequence[HostSpec],
+        on_death: Callable[[int, Death], None],
+    ) -> Sequence[HostHandle]:
+        hosts = [_InlineHost(self, alone=len(specs) == 1, threaded=self._threads) for _ in specs]
+        self._hosts += hosts
+        return hosts
+
+    def rendezvous(self, hosts: Sequence[HostHandle]) -> str:
+        if len(hosts) > 1:
+            return ""
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="podium-")
+        self._rendezvous += 1
+        return f"file://{self._directory.name}/rendezvous-{self._rendezvous}"
+
+    def pack(self, value: Any, readers: int) -> _Copy:
+        data, buffers = encode(value)
+        return _Copy(data, [bytes(buffer.raw()) for buffer in buffers])  # now: the caller may change its tensors later
+
+    def unpack(self, payload: Any) -> Any:
+        return payload.read() if isinstance(payload, _Copy) else payload
+
+    def close(self) -> None:
+        for host in self._hosts:
+            host.stop(0.0)
+        if self._directory is not None:
+            self._directory.cleanup()
+
+
+class _InlineHost(HostHandle):
+    def __init__(self, backend: InlineBackend, *, alone: bool, threaded: bool) -> None:
+        self._backend = backend
+        self._host = Host(ships_exceptions=False)
+        self._alone = alone
+        self._executor = ThreadPoolExecutor(1, "podium-inline") if threaded else None
+        self._stopped = False
+
+    def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
+        if self._executor is None:
+            self._run(request, done)
+        elif request.concurrent:
+            values = self._values(request)
+            self._host.execute_concurrently(
+                request.call_id,
+                request.target,
+                request.method,
+                values,
+                lambda outcome: done(self._reply(request, outcome)),
+            )
+        else:
+            self._executor.submit(self._run, request, done)
+
+    def stop(self, timeout_s: float) -> None:
+        if not self._stopped:
+            self._stopped = True
+            if self._executor is not None:
+                self._executor.shutdown(wait=False, cancel_futures=True)
+            self._host.do_shutdown()
+
+    def kill(self) -> None:
+        raise ConfigError("inline workers have no process to kill or restart; use podium.connect('local')")
+
+    def _run(self, request: Request, done: Callable[[Reply], None]) -> None:
+        with _no_process_group(unless=self._alone):
+            outcome = self._host.execute(request.call_id, request.target, request.method, self._values(request))
+        if outcome.status == "error" and not self._alone:
+            _explain(outcome.value)
+        done(self._reply(request, outcome))
+
+    def _values(self, request: Request) -> Mapping[str, Any]:
+        own = request.own.read() if request.own is not None else {}
+        return {**request.shared.read(), **own}
+
+    def _reply(self, request: Request, outcome: Outcome) -> Reply:
+        payload = outcome.value
+        if outcome.status == "ok":
+            try:
+                payload = self._backend.pack(payload if request.wants_result else None, 1)
+            except SerializationError as error:
+                failure = Failure("SerializationError", f"the result: {error}", "", error, False)
+                return Reply("error", failure, outcome.started_ns, outcome.ended_ns)
+        return Reply(outcome.status, payload, outcome.started_ns, outcome.ended_ns)
+
+
+def _explain(failure: Failure) -> None:
+    if "process group" in failure.message and failure.exception is not None:
+        failure.exception.add_note("inline has no collectives over several ranks: use podium.connect('local')")
+
+
+@contextmanager
+def _no_process_group(*, unless: bool) -> Iterator[None]:
+    """Hide the one-rank default process group of this process from a group of several ranks: a collective must fail
+    there, not quietly gather from one rank."""
+    import sys
+
+    distributed = None if unless else sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None:
+        yield
+        return
+    hidden = distributed.GroupMember.WORLD
+    distributed.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        distributed.GroupMember.WORLD = hidden

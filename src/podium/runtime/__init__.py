@@ -1,0 +1,57 @@
+"""The control layer: workers, endpoints, pools, groups and calls over any backend."""
+
+from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Packed, Reply, Request
+from podium.runtime.call import Call
+from podium.runtime.cluster import Cluster, backends, colocate, connect
+from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
+from podium.runtime.context import WorkerContext
+from podium.runtime.dispatch import Arguments, Dispatch, RowPlan, Split, World, broadcast, only, scatter, shard
+from podium.runtime.endpoint import Endpoint, endpoint
+from podium.runtime.group import Colocated, WorkerGroup
+from podium.runtime.markers import per_rank
+from podium.runtime.mesh import Mesh
+from podium.runtime.pool import ResourcePool, Slot
+from podium.runtime.worker import Bound, Worker
+
+__all__ = [
+    "Arguments",
+    "Backend",
+    "Bound",
+    "Call",
+    "Capabilities",
+    "Cluster",
+    "Collect",
+    "Colocated",
+    "Death",
+    "Dispatch",
+    "Endpoint",
+    "HostHandle",
+    "HostSpec",
+    "Mesh",
+    "Node",
+    "Packed",
+    "Reply",
+    "Request",
+    "ResourcePool",
+    "RowPlan",
+    "Slot",
+    "Split",
+    "Worker",
+    "WorkerContext",
+    "WorkerGroup",
+    "World",
+    "backends",
+    "broadcast",
+    "colocate",
+    "concat",
+    "connect",
+    "endpoint",
+    "first",
+    "gather",
+    "nothing",
+    "only",
+    "per_rank",
+    "reduce",
+    "scatter",
+    "shard",
+]

@@ -1,0 +1,299 @@
+"""The single controller's door: ``connect`` to a backend, reserve pools, start groups."""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast, overload
+
+from podium.errors import ConfigError
+from podium.runtime.backend import Backend, Capabilities, Node
+from podium.runtime.group import Colocated, WorkerGroup, WorkerHandle
+from podium.runtime.hosts import HostSet, StartOptions
+from podium.runtime.mesh import Mesh
+from podium.runtime.pool import Inventory, ResourcePool
+from podium.runtime.watch import Watch
+from podium.runtime.worker import Bound, Worker
+
+__all__ = ["Cluster", "ColocatedBound", "backends", "colocate", "connect"]
+
+W = TypeVar("W", bound=Worker)
+
+CALL_TIMEOUT_S = 30 * 60.0
+START_TIMEOUT_S = 10 * 60.0
+
+
+@dataclass(frozen=True)
+class ColocatedBound:
+    """Several workers for the same host processes. Made by :func:`colocate`."""
+
+    workers: Mapping[str, Bound[Any]]
+
+
+def colocate(**workers: Bound[Any]) -> ColocatedBound:
+    """Several named workers in the same host processes, where ``self.ctx.colocated["name"]`` is the plain object.
+
+    They are made in the order given, so a later one may use an earlier one in its constructor.
+    """
+    if not workers:
+        raise ConfigError(
+            "colocate() needs at least one worker, as in colocate(actor=Actor.bind(), critic=Critic.bind())"
+        )
+    return ColocatedBound(dict(workers))
+
+
+def backends() -> dict[str, EntryPoint]:
+    """The backends that are installed, by name."""
+    return {entry.name: entry for entry in entry_points(group="podium.backends")}
+
+
+def connect(backend: str = "local", **options: Any) -> Cluster:
+    """Connect to a backend by name: "inline", "local", or any installed one; ``options`` are the backend's own.
+
+    Raises:
+        ConfigError: no such backend (names the nearest), or an option it does not know.
+    """
+    scheme = backend.partition("://")[0]
+    found = backends()
+    if scheme not in found:
+        near = difflib.get_close_matches(scheme, found, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{hint}")
+    if backend != scheme:
+        options["address"] = backend
+    try:
+        cls = found[scheme].load()
+    except ImportError as error:
+        raise ConfigError(
+            f"backend {scheme!r} cannot be loaded: {error}; try: pip install 'podium[{scheme}]'"
+        ) from error
+    try:
+        return Cluster(cls(**options), scheme)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
+
+
+class Cluster:
+    """A connected backend. ``with`` or :meth:`close` ends everything that was started through it."""
+
+    def __init__(self, backend: Backend, name: str = "") -> None:
+        self.backend_name = name or type(backend).__name__
+        self._backend = backend
+        self._inventory = Inventory(backend)
+        self._watch = Watch()
+        self._groups: dict[str, WorkerGroup] = {}
+        self._closed = False
+        atexit.register(self.close)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._backend.capabilities
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        return self._backend.nodes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Cluster {self.backend_name} groups={sorted(self._groups)}>"
+
+    def pool(
+        self,
+        slots: Sequence[int] = (1,),
+        *,
+        cpus: float = 0,
+        gpus: float = 0,
+        memory: float = 0,
+        resources: Mapping[str, float] | None = None,
+    ) -> ResourcePool:
+        """Reserve slots, one host each: ``pool([4])`` is four on one node, ``pool([4, 2])`` two unequal nodes.
+
+        Args:
+            slots: slots on each node; every entry gets a node of its own.
+            cpus, gpus, memory, resources: what each slot holds (memory in bytes). A slot without ``cpus`` shares
+                the node's cores with the other slots. ``gpus`` may be a fraction of one.
+
+        Raises:
+            PlacementError: it cannot be had; says what is free where and who holds the rest. Never waits.
+        """
+        self._refuse_if_closed()
+        want = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
+        return self._inventory.reserve(slots, {name: amount for name, amount in want.items() if amount})
+
+    def release(self, pool: ResourcePool) -> None:
+        """Give a pool's slots back; PlacementError while a group runs on them."""
+        self._inventory.release(pool)
+
+    @overload
+    def start(
+        self, worker: Bound[W], pool: ResourcePool | None = None, *, into: Any = None, name: str | None = None,
+        meshes: Mapping[str, Mesh] | None = None, env: Mapping[str, str] | None = None,
+        timeout_s: float = ..., start_timeout_s: float = ..., distributed: bool | None = None,
+    ) -> W: ...  # fmt: skip
+    @overload
+    def start(
+        self, worker: ColocatedBound, pool: ResourcePool | None = None, *, into: Any = None, name: str | None = None,
+        meshes: Mapping[str, Mesh] | None = None, env: Mapping[str, str] | None = None,
+        timeout_s: float = ..., start_timeout_s: float = ..., distributed: bool | None = None,
+    ) -> Colocated: ...  # fmt: skip
+    def start(
+        self,
+        worker: Bound[Any] | ColocatedBound,
+        pool: ResourcePool | None = None,
+        *,
+        into: Any = None,
+        name: str | None = None,
+        meshes: Mapping[str, Mesh] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = CALL_TIMEOUT_S,
+        start_timeout_s: float = START_TIMEOUT_S,
+        distributed: bool | None = None,
+    ) -> Any:
+        """Start a worker on every slot of ``pool`` (one slot of its own if None) and wait until all are made.
+
+        Args:
+            worker: ``Cls.bind(...)``, or ``colocate(...)`` of several.
+            into: the handle of a group whose hosts shall hold this worker too, instead of a pool.
+            name: role and name in logs; the class's name in lower case unless given.
+            meshes: named meshes over the ranks; "default" is ``Mesh(dp=world_size)`` unless given.
+            env: environment of the hosts, set before anything is imported there.
+            timeout_s: default deadline of the group's calls.
+            start_timeout_s: deadline of start-up.
+            distributed: whether the hosts form a torch.distributed process group before the constructors run. None:
+                where torch is loaded and the backend can.
+
+        Returns:
+            A handle typed as the class: its endpoints are called on all ranks. Its ``group`` restarts and closes it.
+
+        Raises:
+            WorkerStartError: a host or a constructor failed; what had started is ended.
+            ConfigError: not a bound Podium worker, a mesh that does not fit, or what this backend cannot do.
+        """
+        self._refuse_if_closed()
+        bounds = self._bounds(worker, name)
+        if into is not None:
+            hosts = self._hosts_of(into, pool, env)
+        else:
+            pool = pool if pool is not None else self.pool()
+            options = StartOptions(env=dict(env or {}), start_timeout_s=start_timeout_s, distributed=distributed)
+            self._check(pool, meshes, options)
+            hosts = self._start_hosts(pool, "+".join(bounds), options)
+        for mesh_name, mesh in (meshes or {}).items():
+            if mesh.size != hosts.size:
+                raise ConfigError(f"mesh {mesh_name!r} is {mesh} of {mesh.size} ranks; the group has {hosts.size}")
+        handles: dict[str, WorkerHandle] = {}
+        try:
+            for worker_name, bound in bounds.items():
+                hosts.construct(worker_name, bound, meshes or {})
+                group = WorkerGroup(hosts, worker_name, bound.cls, meshes or {}, timeout_s)
+                self._groups[worker_name] = group
+                handles[worker_name] = WorkerHandle(group)
+        except BaseException:
+            if into is None:
+                self._abandon(hosts, list(bounds))
+            raise
+        return Colocated(handles) if isinstance(worker, ColocatedBound) else next(iter(handles.values()))
+
+    def close(self) -> None:
+        """End all groups, the last started first, then the backend. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            for hosts in reversed(list({id(group.hosts): group.hosts for group in self._groups.values()}.values())):
+                hosts.close()
+            self._groups.clear()
+        finally:
+            self._watch.close()
+            self._backend.close()
+
+    def _bounds(self, worker: Bound[Any] | ColocatedBound, name: str | None) -> dict[str, Bound[Any]]:
+        if isinstance(worker, ColocatedBound):
+            bounds = dict(worker.workers)
+        else:
+            bounds = {name or self._free_name(worker): worker}
+        for role, bound in bounds.items():
+            if not isinstance(bound, Bound):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(
+                    f"start() takes Cls.bind(...) of a podium.Worker, not {_kind(bound)}; "
+                    "a class that a backend has already wrapped (such as @ray.remote) is passed as the plain class"
+                )
+            running = self._groups.get(role)
+            if running is not None and role in running.hosts.workers:
+                raise ConfigError(f"a group named {role!r} runs already; pass another name=")
+        return bounds
+
+    def _free_name(self, worker: Any) -> str:
+        if not isinstance(worker, Bound):
+            return "worker"
+        base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cast(Any, worker).cls.__name__).lower().strip("_")
+        taken = {name for name, group in self._groups.items() if name in group.hosts.workers}
+        numbers = (f"{base}_{number}" for number in range(2, len(taken) + 3))
+        return base if base not in taken else next(name for name in numbers if name not in taken)
+
+    def _hosts_of(self, into: Any, pool: ResourcePool | None, env: Mapping[str, str] | None) -> HostSet:
+        if pool is not None or env is not None:
+            raise ConfigError("start(into=group): the hosts run already, so pool and env cannot be given")
+        if not isinstance(into, WorkerHandle):
+            raise ConfigError(f"start(into=...): expected a handle that start() returned, not {type(into).__name__}")
+        return into.group.hosts
+
+    def _check(self, pool: ResourcePool, meshes: Mapping[str, Mesh] | None, options: StartOptions) -> None:
+        can = self._backend.capabilities
+        if options.distributed and len(pool) > 1 and not can.collectives:
+            raise ConfigError(f"backend {self.backend_name!r} has no collectives over several ranks; use 'local'")
+        if options.env and not can.processes:
+            raise ConfigError(f"backend {self.backend_name!r} has no processes to give an environment; use 'local'")
+        for mesh_name, mesh in (meshes or {}).items():
+            if mesh.size != len(pool):
+                raise ConfigError(f"mesh {mesh_name!r} is {mesh} of {mesh.size} ranks; the pool has {len(pool)} slots")
+
+    def _start_hosts(self, pool: ResourcePool, name: str, options: StartOptions) -> HostSet:
+        if not len(pool):
+            raise ConfigError("cannot start a group on an empty pool")
+        reservations = list({id(slot.reservation): slot.reservation for slot in pool}.values())
+        for reservation in reservations:
+            if reservation.released:
+                raise ConfigError(f"{pool} has been released; reserve another with cluster.pool(...)")
+        hosts = HostSet(self._backend, self._watch, pool, name, self._threads(pool), options)
+        for reservation in reservations:
+            reservation.holders.append(name)
+        return hosts
+
+    def _threads(self, pool: ResourcePool) -> list[int]:
+        """Compute threads of each slot: its own cores, or its share of the node's. More threads than cores on one node
+        made training steps 15 times slower."""
+        cores = {node.name: node.resources.get("cpu", 1) for node in self._backend.nodes()}
+        return [
+            max(1, int(slot.resources.get("cpu", 0) or cores[slot.node] // max(1, self._inventory.slots_on(slot.node))))
+            for slot in pool
+        ]
+
+    def _abandon(self, hosts: HostSet, names: Sequence[str]) -> None:
+        for worker_name in names:
+            self._groups.pop(worker_name, None)
+        hosts.close(timeout_s=0.0)
+        for slot in hosts.pool:
+            if hosts.name in slot.reservation.holders:
+                slot.reservation.holders.remove(hosts.name)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise ConfigError("this cluster is closed; podium.connect() gives another")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:120]

@@ -1,0 +1,223 @@
+"""``@endpoint``: the declaration of what a controller may call, and what it calls it with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+
+from podium.errors import ConfigError
+from podium.runtime.call import Call
+from podium.runtime.collect import Collect, Concat, First, Gather, Nothing, Reduce
+from podium.runtime.dispatch import Arguments, Broadcast, Dispatch
+
+__all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "endpoint", "endpoints_of"]
+
+P = ParamSpec("P")
+Ret = TypeVar("Ret")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True)
+class EndpointSpec:
+    """What was declared: the method's name and parameters, and how its calls are split and joined.
+
+    ``names`` are the parameters without ``self``; ``open_ended`` says that it takes ``**kwargs``.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    required: frozenset[str]
+    open_ended: bool
+    dispatch: Dispatch
+    collect: Collect[Any, Any]
+    concurrent: bool
+
+    def arguments(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Name the arguments of one call.
+
+        Raises:
+            ConfigError: they do not fit the method's signature; raised at the call, before anything is sent.
+        """
+        values = dict(zip(self.names, args, strict=False))
+        wrong = ""
+        if len(args) > len(self.names):
+            wrong = f"takes {len(self.names)} positional arguments and got {len(args)}"
+        elif doubled := values.keys() & kwargs.keys():
+            wrong = f"got {sorted(doubled)} twice"
+        elif not self.open_ended and (unknown := kwargs.keys() - set(self.names)):
+            wrong = f"has no parameter {sorted(unknown)}"
+        values.update(kwargs)
+        if missing := self.required - values.keys():
+            wrong = wrong or f"misses {sorted(missing)}"
+        if wrong:
+            raise ConfigError(f"{label}() {wrong}; its parameters are ({', '.join(self.names)})")
+        return Arguments(label, values)
+
+
+class Submits(Protocol):
+    """What an endpoint needs of its group."""
+
+    def submit(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
+    ) -> Call[Any]: ...
+
+
+class Endpoint(Generic[P, Out]):
+    """An endpoint as the controller holds it. Calling it waits; :meth:`submit` does not."""
+
+    __slots__ = ("_group", "_timeout_s", "spec")
+
+    def __init__(self, group: Submits, spec: EndpointSpec, timeout_s: float | None = None) -> None:
+        self._group = group
+        self.spec = spec
+        self._timeout_s = timeout_s
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
+        """Call and wait. Raises what the call raises: see :class:`~podium.runtime.Call`."""
+        return self._group.submit(self.spec, args, kwargs, self._timeout_s).result()
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[Out]:
+        """Call without waiting. Calls of one group run in the order in which they were submitted."""
+        return self._group.submit(self.spec, args, kwargs, self._timeout_s)
+
+    def within(self, timeout_s: float) -> Endpoint[P, Out]:
+        """The same endpoint with another deadline, in seconds from submission."""
+        if not timeout_s > 0:
+            raise ConfigError(f"within(timeout_s={timeout_s}): a deadline is a positive number of seconds")
+        return Endpoint(self._group, self.spec, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<endpoint {self._group}.{self.spec.name}({', '.join(self.spec.names)})>"
+
+
+class EndpointMethod(Generic[P, Ret, Out]):
+    """The marked method in its class. On a worker it is the plain method; on a group's handle an :class:`Endpoint`.
+
+    A type checker sees an :class:`Endpoint` in both places: Python's types cannot tell the two apart.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: EndpointSpec) -> None:
+        self.function = function
+        self.spec = spec
+        self.__doc__ = function.__doc__
+        self.__name__ = function.__name__
+        self.__wrapped__ = function
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Endpoint[P, Out]: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | Endpoint[P, Out]:
+        if instance is None:
+            return self
+        return cast("Endpoint[P, Out]", MethodType(self.function, instance))
+
+
+class _ToList(Protocol):
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret]], /
+    ) -> EndpointMethod[P, Ret, list[Ret]]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Any, P], Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
+
+
+class _ToSame(Protocol):
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret]], /
+    ) -> EndpointMethod[P, Ret, Ret]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Any, P], Ret], /) -> EndpointMethod[P, Ret, Ret]: ...
+
+
+class _ToNone(Protocol):
+    def __call__(self, function: Callable[Concatenate[Any, P], Any], /) -> EndpointMethod[P, Any, None]: ...
+
+
+class _ToOut(Protocol[Out]):
+    def __call__(self, function: Callable[Concatenate[Any, P], Any], /) -> EndpointMethod[P, Any, Out]: ...
+
+
+@overload
+def endpoint(
+    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret]], /
+) -> EndpointMethod[P, Ret, list[Ret]]: ...
+@overload
+def endpoint(function: Callable[Concatenate[Any, P], Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
+@overload
+def endpoint(*, dispatch: Dispatch = ..., collect: Gather = ..., concurrent: bool = ...) -> _ToList: ...
+@overload
+def endpoint(*, dispatch: Dispatch = ..., collect: Concat | First | Reduce, concurrent: bool = ...) -> _ToSame: ...
+@overload
+def endpoint(*, dispatch: Dispatch = ..., collect: Nothing, concurrent: bool = ...) -> _ToNone: ...
+@overload
+def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Any, Out], concurrent: bool = ...) -> _ToOut[Out]: ...
+def endpoint(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    dispatch: Dispatch | None = None,
+    collect: Collect[Any, Any] | None = None,
+    concurrent: bool = False,
+) -> Any:
+    """Mark a worker's method, sync or async, as callable from the controller.
+
+    Args:
+        dispatch: how arguments reach the ranks; ``broadcast()`` unless given.
+        collect: how results become one; ``gather()`` unless given.
+        concurrent: may run while another call runs in the same host process (on a thread of its own, or in the host's
+            event loop if async). Otherwise calls run one at a time, in the order submitted.
+
+    Raises:
+        ConfigError: the method has positional-only parameters or ``*args``, or an argument here is of a wrong kind.
+    """
+    if function is not None:
+        return _declare(function, Broadcast(), Gather(), False)
+    if dispatch is not None and not isinstance(dispatch, Dispatch):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"endpoint(dispatch={dispatch!r}): expected an object such as shard() or broadcast()")
+    if collect is not None and not isinstance(collect, Collect):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"endpoint(collect={collect!r}): expected an object such as concat() or gather()")
+
+    def decorate(function: Callable[..., Any]) -> EndpointMethod[Any, Any, Any]:
+        return _declare(function, dispatch or Broadcast(), collect or Gather(), concurrent)
+
+    return decorate
+
+
+def _declare(
+    function: Callable[..., Any], dispatch: Dispatch, collect: Collect[Any, Any], concurrent: bool
+) -> EndpointMethod[Any, Any, Any]:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise ConfigError(
+                f"endpoint {function.__qualname__}: parameter {parameter} has no name to send it under; "
+                "endpoints take named parameters and may take **kwargs"
+            )
+    named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    spec = EndpointSpec(
+        name=function.__name__,
+        names=tuple(parameter.name for parameter in named),
+        required=frozenset(parameter.name for parameter in named if parameter.default is parameter.empty),
+        open_ended=len(named) < len(parameters),
+        dispatch=dispatch,
+        collect=collect,
+        concurrent=concurrent,
+    )
+    return EndpointMethod(function, spec)
+
+
+def endpoints_of(cls: type) -> dict[str, EndpointSpec]:
+    """The endpoints of a worker class, inherited ones included, by name."""
+    found: dict[str, EndpointSpec] = {}
+    for base in reversed(cls.__mro__):
+        for name, member in vars(base).items():
+            if isinstance(member, EndpointMethod):
+                found[name] = cast("EndpointMethod[Any, Any, Any]", member).spec
+            else:
+                found.pop(name, None)
+    return found

@@ -1,0 +1,295 @@
+"""What runs inside a host: the same code in a forked process, in a Ray actor and in the controller's own process.
+
+A host holds named workers and runs requests on them. A backend's part is to bring requests and take outcomes away:
+
+    backend's main thread ──execute──▶ one request at a time, in the order received
+    backend's second thread ─execute_concurrently─▶ requests marked concurrent: the host's own (status, cancel, …) at
+                                      once, sync ones on a small pool of threads, async ones in the event loop
+    event loop (a thread, started by the first async endpoint) ◀── every async endpoint, so that they share one loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import FrameType, MappingProxyType, TracebackType
+from typing import Any, Literal, NamedTuple
+
+import cloudpickle
+
+from podium.runtime.context import WorkerContext, current_context
+from podium.runtime.worker import Bound, Worker
+
+__all__ = ["Failure", "Host", "Outcome", "Status"]
+
+_COLLECTIVE_HINTS = ("gloo", "nccl", "Connection closed by peer", "Connection reset", "ProcessGroup", "Broken pipe")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that leaves a host.
+
+    ``exception`` is None where it does not pickle. ``secondary`` says that it looks like the consequence of another
+    rank's failure: a broken collective.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    exception: BaseException | None
+    secondary: bool
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a host is doing: for each running request its label, seconds, and stack."""
+
+    running: tuple[tuple[str, float, str], ...]
+
+
+class Outcome(NamedTuple):
+    """What came of a request. ``value`` is the result, a :class:`Failure`, or None if cancelled."""
+
+    status: Literal["ok", "error", "cancelled"]
+    value: Any
+    started_ns: int
+    ended_ns: int
+
+
+class _Running:
+    __slots__ = ("label", "since", "task", "thread")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.since = time.monotonic()
+        self.thread = threading.get_ident()
+        self.task: asyncio.Task[Any] | None = None
+
+
+class Host:
+    """Named workers and the requests that run on them.
+
+    Args:
+        ships_exceptions: the outcome leaves this process, so an exception is kept only if it survives pickling.
+    """
+
+    def __init__(self, *, ships_exceptions: bool = True) -> None:
+        self.workers: dict[str, Worker] = {}
+        self._ships_exceptions = ships_exceptions
+        self._running: dict[int, _Running] = {}
+        self._cancelled: set[int] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._functions: dict[tuple[str, str], tuple[Callable[..., Any], WorkerContext | None]] = {}
+        self._owns_process_group = False
+
+    # -- running requests ----------------------------------------------------------------------------------------
+
+    def execute(self, call_id: int, target: str, method: str, values: Mapping[str, Any]) -> Outcome:
+        """Run one request to its end in this thread. Only what is no ``Exception`` (KeyboardInterrupt, a debugger's
+        quit) is raised here."""
+        started = time.monotonic_ns()
+        if call_id in self._cancelled:
+            self._cancelled.discard(call_id)
+            return Outcome("cancelled", None, started, started)
+        running = self._running[call_id] = _Running(f"{target}.{method}" if target else method)
+        token = None
+        try:
+            function, context = self._functions.get((target, method)) or self._find(target, method)
+            token = current_context.set(context)
+            result = function(**values)
+            if inspect.iscoroutine(result):
+                result = self._await(running, result)
+            return Outcome("ok", result, started, time.monotonic_ns())
+        except asyncio.CancelledError:
+            return Outcome("cancelled", None, started, time.monotonic_ns())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary: everything a worker raises is translated
+            return Outcome("error", self._failure(error), started, time.monotonic_ns())
+        finally:
+            if token is not None:
+                current_context.reset(token)
+            del self._running[call_id]
+
+    def execute_concurrently(
+        self, call_id: int, target: str, method: str, values: Mapping[str, Any], done: Callable[[Outcome], None]
+    ) -> None:
+        """Run one request beside others; ``done`` receives its outcome, from whichever thread."""
+        if not target:
+            done(self.execute(call_id, target, method, values))
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(32, "podium-concurrent")
+        self._pool.submit(lambda: done(self.execute(call_id, target, method, values)))
+
+    def _find(self, target: str, method: str) -> tuple[Callable[..., Any], WorkerContext | None]:
+        if not target:
+            found: tuple[Callable[..., Any], WorkerContext | None] = getattr(self, f"do_{method}"), None
+        else:
+            if target not in self.workers:
+                raise RuntimeError(f"no worker {target!r} in this host; it has {sorted(self.workers)}")
+            worker = self.workers[target]
+            found = getattr(worker, method), worker.ctx
+        self._functions[target, method] = found
+        return found
+
+    def _await(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="podium-loop", daemon=True).start()
+
+        async def watched() -> Any:
+            running.task = asyncio.current_task()
+            return await coroutine
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        try:
+            return future.result()
+        except BaseException as error:
+            if future.cancelled():
+                raise asyncio.CancelledError from error
+            raise
+
+    # -- what the controller asks of the host itself ---------------------------------------------------------------
+
+    def do_construct(self, name: str, bound: Bound[Any], context: WorkerContext, distributed: bool | None) -> None:
+        """Join the process group if there is one to join, and make the worker."""
+        wanted = distributed or (distributed is None and "torch" in sys.modules)
+        if wanted and context.rendezvous:
+            self._join(context)
+        context = replace(context, colocated=MappingProxyType(self.workers))
+        token = current_context.set(context)
+        try:
+            self.workers[name] = bound.build()
+        finally:
+            current_context.reset(token)
+        self._functions.clear()
+
+    def do_run(self, worker: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a shipped function on a worker."""
+        token = current_context.set(self.workers[worker].ctx)
+        try:
+            return function(self.workers[worker], *args, **kwargs)
+        finally:
+            current_context.reset(token)
+
+    def do_close_worker(self, name: str) -> None:
+        """Let a worker go."""
+        worker = self.workers.pop(name)
+        self._functions.clear()
+        close = getattr(worker, "close", None)
+        if callable(close):
+            close()
+
+    def do_shutdown(self) -> None:
+        """Let all workers go, the last started first, and leave the process group."""
+        for name in reversed(list(self.workers)):
+            try:
+                self.do_close_worker(name)
+            except Exception:
+                logging.getLogger("podium").exception("close() of worker %r raised", name)
+        if self._owns_process_group:
+            self.do_break_collectives()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def do_status(self) -> Status:
+        """What runs here, for how long and where in the code."""
+        now = time.monotonic()
+        frames = sys._current_frames()  # the only way to see another thread's stack
+        mine = threading.get_ident()
+        return Status(
+            tuple(
+                (running.label, now - running.since, _stack(running, frames))
+                for running in list(self._running.values())
+                if running.thread != mine
+            )
+        )
+
+    def do_cancel(self, cancelled: int) -> None:
+        """Drop request ``cancelled`` if it is queued; cancel it if it is an async endpoint that runs."""
+        running = self._running.get(cancelled)
+        if running is None:
+            self._cancelled.add(cancelled)
+        elif running.task is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(running.task.cancel)
+
+    def do_break_collectives(self) -> bool:
+        """Destroy the process groups: it frees the siblings that wait for this rank. False if there were none."""
+        if not self._owns_process_group:
+            return False
+        import torch.distributed as dist
+
+        self._owns_process_group = False
+        world = dist.get_world_size()
+        dist.destroy_process_group()
+        return world > 1
+
+    def _join(self, context: WorkerContext) -> None:
+        try:
+            import torch
+            import torch.distributed as dist
+        except ImportError:
+            return
+        if not dist.is_available() or dist.is_initialized():
+            return
+        device = torch.device("cuda", context.devices[0]) if context.devices and torch.cuda.is_available() else None
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device else "gloo",
+            init_method=context.rendezvous,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timedelta(minutes=30),
+            device_id=device,
+        )
+        self._owns_process_group = True
+
+    def _failure(self, error: BaseException) -> Failure:
+        text = "".join(traceback.format_exception(type(error), error, _own_part(error)))
+        message = str(error)
+        distributed = type(error).__module__.startswith("torch.distributed") or type(error).__name__.startswith("Dist")
+        secondary = distributed or (
+            isinstance(error, RuntimeError) and any(hint in message or hint in text for hint in _COLLECTIVE_HINTS)
+        )
+        kept = error if not self._ships_exceptions or _survives_pickling(error) else None
+        return Failure(type(error).__name__, message, text, kept, secondary)
+
+
+def _survives_pickling(error: BaseException) -> bool:
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))  # pyright: ignore[reportUnknownMemberType]
+    except Exception:  # noqa: BLE001 - a class may raise anything while it pickles; the text goes in its place
+        return False
+    return True
+
+
+def _own_part(error: BaseException) -> TracebackType | None:
+    """The traceback from the worker's first own frame: without this module's frames and what they call to get there."""
+    step, start = error.__traceback__, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == __file__ and step.tb_next is not None:
+            start = step.tb_next
+        step = step.tb_next
+    return start
+
+
+def _stack(running: _Running, frames: Mapping[int, FrameType]) -> str:
+    if running.task is not None:
+        lines = [line for frame in running.task.get_stack() for line in traceback.format_stack(frame, 1)]
+        return "".join(lines[1:] or lines)
+    frame = frames.get(running.thread)
+    if frame is None:
+        return ""
+    summary = traceback.extract_stack(frame)
+    inside = [at for at, entry in enumerate(summary) if entry.filename == __file__]
+    return "".join(traceback.format_list(summary[inside[-1] + 1 :] if inside else summary))

@@ -1,0 +1,474 @@
+"""The controller's side of a set of hosts: requests out, replies in, causes found, restart.
+
+How a failure becomes one error (the first cause, not the last victim):
+
+    rank's reply "error" ──primary───────────────▶ the call fails with EndpointError at once
+                         ──secondary (a broken ──▶ held up to SETTLE_S for a primary error or a death to arrive;
+                            collective)            then it is the error
+    host's death ────────────────────────────────▶ every call that waits for it fails with WorkerDied at once
+    deadline ────────────────────────────────────▶ the stuck hosts are asked for their stacks; DeadlineExceeded
+
+A failed call whose siblings still run after BREAK_S may have left them in a collective: the hosts that failed are told
+to destroy their process groups, which frees the siblings, and the set is broken until :meth:`HostSet.restart`.
+If all ranks fail alike (a bad argument, say), nobody waits and nothing breaks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from podium import telemetry
+from podium.errors import (
+    CallCancelled,
+    DeadlineExceeded,
+    EndpointError,
+    PodiumError,
+    WorkerDied,
+    WorkerStartError,
+)
+from podium.runtime.backend import Backend, Death, HostHandle, HostSpec, Reply, Request
+from podium.runtime.call import Call
+from podium.runtime.context import WorkerContext
+from podium.runtime.host import Failure, Status
+from podium.runtime.mesh import Mesh
+from podium.runtime.pool import ResourcePool
+from podium.runtime.watch import Watch
+from podium.runtime.worker import Bound
+
+__all__ = ["HostSet", "Outgoing", "StartOptions"]
+
+BREAK_S = 0.01
+SETTLE_S = 1.0
+STALL_S = 60.0
+STATUS_S = 1.0
+
+_log = logging.getLogger("podium")
+_call_ids = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """How a set of hosts is started; see ``Cluster.start``."""
+
+    env: Mapping[str, str]
+    start_timeout_s: float
+    distributed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A call ready to be sent: which ranks, with what, and whose results are wanted in which order."""
+
+    target: str
+    method: str
+    ranks: Sequence[int]
+    shared: Mapping[str, Any]
+    own: Sequence[Mapping[str, Any]] | None
+    wanted: Sequence[int]
+    concurrent: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One call in the air. ``open`` are the ranks that have not replied."""
+
+    call: Call[Any]
+    out: Outgoing
+    call_id: int
+    open: set[int]
+    submitted_ns: int
+    failed: list[int] = field(default_factory=lambda: list[int]())
+    held: PodiumError | None = None
+    cause: BaseException | None = None
+    expired: bool = False
+    next_stall: float = STALL_S
+
+
+@dataclass(frozen=True)
+class _Constructed:
+    name: str
+    bound: Bound[Any]
+    meshes: Mapping[str, Mesh]
+
+
+class HostSet:
+    """The hosts on a pool, started together; they share one process group, and restart together."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        watch: Watch,
+        pool: ResourcePool,
+        name: str,
+        threads: Sequence[int],
+        options: StartOptions,
+    ) -> None:
+        self.backend = backend
+        self.watch = watch
+        self.pool = pool
+        self.name = name
+        self.size = len(pool)
+        self.options = options
+        self.workers: dict[str, _Constructed] = {}
+        self.dead: dict[int, Death] = {}
+        self.broken = ""
+        self._threads = threads
+        self._handles: Sequence[HostHandle] = ()
+        self._contexts: list[WorkerContext] = []
+        self._flights: dict[int, _Flight] = {}
+        self._send = threading.Lock()
+        self._generation = 0
+        self._closing = False
+        self._forget_tick = watch.every_tick(self._tick)
+        self._boot()
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process id of each host, in rank order; 0 where it has no process of its own."""
+        return tuple(handle.pid for handle in self._handles)
+
+    def construct(self, name: str, bound: Bound[Any], meshes: Mapping[str, Mesh]) -> None:
+        """Make a worker in every host.
+
+        Raises:
+            WorkerStartError: a constructor raised, took too long, or its host died; names the first rank that failed.
+        """
+        worker = _Constructed(name, bound, MappingProxyType({"default": Mesh(dp=self.size), **meshes}))
+        self._construct(worker)
+        self.workers[name] = worker
+
+    def restart(self) -> None:
+        """Kill all hosts, start new ones in the same slots and make their workers again. Calls in the air fail;
+        nothing is called again."""
+        names = ", ".join(self.workers) or self.name
+        self._end_all(lambda handle: handle.kill(), f"group {names} was restarted while this call was in flight")
+        self.dead.clear()
+        self.broken = ""
+        self._closing = False
+        self._boot()
+        for worker in self.workers.values():
+            self._construct(worker)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the hosts: in order where they are idle, by force after ``timeout_s``. Idempotent."""
+        self._forget_tick()
+        self._end_all(
+            lambda handle: handle.stop(timeout_s), f"group {self.name} was closed while this call was in flight"
+        )
+
+    def close_worker(self, name: str) -> None:
+        """Let one of several colocated workers go."""
+        del self.workers[name]
+        if not self.dead and not self.broken:
+            everyone = range(self.size)
+            self.request(
+                f"{name}.close", Outgoing("", "close_worker", everyone, {"name": name}, None, ()), 30.0
+            ).result()
+
+    def _boot(self) -> None:
+        self._generation += 1
+        generation = self._generation
+        slots = list(self.pool)
+        specs = [
+            HostSpec(
+                label=f"{self.name}-{rank}",
+                rank=rank,
+                node=slot.node,
+                threads=self._threads[rank],
+                devices=slot.devices,
+                resources=slot.resources,
+                env=self.options.env,
+            )
+            for rank, slot in enumerate(slots)
+        ]
+
+        def on_death(rank: int, death: Death) -> None:
+            if generation == self._generation:
+                self._on_death(rank, death)
+
+        self._handles = self.backend.start_hosts(slots[0].reservation.token, specs, on_death)
+        rendezvous = self.backend.rendezvous(self._handles) if self.options.distributed is not False else ""
+        places = [slot.node for slot in slots]
+        self._contexts = [
+            WorkerContext(
+                rank=rank,
+                world_size=self.size,
+                local_rank=places[:rank].count(slot.node),
+                local_world_size=places.count(slot.node),
+                node=slot.node,
+                devices=tuple(range(len(slot.devices))) if self.backend.capabilities.processes else slot.devices,
+                threads=self._threads[rank],
+                rendezvous=rendezvous,
+            )
+            for rank, slot in enumerate(slots)
+        ]
+        for rank, handle in enumerate(self._handles):
+            telemetry.emit(telemetry.WorkerStarted(role=self.name, rank=rank, node=places[rank], pid=handle.pid))
+
+    def _construct(self, worker: _Constructed) -> None:
+        from dataclasses import replace
+
+        own = [{"context": replace(c, role=worker.name, meshes=worker.meshes)} for c in self._contexts]
+        shared = {"name": worker.name, "bound": worker.bound, "distributed": self.options.distributed}
+        everyone = range(self.size)
+        label = f"{worker.bound.cls.__name__}.__init__"
+        call = self.request(label, Outgoing("", "construct", everyone, shared, own, ()), self.options.start_timeout_s)
+        try:
+            call.result()
+        except EndpointError as error:
+            raise WorkerStartError(
+                f"{worker.name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback
+            ) from error.__cause__
+        except (WorkerDied, DeadlineExceeded) as error:
+            rank = error.rank if isinstance(error, WorkerDied) else min(error.running, default=None)
+            raise WorkerStartError(f"{worker.name} did not start: {error}", rank=rank) from error
+
+    def _end_all(self, end: Callable[[HostHandle], None], reason: str) -> None:
+        self._closing = True
+        for flight in list(self._flights.values()):
+            flight.call.fail(CallCancelled(f"{flight.call.label}: {reason}"))
+        self._flights.clear()
+        enders = [threading.Thread(target=end, args=(handle,), daemon=True) for handle in self._handles]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+        self._generation += 1
+        self._handles = ()
+
+    # -- calls out -----------------------------------------------------------------------------------------------
+
+    def request(self, label: str, out: Outgoing, timeout_s: float) -> Call[list[Any]]:
+        """Send a call of the host's own (construct, run, …); its result is the list of the wanted results."""
+        call: Call[list[Any]] = Call(label, timeout_s)
+        self.launch(call, out, list)
+        return call
+
+    def launch(self, call: Call[Any], out: Outgoing, join: Callable[[list[Any]], Any]) -> None:
+        """Send ``out``; ``join`` makes the call's result of the wanted ranks' results. Fails the call, never raises
+        what belongs to it, except for arguments that do not pickle.
+
+        Raises:
+            SerializationError: an argument cannot cross.
+            WorkerDied, EndpointError: the set lost a rank or is broken, until it is restarted.
+        """
+        self._refuse_if_unusable(call.label)
+        ranks, wanted = out.ranks, out.wanted
+        shared = self.backend.pack(out.shared, len(ranks))
+        own = self._pack_own(out.own)
+        call_id = next(_call_ids)
+        places = {rank: place for place, rank in enumerate(ranks)}
+
+        def joined(replies: list[Reply]) -> Any:
+            return join([self.backend.unpack(replies[places[rank]].payload) for rank in wanted])
+
+        call.begin(len(ranks), joined)
+        flight = _Flight(call, out, call_id, set(ranks), time.monotonic_ns())
+        self._flights[call_id] = flight
+        call.on_cancel(lambda: self._tell_cancelled(flight))
+        if call.timeout_s < 2.0:
+            self.watch.later(call.timeout_s, lambda: self._tick(time.monotonic()))
+        common: dict[bool, Request] = {}
+        with self._send:  # every rank sees two callers' calls in the same order, or their collectives would deadlock
+            for place, rank in enumerate(ranks):
+                wants = rank in wanted
+                request = common.get(wants) if own is None else None
+                if request is None:
+                    mine = None if own is None else own[place]
+                    request = Request(call_id, out.target, out.method, shared, mine, wants, out.concurrent)
+                    common[wants] = request
+                self._handles[rank].invoke(request, lambda reply, p=place, r=rank: self._on_reply(flight, p, r, reply))
+
+    def _pack_own(self, own: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+        if own is None:
+            return None
+        packed: dict[int, Any] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
+        readers = [id(part) for part in own]
+        return [
+            packed.get(id(part)) or packed.setdefault(id(part), self.backend.pack(part, readers.count(id(part))))
+            for part in own
+        ]
+
+    def _refuse_if_unusable(self, label: str) -> None:
+        for rank, death in self.dead.items():
+            raise self._died(label, rank, death, "has ended; call group.restart() to go on")
+        if self.broken:
+            raise EndpointError(
+                f"{label}: group {self.name} is broken: {self.broken}; call group.restart() to go on",
+                method=label,
+                rank=-1,
+                role=self.name,
+            )
+        if not self._handles:
+            raise CallCancelled(f"{label}: group {self.name} is closed")
+
+    # -- replies in ----------------------------------------------------------------------------------------------
+
+    def _on_reply(self, flight: _Flight, place: int, rank: int, reply: Reply) -> None:
+        flight.open.discard(rank)
+        if reply.status == "ok":
+            flight.call.record(place, reply)
+        elif reply.status == "error":
+            self._on_error(flight, rank, self.backend.unpack(reply.payload))
+        else:
+            flight.call.fail(CallCancelled(f"{flight.call.label} was cancelled on rank {rank}"))
+        if not flight.open:
+            self._flights.pop(flight.call_id, None)
+            if flight.held is not None:
+                flight.call.fail(flight.held)
+        if telemetry.active():
+            telemetry.emit(
+                telemetry.CallFinished(
+                    role=flight.out.target or self.name,
+                    method=flight.out.method,
+                    rank=rank,
+                    node=self.pool[rank].node,
+                    call_id=flight.call_id,
+                    submitted_ns=flight.submitted_ns,
+                    started_ns=reply.started_ns,
+                    ended_ns=reply.ended_ns,
+                    ok=reply.status == "ok",
+                )
+            )
+
+    def _on_error(self, flight: _Flight, rank: int, failure: Failure) -> None:
+        error = EndpointError(
+            f"{flight.call.label} raised {failure.type_name} on rank {rank} of {self.size} "
+            f"({self.pool[rank].node}): {failure.message}\n\nTraceback of rank {rank}:\n{failure.traceback.rstrip()}",
+            method=flight.out.method,
+            rank=rank,
+            role=flight.out.target or self.name,
+            remote_traceback=failure.traceback,
+        )
+        error.__cause__ = failure.exception
+        flight.failed.append(rank)
+        if len(flight.out.ranks) > 1 and flight.open:
+            self.watch.later(BREAK_S, lambda: self._break(flight, rank, failure))
+        if failure.secondary and flight.open:
+            if flight.held is None:
+                flight.held = error
+                self.watch.later(SETTLE_S, lambda: flight.call.fail(flight.held or error))
+        else:
+            flight.call.fail(error)
+
+    def _on_death(self, rank: int, death: Death) -> None:
+        if self._closing:
+            return
+        self.dead[rank] = death
+        telemetry.emit(telemetry.WorkerLost(role=self.name, rank=rank, node=self.pool[rank].node, cause=death.cause))
+        waiting = [flight for flight in list(self._flights.values()) if rank in flight.open]
+        if not waiting:
+            _log.warning("%s rank %d (%s) ended: %s", self.name, rank, self.pool[rank].node, death.cause)
+        for flight in waiting:
+            flight.open.discard(rank)
+            flight.call.fail(self._died(flight.call.label, rank, death, "ended while this call waited for it"))
+            if not flight.open:
+                self._flights.pop(flight.call_id, None)
+
+    def _died(self, label: str, rank: int, death: Death, what: str) -> WorkerDied:
+        words = "".join(f"\n  | {line}" for line in death.last_words)
+        node = self.pool[rank].node
+        return WorkerDied(
+            f"{label}: rank {rank} of {self.name} on {node} {what}: {death.cause}"
+            + (f"; its last words:{words}" if words else "; it left no last words"),
+            rank=rank,
+            node=node,
+            cause=death.cause,
+            role=self.name,
+            last_words=death.last_words,
+        )
+
+    def _break(self, flight: _Flight, rank: int, failure: Failure) -> None:
+        """A rank failed and siblings still run: they may wait for it in a collective."""
+        if not flight.open or self._closing or rank in self.dead:
+            return
+
+        def broke(reply: Reply) -> None:
+            if reply.status == "ok" and self.backend.unpack(reply.payload) and not self.broken:
+                self.broken = (
+                    f"rank {rank} raised {failure.type_name} in {flight.call.label} while ranks "
+                    f"{sorted(flight.open)} went on, so its process group was destroyed to free them"
+                )
+
+        self._ask(rank, "break_collectives", {}, broke)
+
+    # -- deadlines and cancelling --------------------------------------------------------------------------------
+
+    def _tell_cancelled(self, flight: _Flight) -> None:
+        for rank in list(flight.open):
+            self._ask(rank, "cancel", {"cancelled": flight.call_id}, lambda reply: None)
+
+    def _ask(self, rank: int, method: str, values: Mapping[str, Any], done: Callable[[Reply], None]) -> None:
+        """A question to the host itself, answered beside whatever it runs."""
+        if rank < len(self._handles) and rank not in self.dead:
+            packed = self.backend.pack(values, 1)
+            self._handles[rank].invoke(Request(next(_call_ids), "", method, packed, None, True, True), done)
+
+    def _tick(self, now: float) -> None:
+        for flight in list(self._flights.values()):
+            if flight.call.done():
+                continue
+            waited = now - flight.call.deadline + flight.call.timeout_s
+            if now >= flight.call.deadline and not flight.expired:
+                flight.expired = True
+                threading.Thread(target=self._expire, args=(flight,), name="podium-deadline", daemon=True).start()
+            elif waited > flight.next_stall:
+                flight.next_stall *= 2
+                open_ranks = tuple(sorted(flight.open))
+                _log.warning(
+                    "%s has waited %.0f s for rank(s) %s of %s", flight.call.label, waited, open_ranks, self.name
+                )
+                telemetry.emit(
+                    telemetry.Stalled(role=self.name, method=flight.out.method, waiting_for=open_ranks, seconds=waited)
+                )
+
+    def _expire(self, flight: _Flight) -> None:
+        stuck = sorted(flight.open)
+        reports = self._statuses(stuck)
+        if flight.call.done():
+            return
+        lines = [f"  rank {rank} ({self.pool[rank].node}): {reports[rank]}" for rank in stuck]
+        message = (
+            f"{flight.call.label} passed its deadline of {flight.call.timeout_s:g} s; "
+            f"{len(stuck)} of {len(flight.out.ranks)} ranks have not answered:\n" + "\n".join(lines)
+        )
+        if flight.call.fail(DeadlineExceeded(message, method=flight.out.method, running=stuck)):
+            self._tell_cancelled(flight)
+
+    def _statuses(self, ranks: Sequence[int]) -> dict[int, str]:
+        reports = dict.fromkeys(ranks, f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock")
+        left = threading.Semaphore(0)
+
+        def note(rank: int, reply: Reply) -> None:
+            if reply.status == "ok":
+                reports[rank] = _describe(self.backend.unpack(reply.payload))
+            left.release()
+
+        for rank in ranks:
+            self._ask(rank, "status", {}, lambda reply, rank=rank: note(rank, reply))
+        until = time.monotonic() + STATUS_S
+        for _ in ranks:
+            if not left.acquire(timeout=max(0.0, until - time.monotonic())):
+                break
+        return reports
+
+
+def _describe(status: Status) -> str:
+    if not status.running:
+        return "idle: the request is queued or lost"
+    return "; ".join(
+        f"runs {label} since {seconds:.1f} s, at\n{_indent(stack)}" for label, seconds, stack in status.running
+    )
+
+
+def _indent(stack: str) -> str:
+    return "\n".join("      " + line for line in stack.rstrip().splitlines())

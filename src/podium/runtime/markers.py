@@ -1,0 +1,36 @@
+"""What an argument can be besides a value: one value a rank, or the result of another call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from podium.runtime.call import Call
+
+__all__ = ["CallArgument", "PerRank", "per_rank"]
+
+T = TypeVar("T")
+
+
+class PerRank:
+    """An explicit value for each rank, in rank order."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = list(values)
+
+
+class CallArgument:
+    """Stands for the result of a call that may not be done yet."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call[Any]) -> None:
+        self.call = call
+
+
+def per_rank(values: Sequence[T]) -> T:
+    """One value for each rank, for an endpoint with ``dispatch=scatter()``; typed as the value a rank receives."""
+    return cast(T, PerRank(values))

@@ -1,0 +1,89 @@
+"""Ranks laid out over named axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from podium.errors import ConfigError
+
+__all__ = ["Mesh"]
+
+
+class Mesh:
+    """World ranks as a grid of named axes, the last axis varying fastest.
+
+    ``output`` says at which coordinate of an axis a result comes out; an axis not named gives it at coordinate 0.
+    A pipeline gives it at its last stage:
+
+    >>> mesh = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
+    >>> mesh.coordinate(5)
+    {'pp': 1, 'dp': 0, 'tp': 1}
+    >>> mesh.collectors("dp")
+    (4, 6)
+
+    Raises:
+        ConfigError: no axes, a size below 1, or an ``output`` outside its axis.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, int] | None = None, /, *, output: Mapping[str, int] | None = None, **sizes: int
+    ) -> None:
+        self.axes: dict[str, int] = {**(axes or {}), **sizes}
+        if not self.axes:
+            raise ConfigError("a mesh needs at least one axis, as in Mesh(dp=4)")
+        for axis, size in self.axes.items():
+            if size < 1:
+                raise ConfigError(f"mesh axis {axis!r} has size {size}; sizes start at 1")
+        self.output = {axis: self._output_at(axis, at) for axis, at in (output or {}).items()}
+        self.size = math.prod(self.axes.values())
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.axes.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and (list(self.axes.items()), self.output) == (
+            list(other.axes.items()),
+            other.output,
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.axes.items()))
+
+    def axis_size(self, axis: str) -> int:
+        """Number of coordinates along ``axis``; ConfigError names the axes there are."""
+        try:
+            return self.axes[axis]
+        except KeyError:
+            raise ConfigError(f"no axis {axis!r} in {self}; its axes are {list(self.axes)}") from None
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands on each axis."""
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"rank {rank} is outside {self} of {self.size} ranks")
+        place: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            rank, place[axis] = divmod(rank, self.axes[axis])
+        return {axis: place[axis] for axis in self.axes}
+
+    def along(self, axis: str) -> tuple[int, ...]:
+        """For each rank in order, its coordinate on ``axis``."""
+        self.axis_size(axis)
+        return tuple(self.coordinate(rank)[axis] for rank in range(self.size))
+
+    def collectors(self, axis: str) -> tuple[int, ...]:
+        """One rank for each coordinate of ``axis``, in that order: the ranks whose results are taken."""
+        chosen = [
+            rank
+            for rank in range(self.size)
+            if all(at == self.output.get(name, 0) for name, at in self.coordinate(rank).items() if name != axis)
+        ]
+        if [self.coordinate(rank)[axis] for rank in chosen] != list(range(self.axis_size(axis))):
+            raise ConfigError(f"{self} does not give one collecting rank for each coordinate of {axis!r}: {chosen}")
+        return tuple(chosen)
+
+    def _output_at(self, axis: str, at: int) -> int:
+        size = self.axis_size(axis)
+        if not -size <= at < size:
+            raise ConfigError(f"output of axis {axis!r} is at {at}, but the axis has {size} coordinates")
+        return at % size

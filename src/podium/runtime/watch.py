@@ -1,0 +1,71 @@
+"""One thread a cluster that looks at the clock: deadlines, stalls, and things to do a little later."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["Watch"]
+
+TICK_S = 0.2
+
+
+class Watch:
+    """Calls every registered ``tick(now)`` five times a second, and delayed actions when they are due.
+
+    Actions and ticks run on the watch's thread: they return quickly.
+    """
+
+    def __init__(self) -> None:
+        self._ticks: list[Callable[[float], None]] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="podium-watch", daemon=True)
+        self._thread.start()
+
+    def every_tick(self, tick: Callable[[float], None]) -> Callable[[], None]:
+        """Register ``tick``; the function returned takes it off again."""
+        with self._wake:
+            self._ticks.append(tick)
+        return lambda: self._ticks.remove(tick) if tick in self._ticks else None
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Run ``action`` after ``delay_s`` seconds."""
+        with self._wake:
+            heapq.heappush(self._due, (time.monotonic() + delay_s, next(self._order), action))
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Stop; nothing runs after this returns."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        next_tick = time.monotonic() + TICK_S
+        while True:
+            with self._wake:
+                until = min(next_tick, self._due[0][0]) if self._due else next_tick
+                self._wake.wait(max(0.0, until - time.monotonic()))
+                if self._closed:
+                    return
+                now = time.monotonic()
+                actions: list[Callable[[], None]] = []
+                while self._due and self._due[0][0] <= now:
+                    actions.append(heapq.heappop(self._due)[2])
+            if now >= next_tick:
+                next_tick = now + TICK_S
+                actions += [lambda tick=tick: tick(now) for tick in list(self._ticks)]
+            for action in actions:
+                try:
+                    action()
+                except Exception:
+                    logging.getLogger("podium").exception("the watch of a cluster met an error; it goes on")

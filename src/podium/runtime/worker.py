@@ -1,0 +1,73 @@
+"""The base class of workers: ordinary classes whose endpoints a controller can call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from podium.errors import ConfigError
+from podium.runtime.context import WorkerContext, current_context
+
+if TYPE_CHECKING:
+    from podium.runtime.group import WorkerGroup
+
+__all__ = ["Bound", "Worker"]
+
+P = ParamSpec("P")
+W = TypeVar("W", bound="Worker")
+W_co = TypeVar("W_co", bound="Worker", covariant=True)
+
+
+@dataclass(frozen=True)
+class Bound(Generic[W_co]):
+    """A worker class with its constructor's arguments: what ``cluster.start`` takes. Made by :meth:`Worker.bind`."""
+
+    cls: type[W_co]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def build(self) -> W_co:
+        """Make the worker here."""
+        return self.cls(*self.args, **self.kwargs)
+
+
+class Worker:
+    """Subclass it, mark methods with :func:`~podium.runtime.endpoint`, and start it on a pool.
+
+    A worker knows no backend and reads no environment variables. ``self.ctx`` is there before ``__init__`` runs and
+    needs no ``super().__init__()``. Made by hand (in a test, or inside another worker) it is an ordinary object: it
+    takes the place of the worker that made it, or that of a single rank, and its endpoints are ordinary methods.
+
+    A worker may define ``close(self)``: it is called when its group is closed, not when its process is killed.
+    """
+
+    ctx: WorkerContext
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:  # noqa: ANN401, ARG004, PYI034, RUF100 - passed on to __init__
+        worker = super().__new__(cls)
+        worker.ctx = current_context.get() or WorkerContext()
+        return worker
+
+    @classmethod
+    def bind(cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Bound[W]:  # pyright: ignore[reportGeneralTypeIssues]
+        """The class with its constructor's arguments, checked against its signature at once.
+
+        Raises:
+            ConfigError: the arguments do not fit the constructor.
+        """
+        try:
+            inspect.signature(cls).bind(*args, **kwargs)
+        except TypeError as error:
+            name = getattr(cls, "__name__", str(cls))
+            raise ConfigError(f"{name}.bind(): {error}; {name} takes {inspect.signature(cls)}") from None
+        return Bound(cls, args, dict(kwargs))  # pyright: ignore
+
+    @property
+    def group(self) -> WorkerGroup:
+        """On the controller's handle: the group (restart, close, run, world_size). A worker itself has none."""
+        raise AttributeError(
+            f"{type(self).__name__}.group exists on the controller's handle, which cluster.start() returns; "
+            "inside a worker use self.ctx"
+        )
