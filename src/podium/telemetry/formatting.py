@@ -1,0 +1,83 @@
+"""Numbers and foreign text as a person reads them in a terminal."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+__all__ = ["compact", "duration", "percent", "plain", "visible"]
+
+
+def plain(value: float) -> str:
+    """Four characters or so, whatever the size: 0.3127 -> "0.313", 12.34 -> "12.3", 0.0042 -> "4.2e-3"."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 0.01:
+        digits, exponent = f"{value:.1e}".split("e")
+        return f"{digits}e{int(exponent)}"
+    if size < 9.995:
+        return f"{value:.3f}"
+    if size < 99.95:
+        return f"{value:.1f}"
+    return compact(value)
+
+
+def compact(value: float) -> str:
+    """With a unit prefix: 950 -> "950", 12345 -> "12.3k", 4.2e6 -> "4.20M"."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    for limit, scale, unit in ((999.5, 1.0, ""), (999.5e3, 1e3, "k"), (999.5e6, 1e6, "M"), (math.inf, 1e9, "G")):
+        if size < limit:
+            scaled = value / scale
+            if not unit:
+                return f"{scaled:.0f}"
+            return f"{scaled:.{2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0}f}{unit}"
+    raise AssertionError("unreachable: the last limit is infinite")
+
+
+def percent(share: float) -> str:
+    """A share of 0..1: 0.4236 -> "42.4%"."""
+    return f"{100 * share:.1f}%" if math.isfinite(share) else str(share)
+
+
+def duration(seconds: float) -> str:
+    """0.084 -> "84ms", 1.536 -> "1.54s", 72 -> "1m12s", 7500 -> "2h05m"."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f}ms"
+    if seconds < 59.95:
+        return f"{seconds:.{2 if seconds < 9.995 else 1}f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m"
+
+
+def visible(text: str, limit: int | None = None) -> str:
+    """`text` with control characters spelled out, so that what a model wrote cannot move the cursor or hide itself.
+
+    Newlines and tabs stay. ``limit`` characters at most: the middle of a longer text is left out and counted.
+    """
+    if limit is not None and len(text) > limit:
+        head = max(1, limit * 2 // 3)
+        tail = max(1, limit - head)
+        text = f"{text[:head]} […{len(text) - head - tail} characters…] {text[-tail:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c in "\n\t" or not _hidden(c) else _spelled(c) for c in text)
+
+
+def _hidden(character: str) -> bool:
+    # Cc: control characters, escape among them. Cf: marks that reorder or hide text, but for the two joiners that
+    # scripts and emoji are written with. Cs: lone surrogates.
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs") and character not in "\u200c\u200d"
+
+
+def _spelled(character: str) -> str:
+    return f"\\x{ord(character):02x}" if ord(character) < 0x100 else f"\\u{ord(character):04x}"

@@ -1,0 +1,65 @@
+"""What all sinks share: a lock, one door for events, and an end."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from podium.telemetry.bus import subscribe
+from podium.telemetry.events import Event
+
+__all__ = ["Sink"]
+
+
+class Sink(ABC):
+    """Somewhere events go. ``with SomeSink(...):`` listens until the block ends.
+
+    A sink of one's own implements ``handle`` and, if it holds something open, ``finish``. Both run under the sink's
+    lock. An event that arrives after ``close`` is dropped.
+    """
+
+    def __init__(self) -> None:
+        # Re-entrant: what a sink does may itself log, warn or emit.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._unsubscribe: Callable[[], None] | None = None
+
+    @abstractmethod
+    def handle(self, event: Event) -> None:
+        """Take one event. An exception unsubscribes the sink; the run goes on."""
+
+    def finish(self) -> None:  # noqa: B027 - not abstract: a sink that holds nothing needs none
+        """Write what is still held and let go of it; called once."""
+
+    def attach(self) -> Self:
+        """Listen to the program's events from now on."""
+        with self._lock:
+            if self._unsubscribe is None and not self._closed:
+                self._unsubscribe = subscribe(self)
+        return self
+
+    def close(self) -> None:
+        """Stop listening and finish. Calling it again does nothing."""
+        with self._lock:
+            if self._unsubscribe is not None:
+                self._unsubscribe()
+                self._unsubscribe = None
+            if not self._closed:
+                self._closed = True
+                self.finish()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            if not self._closed:
+                self.handle(event)
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,236 @@
+"""The terminal: one progress bar at the bottom, a row a step above it, and nothing that runs into either.
+
+Where stdout is no terminal (a file, a pipe, CI) the rows are plain lines and there is no bar.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pdb
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.rule import Rule
+from rich.text import Text
+
+from podium.telemetry import metrics
+from podium.telemetry.events import (
+    CheckpointSaved,
+    CompletionsSampled,
+    EvalFinished,
+    Event,
+    Note,
+    PhaseStarted,
+    Stalled,
+    StepFinished,
+    WorkerLost,
+    WorkerStarted,
+)
+from podium.telemetry.formatting import duration, percent, plain, visible
+from podium.telemetry.sinks.base import Sink
+from podium.telemetry.sinks.columns import STEP_COLUMNS, Column, cells, fitting, headers
+from podium.telemetry.sinks.logs import LogRouter
+
+__all__ = ["ConsoleSink", "terminal"]
+
+_STEP_WIDTH: Final = 7
+_ROWS_PER_HEADER: Final = 25
+_SAMPLE_CHARACTERS: Final = 600
+
+
+def terminal() -> Console:
+    """rich's console on stdout. Where stdout cannot encode a character it is spelled out, and nothing is raised."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and "utf" not in sys.stdout.encoding.lower():
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return Console(highlight=False)
+
+
+class _Remaining(ProgressColumn):
+    max_refresh = 0.5  # a figure that changes faster cannot be read
+
+    def render(self, task: Task) -> Text:
+        seconds = task.time_remaining
+        return Text("" if seconds is None else f"{duration(float(round(seconds)))} left", "dim")
+
+
+class ConsoleSink(Sink):
+    """Shows a run to the person who started it.
+
+    ``row_every_s``: at most one row in so many seconds (0 shows every step); the first and the last of a phase are
+    always shown, and metrics.jsonl has them all. ``console`` is rich's, for tests and notebooks.
+
+    While it is attached, log records and warnings are shown through the same console (`LogRouter`), and
+    ``breakpoint()`` takes the bar away before the debugger asks its first question; the next step brings it back.
+    """
+
+    def __init__(self, *, console: Console | None = None, row_every_s: float = 1.0) -> None:
+        super().__init__()
+        self.console = console if console is not None else terminal()
+        self._live = (self.console.is_terminal and not self.console.is_dumb_terminal) or self.console.is_jupyter
+        self._row_every_s = row_every_s
+        self._router = LogRouter(self.console) if self._live else LogRouter(None)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._phase = PhaseStarted("", 0)
+        self._seen: set[str] = set()
+        self._columns: tuple[Column, ...] = ()
+        self._rows_since_header = 0
+        self._last_row_s = -float("inf")
+        self._accuracies: dict[str, float] = {}
+        self._workers: dict[str, int] = {}
+        self._breakpointhook: Callable[..., Any] | None = None
+
+    def attach(self) -> ConsoleSink:
+        with self._lock:
+            if self._breakpointhook is None and not self._closed:
+                self._router.install()
+                self._breakpointhook, sys.breakpointhook = sys.breakpointhook, self._breakpoint
+            return super().attach()
+
+    def finish(self) -> None:
+        self._stop_bar()
+        self._router.remove()
+        if self._breakpointhook is not None:
+            sys.breakpointhook = self._breakpointhook
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case StepFinished(step=step, metrics=values):
+                self._step(step, values)
+            case PhaseStarted():
+                self._start_phase(event)
+            case EvalFinished():
+                self._evaluation(event)
+            case CompletionsSampled():
+                self._samples(event)
+            case WorkerStarted(role=role):
+                self._workers[role] = self._workers.get(role, 0) + 1
+            case WorkerLost(role=role, rank=rank, node=node, cause=cause):
+                self._say(Text(f"lost  {role} rank {rank} on {node}: {cause}", "bold red"))
+            case Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
+                who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+                self._say(Text(f"waiting  {seconds:.0f} s for {who} of {role}.{method}", "yellow"))
+            case CheckpointSaved(step=step, path=path):
+                self._say(Text(f"{step:>{_STEP_WIDTH}}  checkpoint  {path}", "dim"))
+            case Note(text=text):
+                self._say(Text(visible(text)))
+            case _:
+                pass
+
+    # Phases and the bar
+
+    def _start_phase(self, phase: PhaseStarted) -> None:
+        self._stop_bar()
+        self._phase = phase
+        self._seen.clear()
+        self._columns = ()
+        self._last_row_s = -float("inf")
+        if self._workers:
+            counts = ", ".join(f"{n} {role}" for role, n in self._workers.items())
+            self._say(Text(f"workers  {counts}", "dim"))
+            self._workers.clear()
+        resumed = f", from step {phase.first_step}" if phase.first_step > 1 else ""
+        title = Text.assemble((phase.name, "bold"), f"  {phase.total_steps} steps{resumed}")
+        self.console.print(Rule(title, align="left", style="dim", characters="─" if self._live else "-"))
+        self._start_bar(phase.first_step - 1)
+
+    def _start_bar(self, completed: int) -> None:
+        if not self._live or not self._phase.total_steps:
+            return
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None, style="grey23", complete_style="cyan", finished_style="green"),
+            MofNCompleteColumn(),
+            TextColumn("[dim]·"),
+            _Remaining(),
+            TextColumn("[dim]{task.fields[state]}"),
+            console=self.console,
+            transient=True,
+            expand=True,
+            refresh_per_second=4,
+        )
+        total = self._phase.total_steps
+        self._task = self._progress.add_task(self._phase.name, total=total, completed=completed, state="")
+        self._progress.start()
+
+    def _stop_bar(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self._stop_bar()
+        hook = self._breakpointhook or sys.__breakpointhook__
+        if hook is sys.__breakpointhook__ and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace"):
+            # The standard hook would stop in its caller, which is this method.
+            return pdb.Pdb().set_trace(sys._getframe(1))
+        return hook(*args, **kwargs)
+
+    # Rows
+
+    def _step(self, step: int, values: Mapping[str, float]) -> None:
+        if self._progress is None:
+            self._start_bar(step - 1)  # a breakpoint took it away
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, state=self._state())
+        now = time.monotonic()
+        due = now - self._last_row_s >= self._row_every_s or step == self._phase.total_steps
+        if not due:
+            return
+        self._last_row_s = now
+        if not self._seen.issuperset(values):
+            self._seen.update(values)
+            # A file has room for every column.
+            width = self.console.width if self._live else 10_000
+            columns = fitting(STEP_COLUMNS, self._seen, width, _STEP_WIDTH)
+            if columns != self._columns:
+                self._columns = columns
+                self._rows_since_header = 0
+        if self._rows_since_header % _ROWS_PER_HEADER == 0:
+            self._say(Text("step".rjust(_STEP_WIDTH) + "".join(headers(self._columns)), "dim"))
+        self._rows_since_header += 1
+        row = Text(f"{step:>{_STEP_WIDTH}}")
+        for column, cell in zip(self._columns, cells(self._columns, values), strict=True):
+            row.append(cell, "cyan" if column.metric in (metrics.REWARD_MEAN, metrics.ACCURACY) else "")
+        self._say(row)
+
+    def _state(self) -> str:
+        accuracy = self._accuracies.get(self._phase.name)
+        return f"· held-out {percent(accuracy)}" if accuracy is not None else ""
+
+    def _evaluation(self, event: EvalFinished) -> None:
+        before = self._accuracies.get(self._phase.name)
+        self._accuracies[self._phase.name] = event.accuracy
+        row = Text(f"{event.step:>{_STEP_WIDTH}}  ")
+        row.append("held-out", "bold").append("  accuracy ").append(percent(event.accuracy), "bold green")
+        row.append(f" of {event.items}")
+        if before is not None:
+            points = 100 * (event.accuracy - before)
+            row.append(f"  {points:+.1f} points", "green" if points > 0 else "red" if points < 0 else "dim")
+        row.append(f"  reward {plain(event.reward_mean)}", "dim")
+        self._say(row)
+
+    def _samples(self, event: CompletionsSampled) -> None:
+        for number, sample in enumerate(event.samples, 1):
+            title = Text(f"step {event.step} · sample {number} of {len(event.samples)}", "dim")
+            self.console.print(Rule(title, align="left", style="dim", characters="─" if self._live else "-"))
+            self._field("prompt", sample.prompt, "dim")
+            self._field("completion", sample.completion, "")
+            if sample.expected is not None:
+                self._field("expected", sample.expected, "dim")
+            self._say(Text.assemble("    reward  ", (plain(sample.reward), "cyan")))
+
+    def _field(self, name: str, text: str, style: str) -> None:
+        indent = "\n" + " " * 12
+        shown = visible(text, _SAMPLE_CHARACTERS).strip("\n").replace("\n", indent)
+        self._say(Text.assemble((name.rjust(10) + "  ", "dim"), (shown, style)))
+
+    def _say(self, text: Text) -> None:
+        # soft_wrap: a line longer than the terminal is the terminal's to wrap, and a file's to keep whole.
+        self.console.print(text, soft_wrap=True, highlight=False)

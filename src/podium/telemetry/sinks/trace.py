@@ -1,0 +1,225 @@
+"""trace.json: what ran where and when, for https://ui.perfetto.dev or chrome://tracing.
+
+    controller │ stages  [──── generate ────][── score ──][───── update ─────]
+               │ calls   [submit]                         [submit]
+                             ╲ flow                           ╲ flow
+    generator  │ 0           [─── generate ───]                ╲
+    policy     │ 0                                             [── update ──]
+
+A process of the viewer is a role, a track is a worker. A slice on "calls" lasts from a call's submission until a
+worker took it up; from it one arrow leads to the call's slice on each rank. Endpoints that overlap on one worker
+(``concurrent=True``) move to a second track of that worker, since slices of one track must nest.
+
+The file is in the format's JSON array form, whose closing bracket is optional: every complete line counts, so the
+file also opens after a crash. Times of workers on another machine are on that machine's clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Final
+
+from podium.telemetry import metrics
+from podium.telemetry.events import (
+    CallFinished,
+    CheckpointSaved,
+    EvalFinished,
+    Event,
+    Note,
+    StageFinished,
+    Stalled,
+    StepFinished,
+    WorkerLost,
+    WorkerStarted,
+)
+from podium.telemetry.sinks.base import Sink
+
+__all__ = ["TraceSink"]
+
+_CONTROLLER: Final = 1  # process number in the viewer; the roles follow
+_STAGES: Final = 1
+_CALLS: Final = 1000  # lanes of overlapping calls follow: 1001, 1002, …
+_LANES_PER_WORKER: Final = 100
+_COUNTERS: Final = (metrics.REWARD_MEAN, metrics.ACCURACY, metrics.LOSS, metrics.TOKENS_PER_S)
+_CALLS_REMEMBERED: Final = 4096
+
+
+class TraceSink(Sink):
+    """Writes to `path`, replacing what is there, in chunks of `chunk` events or once a second.
+
+    Memory is bounded by the chunk, the number of workers and a window of recent calls. After `limit_bytes` the trace
+    ends with a remark, since viewers refuse files that are much larger.
+    """
+
+    def __init__(self, path: str | Path, *, chunk: int = 512, limit_bytes: int = 256 * 2**20) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("w", encoding="utf-8")
+        self._file.write("[\n")
+        self._chunk = chunk
+        self._limit_bytes = limit_bytes
+        self._nbytes = 2
+        self._lines: list[str] = []
+        self._flushed_ns = time.monotonic_ns()
+        self._full = False
+        self._processes: dict[str, int] = {}
+        self._tracks: set[tuple[int, int]] = set()
+        self._lane_ends: dict[tuple[int, int], list[int]] = {}
+        self._recent: deque[tuple[str, int]] = deque(maxlen=_CALLS_REMEMBERED)
+        self._call_tracks: dict[tuple[str, int], int] = {}
+        self._flows = itertools.count(1)
+        self._name_track(_CONTROLLER, _STAGES, "stages", process="controller")
+
+    def handle(self, event: Event) -> None:
+        if self._full:
+            return
+        match event:
+            case CallFinished():
+                self._call(event)
+            case StageFinished(name=name, step=step, started_ns=started, ended_ns=ended):
+                self._slice(_CONTROLLER, _STAGES, name, started, ended, {"step": step})
+            case StepFinished(step=step, metrics=values):
+                self._step(step, {name: float(values[name]) for name in _COUNTERS if name in values})
+            case WorkerStarted(role=role, rank=rank, node=node, pid=pid):
+                self._instant("started", self._worker(role, rank), {"node": node, "pid": pid})
+            case WorkerLost(role=role, rank=rank, node=node, cause=cause):
+                self._instant(f"lost: {cause}", self._worker(role, rank), {"node": node})
+            case _:
+                self._remark(event)
+        if len(self._lines) >= self._chunk or time.monotonic_ns() - self._flushed_ns > 1_000_000_000:
+            self._flush()
+
+    def finish(self) -> None:
+        self._flush()
+        if not self._full:
+            self._end("end of the run")
+        self._file.close()
+
+    # What each kind of event becomes
+
+    def _call(self, call: CallFinished) -> None:
+        name = f"{call.role}.{call.method}"
+        origin = self._origin(call, name)
+        pid, first_tid = self._worker(call.role, call.rank)
+        tid = self._lane(pid, first_tid, call.started_ns, call.ended_ns, f"{call.role} {call.rank}")
+        facts = {"call": call.call_id, "rank": call.rank, "node": call.node, "ok": call.ok}
+        self._slice(pid, tid, call.method, call.started_ns, call.ended_ns, facts, failed=not call.ok)
+        # A flow has exactly one start and one end, so each rank's arrow is a flow with a number of its own.
+        flow = {"cat": "call", "name": name, "id": next(self._flows)}
+        self._add({"ph": "s", "pid": _CONTROLLER, "tid": origin, "ts": _us(call.submitted_ns)} | flow)
+        self._add({"ph": "f", "bp": "e", "pid": pid, "tid": tid, "ts": _us(call.started_ns)} | flow)
+
+    def _origin(self, call: CallFinished, name: str) -> int:
+        """The controller's track with the slice of this call's submission, which the first answer draws."""
+        key = (call.role, call.call_id)
+        if key in self._call_tracks:
+            return self._call_tracks[key]
+        taken_up_ns = max(call.started_ns, call.submitted_ns)
+        tid = self._lane(_CONTROLLER, _CALLS, call.submitted_ns, taken_up_ns, "calls")
+        self._slice(_CONTROLLER, tid, f"submit {name}", call.submitted_ns, taken_up_ns, {"call": call.call_id})
+        if len(self._recent) == _CALLS_REMEMBERED:
+            del self._call_tracks[self._recent[0]]
+        self._recent.append(key)
+        self._call_tracks[key] = tid
+        return tid
+
+    def _step(self, step: int, values: dict[str, float]) -> None:
+        now = time.monotonic_ns()
+        self._instant(f"step {step} finished", (_CONTROLLER, _STAGES), {}, at_ns=now)
+        for name, value in values.items():
+            if value - value == 0:  # finite: JSON has no other numbers
+                self._add({"ph": "C", "name": name, "pid": _CONTROLLER, "ts": _us(now), "args": {"value": value}})
+
+    def _remark(self, event: Event) -> None:
+        match event:
+            case Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
+                said = f"stalled: {role}.{method}"
+                facts: dict[str, Any] = {"waiting_for": list(ranks), "seconds": seconds}
+            case EvalFinished(step=step, accuracy=accuracy, items=items):
+                said, facts = "evaluated", {"step": step, "accuracy": str(accuracy), "items": items}
+            case CheckpointSaved(step=step, path=path):
+                said, facts = "checkpoint saved", {"step": step, "path": path}
+            case Note(text=text):
+                said, facts = text, {}
+            case _:
+                return
+        self._instant(said, (_CONTROLLER, _STAGES), facts)
+
+    # Tracks
+
+    def _worker(self, role: str, rank: int) -> tuple[int, int]:
+        if role not in self._processes:
+            self._processes[role] = _CONTROLLER + 1 + len(self._processes)
+        pid, tid = self._processes[role], 1 + rank * _LANES_PER_WORKER
+        self._name_track(pid, tid, f"{role} {rank}", process=role)
+        return pid, tid
+
+    def _lane(self, pid: int, first_tid: int, started_ns: int, ended_ns: int, name: str) -> int:
+        """The first track of those from `first_tid` on where this slice overlaps none."""
+        ends = self._lane_ends.setdefault((pid, first_tid), [])
+        lane = next((i for i, end in enumerate(ends) if end <= started_ns), len(ends))
+        lane = min(lane, _LANES_PER_WORKER - 1)
+        if lane == len(ends):
+            ends.append(0)
+        ends[lane] = max(ends[lane], ended_ns)
+        self._name_track(pid, first_tid + lane, name if lane == 0 else f"{name} (+{lane})")
+        return first_tid + lane
+
+    def _name_track(self, pid: int, tid: int, name: str, process: str | None = None) -> None:
+        if (pid, tid) in self._tracks:
+            return
+        self._tracks.add((pid, tid))
+        where = {"ph": "M", "pid": pid, "tid": tid}
+        if process is not None:
+            self._add(where | {"name": "process_name", "args": {"name": process}})
+            self._add(where | {"name": "process_sort_index", "args": {"sort_index": pid}})
+        self._add(where | {"name": "thread_name", "args": {"name": name}})
+        self._add(where | {"name": "thread_sort_index", "args": {"sort_index": tid}})
+
+    # Lines
+
+    def _slice(
+        self, pid: int, tid: int, name: str, started_ns: int, ended_ns: int, args: dict[str, Any], failed: bool = False
+    ) -> None:
+        line = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": _us(started_ns)}
+        line["dur"] = _us(max(0, ended_ns - started_ns))
+        if failed:
+            line["cname"] = "terrible"  # the format's own name for red
+        self._add(line | {"args": args})
+
+    def _instant(self, name: str, where: tuple[int, int], args: dict[str, Any], at_ns: int | None = None) -> None:
+        at_us = _us(time.monotonic_ns() if at_ns is None else at_ns)
+        self._add({"ph": "i", "s": "t", "name": name, "pid": where[0], "tid": where[1], "ts": at_us, "args": args})
+
+    def _add(self, line: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(line, allow_nan=False, separators=(",", ":")) + ",\n")
+
+    def _flush(self) -> None:
+        self._flushed_ns = time.monotonic_ns()
+        text = "".join(self._lines)
+        self._lines.clear()
+        self._file.write(text)
+        self._file.flush()
+        self._nbytes += len(text)
+        if self._nbytes >= self._limit_bytes and not self._full:
+            self._end(f"the trace ends here: {self._limit_bytes} bytes are its limit")
+            self._full = True
+            logging.getLogger("podium.telemetry").warning(
+                "%s reached its limit of %d bytes and ends; the run goes on", self.path, self._limit_bytes
+            )
+
+    def _end(self, remark: str) -> None:
+        # The one line without a comma, then the bracket that makes the file plain JSON.
+        self._instant(remark, (_CONTROLLER, _STAGES), {})
+        self._file.write(self._lines.pop().rstrip(",\n") + "\n]\n")
+        self._file.flush()
+
+
+def _us(ns: int) -> float:
+    return ns / 1000

@@ -1,0 +1,135 @@
+"""TensorBoard, W&B and Trackio. Each package is imported when its sink is built, and named if it is missing."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from podium.errors import ConfigError
+from podium.telemetry.events import (
+    CompletionsSampled,
+    EvalFinished,
+    Event,
+    PhaseStarted,
+    Sample,
+    StepFinished,
+)
+from podium.telemetry.sinks.base import Sink
+
+__all__ = ["TensorBoardSink", "TrackerSink", "TrackioSink", "WandbSink"]
+
+
+def _require(module: str, sink: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{sink} needs the package {package!r}, which cannot be imported here ({error}): pip install {package}"
+        ) from error
+
+
+class TrackerSink(Sink):
+    """Scalars over steps. A second phase goes on counting where the first ended, since trackers want one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._offset = 0
+        self._last = 0
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record finite `values` at `step`."""
+
+    def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
+        """Record completions at `step`; a tracker without tables leaves them out."""
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case PhaseStarted(first_step=first):
+                # Zero for the first phase, a resumed one included; else the last step of the phase before.
+                self._offset = self._last if first == 1 else self._offset
+            case StepFinished(step=step, metrics=values):
+                self._last = self._offset + step
+                self.log(self._last, {name: float(value) for name, value in values.items() if math.isfinite(value)})
+            case EvalFinished(step=step, accuracy=accuracy, reward_mean=reward):
+                self.log(self._offset + step, {"eval/accuracy": accuracy, "eval/reward_mean": reward})
+            case CompletionsSampled(step=step, samples=samples):
+                self.log_samples(self._offset + step, samples)
+            case _:
+                pass
+
+
+class TensorBoardSink(TrackerSink):
+    """Event files in `folder`: ``tensorboard --logdir FOLDER``."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        _require("tensorboard", "TensorBoardSink", "tensorboard")
+        writer = _require("torch.utils.tensorboard", "TensorBoardSink", "tensorboard")
+        self._writer = writer.SummaryWriter(str(folder), flush_secs=10)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
+        for number, sample in enumerate(samples, 1):
+            lines = [
+                "reward", f"{sample.reward:g}", "prompt", *sample.prompt.splitlines(),
+                "completion", *sample.completion.splitlines(),
+            ]  # fmt: skip
+            # Four spaces make a line of Markdown verbatim.
+            self._writer.add_text(f"samples/{number}", "\n".join(f"    {line}" for line in lines), step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandbSink(TrackerSink):
+    """A Weights & Biases run; `options` go to ``wandb.init`` (``mode="offline"``, ``id`` and ``resume``, …)."""
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        folder: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._wandb = _require("wandb", "WandbSink", "wandb")
+        where = {} if folder is None else {"dir": str(folder)}
+        self._run = self._wandb.init(project=project, name=name, config=dict(config or {}), **where, **options)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
+        rows = [[sample.prompt, sample.completion, sample.reward, sample.expected] for sample in samples]
+        table = self._wandb.Table(columns=["prompt", "completion", "reward", "expected"], data=rows)
+        self._run.log({"samples": table}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class TrackioSink(TrackerSink):
+    """A Trackio run, kept on this machine: ``trackio show``. `options` go to ``trackio.init``."""
+
+    def __init__(
+        self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__()
+        self._trackio = _require("trackio", "TrackioSink", "trackio")
+        self._run = self._trackio.init(project=project, name=name, config=dict(config or {}), **options)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
