@@ -1,0 +1,146 @@
+"""Raw floors: the same traffic with nothing between, written the way one would if nothing else were needed.
+
+- PipeFloor: worker processes on os.pipe, one byte each way. No floor for a call is lower in Python.
+- SharedFloor: worker processes on shared segments mapped once and touched before, one message a call. An echo costs
+  the three copies that no design can avoid when a worker may write into what it got and keeps what it returns:
+  controller to segment, segment to segment in the worker, segment to the joined result.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.raw_worker import ECHO, MESSAGE, TOUCH
+
+RAW_WORKER = Path(__file__).with_name("raw_worker.py")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@contextmanager
+def raw_worker(*segment_fds: int) -> Iterator[tuple[int, int]]:
+    """A raw worker process; yields the descriptors to write requests to and to read replies from."""
+    requests_read, requests_write = os.pipe()
+    replies_read, replies_write = os.pipe()
+    theirs = (requests_read, replies_write)
+    command = [sys.executable, str(RAW_WORKER), *map(str, (*theirs, *segment_fds))]
+    process = subprocess.Popen(command, pass_fds=(*theirs, *segment_fds), env={**os.environ, **ONE_THREAD})
+    for fd in theirs:
+        os.close(fd)
+    try:
+        yield requests_write, replies_read
+    finally:
+        os.close(requests_write)  # its end of file ends the worker
+        process.wait(timeout=10)
+        os.close(replies_read)
+
+
+class PipeFloor:
+    """`workers` processes that answer one byte with one byte."""
+
+    def __init__(self, pipes: Sequence[tuple[int, int]]) -> None:
+        self._pipes = pipes
+
+    @classmethod
+    @contextmanager
+    def start(cls, workers: int) -> Iterator[PipeFloor]:
+        with ExitStack() as stack:
+            floor = cls([stack.enter_context(raw_worker()) for _ in range(workers)])
+            floor.noop()
+            yield floor
+
+    def noop(self) -> None:
+        for requests, _ in self._pipes:
+            os.write(requests, b"n")
+        for _, replies in self._pipes:
+            os.read(replies, 1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Anonymous shared memory, every page touched, seen here as bytes."""
+
+    fd: int
+    bytes_N: Tensor
+
+
+@contextmanager
+def segment(nbytes: int) -> Iterator[Segment]:
+    fd = os.memfd_create("bench-floor")
+    os.ftruncate(fd, nbytes)
+    bytes_N = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    bytes_N.zero_()
+    try:
+        yield Segment(fd, bytes_N)
+    finally:
+        os.close(fd)  # the mapping goes with the last tensor that looks at it
+
+
+class SharedFloor:
+    """`workers` processes, each with an inbox and an outbox of shared memory."""
+
+    def __init__(
+        self, pipes: Sequence[tuple[int, int]], inboxes: Sequence[Segment], outboxes: Sequence[Segment]
+    ) -> None:
+        self._pipes = pipes
+        self._inboxes = inboxes
+        self._outboxes = outboxes
+
+    @classmethod
+    @contextmanager
+    def start(cls, workers: int, capacity: int, *, one_inbox: bool = False) -> Iterator[SharedFloor]:
+        """Room for `capacity` bytes a worker; with `one_inbox` all read the same segment, as a broadcast would."""
+        with ExitStack() as stack:
+            if one_inbox:
+                inboxes = [stack.enter_context(segment(capacity))] * workers
+                outboxes = [stack.enter_context(segment(mmap.PAGESIZE)) for _ in range(workers)]
+            else:
+                inboxes = [stack.enter_context(segment(capacity)) for _ in range(workers)]
+                outboxes = [stack.enter_context(segment(capacity)) for _ in range(workers)]
+            pipes = [
+                stack.enter_context(raw_worker(inbox.fd, outbox.fd))
+                for inbox, outbox in zip(inboxes, outboxes, strict=True)
+            ]
+            floor = cls(pipes, inboxes, outboxes)
+            floor._ask(TOUCH, [1] * workers)
+            floor._wait()
+            yield floor
+
+    def echo(self, rows_BN: Tensor, joined_BN: Tensor | None = None) -> Tensor:
+        """Rows through the workers and back, in order; into `joined_BN` if given, else into fresh memory."""
+        source_N = rows_BN.reshape(-1).view(torch.uint8)
+        parts = source_N.chunk(len(self._pipes))
+        for inbox, (requests, _), part in zip(self._inboxes, self._pipes, parts, strict=True):
+            inbox.bytes_N[: len(part)].copy_(part)
+            os.write(requests, MESSAGE.pack(ECHO, len(part)))  # the worker copies while the next part goes in
+        joined_N = torch.empty_like(source_N) if joined_BN is None else joined_BN.reshape(-1).view(torch.uint8)
+        for outbox, (_, replies), target in zip(
+            self._outboxes, self._pipes, joined_N.chunk(len(self._pipes)), strict=True
+        ):
+            os.read(replies, 1)
+            target.copy_(outbox.bytes_N[: len(target)])
+        return joined_N.view(rows_BN.dtype).view(rows_BN.shape)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """One copy into the segment that all workers see, and one message to each."""
+        source_N = tensor.reshape(-1).view(torch.uint8)
+        self._inboxes[0].bytes_N[: len(source_N)].copy_(source_N)
+        self._ask(TOUCH, [len(source_N)] * len(self._pipes))
+        self._wait()
+
+    def _ask(self, operation: bytes, nbytes: Sequence[int]) -> None:
+        for (requests, _), count in zip(self._pipes, nbytes, strict=True):
+            os.write(requests, MESSAGE.pack(operation, count))
+
+    def _wait(self) -> None:
+        for _, replies in self._pipes:
+            os.read(replies, 1)

@@ -1,0 +1,90 @@
+"""Samples, taken in turns: whatever disturbs the machine for a while disturbs every subject alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of Podium's, with the same figure of everything measured beside it, in the same unit."""
+
+    name: str
+    unit: str
+    median: float
+    quartiles: tuple[float, float]
+    better: Better
+    others: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def ratio(self) -> dict[str, float]:
+        """How many times better Podium is than each other: over 1 is in Podium's favour, whatever the unit."""
+        if self.better == "lower":
+            return {name: other / self.median for name, other in self.others.items()}
+        return {name: self.median / other for name, other in self.others.items()}
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "median": round_to(self.median),
+            "unit": self.unit,
+            "ratio": {name: round(ratio, 3) for name, ratio in self.ratio.items()},
+            "quartiles": [round_to(value) for value in self.quartiles],
+            "others": {name: round_to(value) for name, value in self.others.items()},
+        }
+
+
+def round_to(value: float, digits: int = 4) -> float:
+    """`value` with `digits` significant digits: a row is read by people."""
+    return float(f"{value:.{digits}g}")
+
+
+def alternate(
+    subjects: Mapping[str, Callable[[], float]], *, repetitions: int, warmups: int = 1
+) -> dict[str, list[float]]:
+    """Call each subject once a repetition, in an order that rotates, and return each one's figures.
+
+    A subject measures itself and returns its figure, since what belongs to a figure and what prepares it only it
+    knows. The first `warmups` rounds are not kept.
+    """
+    figures: dict[str, list[float]] = {name: [] for name in subjects}
+    order = list(subjects)
+    for repetition in range(-warmups, repetitions):
+        shift = repetition % len(order)
+        for name in order[shift:] + order[:shift]:
+            figure = subjects[name]()
+            if repetition >= 0:
+                figures[name].append(figure)
+    return figures
+
+
+def compare(
+    name: str, figures: Mapping[str, list[float]], *, unit: str, scale: float = 1.0, better: Better = "lower"
+) -> Row:
+    """The row `name` from samples in which Podium's own are called "podium"; `scale` turns them into `unit`."""
+    podium = [value * scale for value in figures["podium"]]
+    quartiles = statistics.quantiles(podium, n=4) if len(podium) > 1 else [podium[0]] * 3
+    return Row(
+        name=name,
+        unit=unit,
+        median=statistics.median(podium),
+        quartiles=(quartiles[0], quartiles[2]),
+        better=better,
+        others={other: statistics.median(values) * scale for other, values in figures.items() if other != "podium"},
+    )
+
+
+def median_call_s(call: Callable[[], object], calls: int) -> float:
+    """The median seconds of `calls` calls, each timed alone."""
+    times: list[float] = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)

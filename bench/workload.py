@@ -1,0 +1,85 @@
+"""What the model suites run: shapes of models, prompts and lengths, the same for Podium and for every peer.
+
+Standard library only: peers get these numbers over their protocol, and build their own objects from them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=<>()[]{}.,:;!?@#$%&_|~"
+PAD, EOS = "\x00", "\x01"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder of the Qwen3 family, by its sizes."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+
+    def config(self) -> dict[str, Any]:
+        """Arguments of transformers.Qwen3Config. No token ends a completion: all run to their full length."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+
+
+# Parameters: 0.85 million, 9.8 million, 95 million. The vocabulary of the smallest is the alphabet and padding.
+SHAPES = {
+    "1m": Shape(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=416, vocabulary=len(ALPHABET) + 1),
+    "10m": Shape(hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, intermediate=1024, vocabulary=1024),
+    "100m": Shape(hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, intermediate=2304, vocabulary=16384),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoad:
+    """One GRPO step: `prompts` prompts of `prompt_tokens` tokens, `completions` completions each of `new_tokens`."""
+
+    shape: str = "1m"
+    prompts: int = 16
+    completions: int = 8
+    prompt_tokens: int = 16
+    new_tokens: int = 64
+    learning_rate: float = 1e-4
+    temperature: float = 1.0
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens of one step."""
+        return self.prompts * self.completions * self.new_tokens
+
+    def as_arguments(self) -> dict[str, Any]:
+        """What a peer needs, as JSON."""
+        return {**asdict(self), "config": SHAPES[self.shape].config(), "alphabet": ALPHABET}
+
+
+def prompt_texts(count: int, length: int, seed: int = 0) -> list[str]:
+    """`count` random prompts of `length` letters, one token each."""
+    source = random.Random(seed)
+    return ["".join(source.choices(ALPHABET, k=length)) for _ in range(count)]
+
+
+def reward(completion: str) -> float:
+    """The share of letters `a`: something to learn that costs nothing to score."""
+    return completion.count("a") / max(len(completion), 1)
