@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,9 @@ def python_of(peer: str) -> Path | None:
 class PeerClient:
     """Calls a peer's methods by name, one at a time."""
 
-    def __init__(self, process: subprocess.Popen[str], name: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
-        self._name = name
+        self._log = log
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The method's result. Raises PeerError with the peer's traceback, or when the process is gone."""
@@ -47,22 +46,26 @@ class PeerClient:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise PeerError(f"the peer {self._name} ended with code {self._process.wait()}; its log says why")
+            raise PeerError(f"the peer ended with code {self._process.wait()}; {self._log} says why")
         answer = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"the peer {self._name} failed:\n{answer['error']}")
+            raise PeerError(f"the peer failed:\n{answer['error']}")
         return answer["result"]
+
+
+def peer_command(python: Path, script: str) -> list[str]:
+    """What runs `bench/peers/SCRIPT.py` in a peer's environment."""
+    return [str(python), str(PEERS / f"{script}.py")]
 
 
 @contextmanager
 def start_peer(
-    script: str, log: Path, *, python: Path | None = None, environment: Mapping[str, str] | None = None
+    command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
 ) -> Iterator[PeerClient]:
-    """Run `bench/peers/SCRIPT.py`, by default with Podium's own interpreter; its output goes to `log`."""
-    command = [str(python or sys.executable), str(PEERS / f"{script}.py")]
+    """Run a process that speaks `bench/peers/protocol.py`; whatever else it prints goes to `log`."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command,
+            list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -71,12 +74,13 @@ def start_peer(
             env={**os.environ, **(environment or {})},
         )
         try:
-            yield PeerClient(process, script)
+            yield PeerClient(process, log)
         finally:
-            assert process.stdin is not None
+            assert process.stdin is not None and process.stdout is not None
             process.stdin.close()  # its end of file is the request to stop
             try:
                 process.wait(timeout=STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            process.stdout.close()

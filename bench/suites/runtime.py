@@ -16,7 +16,7 @@ import podium
 from bench.context import Context
 from bench.floors import PipeFloor, SharedFloor
 from bench.measure import Row, alternate, compare, median_call_s
-from bench.peer import PeerClient, start_peer
+from bench.peer import PeerClient, peer_command, start_peer
 from bench.probe import Probe
 from podium import Batch
 
@@ -33,7 +33,7 @@ def ray_actors(context: Context, workers: int | None) -> Iterator[PeerClient | N
     if python is None:
         yield None
         return
-    with start_peer("ray_actors", context.log_of("ray"), python=python) as peer:
+    with start_peer(peer_command(python, "ray_actors"), context.log_of("ray")) as peer:
         if workers is not None:
             peer.call("init")
             peer.call("start", workers=workers)

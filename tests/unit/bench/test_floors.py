@@ -1,0 +1,31 @@
+"""The raw floors move what they claim to move: a floor that cheats would flatter or shame Podium."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.floors import PipeFloor, SharedFloor
+
+
+def test_every_pipe_worker_answers() -> None:
+    with PipeFloor.start(3) as floor:
+        for _ in range(3):
+            floor.noop()
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_an_echo_comes_back_whole_and_in_order(reuse: bool) -> None:
+    rows = torch.arange(4 * 1000, dtype=torch.float32).view(4, 1000)
+    joined = torch.zeros_like(rows) if reuse else None
+    with SharedFloor.start(2, rows.nbytes // 2) as floor:
+        for scale in (1, 2):  # the second time over memory that holds the first answer
+            assert torch.equal(floor.echo(rows * scale, joined), rows * scale)
+
+
+def test_a_broadcast_lands_in_the_one_segment_all_workers_see() -> None:
+    rows = torch.rand(8, 1024)
+    with SharedFloor.start(2, rows.nbytes, one_inbox=True) as floor:
+        floor.broadcast(rows)
+        assert floor._inboxes[0] is floor._inboxes[1]
+        assert torch.equal(floor._inboxes[0].bytes_N.view(torch.float32), rows.view(-1))
