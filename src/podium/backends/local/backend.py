@@ -1,0 +1,457 @@
+"""The backend ``local``: one process a host on this machine.
+
+    controller's threads ──invoke──▶ calls socket (one a host) ──▶ host's main thread
+                                 └─▶ control socket            ──▶ host's control thread
+    I/O thread ◀── answers and releases on the calls sockets
+               ◀── "started", "ended" from the fork server
+               ──▶ messages that a full socket did not take at once
+
+Sending never waits: what a socket does not take is queued, and the I/O thread sends it. The I/O thread only reads
+headers; whoever asks for a result unpickles it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.backends.local.child import ANSWER, STATUSES
+from podium.backends.local.devices import accelerators, visibility
+from podium.backends.local.logs import LogEcho, last_lines
+from podium.backends.local.segments import SegmentPool
+from podium.backends.local.server import Spawn
+from podium.backends.local.wire import Inbound, Parcel, Receiver, Releases, pack, read_parcel, released, send_message
+from podium.errors import ConfigError, WorkerStartError
+from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
+
+__all__ = ["LocalBackend"]
+
+START_TIMEOUT_S = 120.0
+FIRST = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_", "PYTHON")
+"""Names of variables that libraries read when they are loaded: a worker given one starts in a fresh interpreter."""
+
+Done = Callable[[Reply], None]
+
+
+class LocalBackend(Backend):
+    """Args:
+    preload: modules that the fork server imports, so that workers have them at once.
+    log_dir: where each host's output goes, ``LABEL.log``; a private directory unless given.
+    echo: also print each host's output here, every line with its host's label.
+    nodes: how many nodes to pretend this machine is, to try a multi-node layout.
+    """
+
+    def __init__(
+        self,
+        *,
+        preload: Sequence[str] = ("torch",),
+        log_dir: str | Path | None = None,
+        echo: bool = False,
+        nodes: int = 1,
+    ) -> None:
+        if not sys.platform.startswith("linux"):
+            raise ConfigError(
+                f"backend 'local' needs Linux (memfd, descriptor passing); on {sys.platform} use 'inline'"
+            )
+        if nodes < 1:
+            raise ConfigError(f"connect('local', nodes={nodes}): at least one")
+        if isinstance(preload, str):
+            raise ConfigError(f"connect('local', preload={preload!r}): a sequence of module names, as in [{preload!r}]")
+        self.capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
+        self._accelerators = accelerators()
+        self._nodes = _nodes(nodes, len(self._accelerators))
+        _raise_descriptor_limit()
+        self._private = tempfile.mkdtemp(prefix="podium-")  # mode 0700
+        self._log_dir = Path(log_dir or Path(self._private) / "logs")
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self.segments = SegmentPool()
+        self._echo = LogEcho() if echo else None
+        self._tokens = itertools.count(1)
+        self._hosts: dict[int, _LocalHost] = {}
+        self._empty = pack({}, self.segments)
+        self._closed = False
+        self._server_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server = _start_server(theirs, list(preload), self._private)
+        self._io = _IoThread(self)
+        self._io.watch(self._server_socket.fileno(), self._on_server)
+
+    # -- contract ------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> Sequence[Node]:
+        return self._nodes
+
+    def start_hosts(
+        self,
+        reservation: Any,
+        specs: Sequence[HostSpec],
+        on_death: Callable[[int, Death], None],
+    ) -> Sequence[HostHandle]:
+        hosts = [self._spawn(spec, on_death) for spec in specs]
+        until = time.monotonic() + START_TIMEOUT_S
+        for host in hosts:
+            if not host.started.wait(max(0.0, until - time.monotonic())) or host.ended.is_set():
+                for other in hosts:
+                    other.kill()
+                words = "\n".join(host.last_words())
+                raise WorkerStartError(
+                    f"{host.label}: the fork server did not start its process; see {host.log_path}\n{words}",
+                    rank=host.rank,
+                )
+        return hosts
+
+    def rendezvous(self, hosts: Sequence[HostHandle]) -> str:
+        return f"file://{self._private}/rendezvous-{next(self._tokens)}"
+
+    def pack(self, value: Any, readers: int) -> Parcel:
+        return (
+            pack(value, self.segments, "an argument")
+            if value
+            else self._empty
+            if value == {}
+            else pack(value, self.segments, "an argument")
+        )
+
+    def unpack(self, payload: Inbound) -> Any:
+        return payload.read("the result")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for host in list(self._hosts.values()):
+            host.kill()
+        self._io.stop()
+        self._server_socket.close()  # the server's signal to end
+        try:
+            self._server.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+        if self._echo is not None:
+            self._echo.stop()
+        shutil.rmtree(self._private, ignore_errors=True)
+        self.segments.close()
+
+    # -- hosts ---------------------------------------------------------------------------------------------------
+
+    def _spawn(self, spec: HostSpec, on_death: Callable[[int, Death], None]) -> _LocalHost:
+        calls, their_calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        token = next(self._tokens)
+        log_path = self._log_dir / f"{spec.label}.log"
+        host = _LocalHost(self, token, spec, calls, control, log_path, on_death)
+        self._hosts[token] = host
+        self._io.watch(calls.fileno(), host.on_readable, host.flush)
+        self._io.watch(control.fileno(), lambda: True, host.flush)
+        order = Spawn(
+            token=token,
+            rank=spec.rank,
+            env={**visibility(spec.devices, self._accelerators), **spec.env},
+            fresh=any(name.startswith(FIRST) for name in spec.env),
+            threads=spec.threads,
+            log_path=str(log_path),
+            cwd=os.getcwd(),
+            sys_path=[path or os.getcwd() for path in sys.path],
+        )
+        try:
+            fds = [their_calls.fileno(), their_control.fileno()]
+            socket.send_fds(self._server_socket, [pickle.dumps(order)], fds)
+        except OSError as error:
+            host.end(Death("the fork server is gone"))
+            raise WorkerStartError(f"{spec.label}: the fork server is gone: {error}", rank=spec.rank) from error
+        finally:
+            their_calls.close()
+            their_control.close()
+        if self._echo is not None:
+            self._echo.follow(spec.label, log_path)
+        return host
+
+    def order_kill(self, pid: int) -> None:
+        """Ask the server, whose child it is, so that the pid cannot mean another process."""
+        try:
+            self._server_socket.send(pickle.dumps(("kill", pid)))
+        except OSError:
+            pass  # the server is gone, and its children with it
+
+    def forget(self, host: _LocalHost) -> None:
+        self._hosts.pop(host.token, None)
+        self.segments.forget(host.token)
+
+    def unwatch(self, *connections: socket.socket) -> None:
+        self._io.unwatch(*(connection.fileno() for connection in connections))
+
+    def flush_later(self, connection: socket.socket) -> None:
+        self._io.flush_later(connection.fileno())
+
+    def _on_server(self) -> bool:
+        try:
+            message = self._server_socket.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            message = b""
+        if not message:
+            for host in list(self._hosts.values()):
+                host.end(Death("the fork server ended, and its hosts with it"))
+            return False
+        kind, token, number = pickle.loads(message)
+        host = self._hosts.get(token)
+        if host is not None and kind == "started":
+            host.pid = number
+            host.started.set()
+        elif host is not None:
+            host.on_readable()  # what it sent before it ended comes first
+            host.end(Death(_cause(number), host.last_words()))
+        return True
+
+
+class _LocalHost(HostHandle):
+    """One host process, as the controller sees it."""
+
+    def __init__(
+        self,
+        backend: LocalBackend,
+        token: int,
+        spec: HostSpec,
+        calls: socket.socket,
+        control: socket.socket,
+        log_path: Path,
+        on_death: Callable[[int, Death], None],
+    ) -> None:
+        self.token = token
+        self.rank = spec.rank
+        self.label = spec.label
+        self.log_path = log_path
+        self.started = threading.Event()
+        self.ended = threading.Event()
+        self._backend = backend
+        self._calls = calls
+        self._control = control
+        self._on_death = on_death
+        self._pending: dict[int, Done] = {}
+        self._releases = Releases(control)
+        self._receiver = Receiver()
+        self._late: dict[socket.socket, deque[tuple[Sequence[bytes], list[int]]]] = {calls: deque(), control: deque()}
+        self._late_lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+
+    def invoke(self, request: Request, done: Done) -> None:
+        if self.ended.is_set():
+            return
+        if request.wire is None:
+            request.wire = _encode(request)
+        chunks, leases = request.wire
+        for lease in leases:
+            self._backend.segments.hold(lease.segment, self.token)
+        self._pending[request.call_id] = done
+        self._send(self._control if request.concurrent else self._calls, chunks, [lease.segment.fd for lease in leases])
+
+    def stop(self, timeout_s: float) -> None:
+        if timeout_s > 0 and not self.ended.is_set():
+            quietly: Done = lambda reply: None  # noqa: E731 - its end is what is waited for
+            self.invoke(Request(0, "", "shutdown", self._backend.pack({}, 1)), quietly)
+            self.ended.wait(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        if not self.ended.is_set() and self.started.wait(START_TIMEOUT_S):
+            self._backend.order_kill(self.pid)
+            self.ended.wait(10.0)
+
+    def last_words(self) -> tuple[str, ...]:
+        """The last lines that it wrote."""
+        return last_lines(self.log_path, self._log_start)
+
+    def end(self, death: Death) -> None:
+        """Its process is gone."""
+        if self.ended.is_set():
+            return
+        self._backend.unwatch(self._calls, self._control)
+        with self._late_lock:
+            self._calls.close()
+            self._control.close()
+        self._pending.clear()
+        self._backend.forget(self)
+        self.started.set()
+        self.ended.set()
+        self._on_death(self.rank, death)
+
+    def on_readable(self) -> bool:
+        """Take every message there is. False once the host's end is closed."""
+        with self._reading:
+            while True:
+                try:
+                    message, fds = self._receiver.receive(self._calls, wait=False)
+                except BlockingIOError:
+                    return True
+                except OSError:
+                    return False
+                if not message:
+                    return False
+                self._take(message, fds)
+
+    def _take(self, message: memoryview, fds: list[int]) -> None:
+        if message[0] == 82:  # "R"
+            for number in released(message):
+                self._backend.segments.release(number, self.token)
+            return
+        _, call_id, status, started, ended = ANSWER.unpack_from(message)
+        payload, _ = read_parcel(message, ANSWER.size, fds, self._releases)
+        done = self._pending.pop(call_id, None)
+        if done is not None:
+            done(Reply(STATUSES[status], payload, started, ended))  # pyright: ignore[reportArgumentType]
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def _send(self, connection: socket.socket, chunks: Sequence[bytes], fds: list[int]) -> None:
+        late = self._late[connection]
+        if not late:
+            try:
+                send_message(connection, chunks, fds, wait=False)
+                return
+            except BlockingIOError:
+                pass
+            except OSError:
+                return  # it has ended; the server will say so
+        with self._late_lock:
+            late.append((chunks, [os.dup(fd) for fd in fds]))
+        self._backend.flush_later(connection)
+
+    def flush(self) -> bool:
+        """Send what waits; True when nothing is left."""
+        with self._late_lock:
+            for connection, late in self._late.items():
+                while late:
+                    chunks, fds = late[0]
+                    try:
+                        send_message(connection, chunks, fds, wait=False)
+                    except BlockingIOError:
+                        return False
+                    except OSError:
+                        pass
+                    late.popleft()
+                    for fd in fds:
+                        os.close(fd)
+        return True
+
+
+class _IoThread:
+    """Waits for all sockets at once."""
+
+    def __init__(self, backend: LocalBackend) -> None:
+        self._epoll = select.epoll()
+        self._readers: dict[int, Callable[[], bool]] = {}
+        self._flushers: dict[int, Callable[[], bool]] = {}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="podium-io", daemon=True)
+        self._thread.start()
+
+    def watch(self, fd: int, on_readable: Callable[[], bool], flush: Callable[[], bool] | None = None) -> None:
+        self._readers[fd] = on_readable
+        if flush is not None:
+            self._flushers[fd] = flush
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, *fds: int) -> None:
+        for fd in fds:
+            if self._readers.pop(fd, None) is not None:
+                try:
+                    self._epoll.unregister(fd)
+                except (OSError, ValueError):
+                    pass  # it had been closed, which unregisters it
+            self._flushers.pop(fd, None)
+
+    def flush_later(self, fd: int) -> None:
+        try:
+            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+        except (OSError, ValueError):
+            pass  # it has ended meanwhile
+
+    def stop(self) -> None:
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            self._epoll.close()
+            os.close(self._wake)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for fd, events in self._epoll.poll():
+                if events & select.EPOLLOUT:
+                    flush = self._flushers.get(fd)
+                    if flush is None or flush():
+                        try:
+                            self._epoll.modify(fd, select.EPOLLIN)
+                        except (OSError, ValueError):
+                            continue
+                reader = self._readers.get(fd)
+                if events & ~select.EPOLLOUT and reader is not None and not reader():
+                    self.unwatch(fd)
+
+
+def _encode(request: Request) -> tuple[tuple[bytes, ...], list[Any]]:
+    header = pickle.dumps(
+        (request.call_id, request.target, request.method, request.wants_result, request.own is not None), 5
+    )
+    parcels = [request.shared] if request.own is None else [request.shared, request.own]
+    message = b"".join([b"C", len(header).to_bytes(2, "little"), header, *(parcel.wire for parcel in parcels)])
+    return (message,), [parcel.lease for parcel in parcels if parcel.lease is not None]
+
+
+def _start_server(theirs: socket.socket, preload: list[str], private: str) -> subprocess.Popen[bytes]:
+    paths = [path or os.getcwd() for path in sys.path]
+    code = (
+        f"import sys; sys.path[:] = {paths!r}; from podium.backends.local.server import main; "
+        f"main({theirs.fileno()}, {preload!r}, {private!r})"
+    )
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    given: Mapping[str, str] = os.environ
+    with theirs:
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**given, **one_thread},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def _nodes(count: int, gpus: int) -> list[Node]:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    has = {"cpu": float(len(os.sched_getaffinity(0))), "gpu": float(gpus), "memory": float(pages)}
+    return [Node("localhost" if count == 1 else f"node-{at}", has) for at in range(count)]
+
+
+def _raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16) if hard > 0 else 1 << 16, hard))
+
+
+def _cause(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            return f"signal {signal.Signals(number).name}"
+        except ValueError:
+            return f"signal {number}"
+    return f"exit code {os.WEXITSTATUS(status)}"

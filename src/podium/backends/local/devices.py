@@ -1,0 +1,36 @@
+"""Which accelerators this machine has, found without loading a framework, and how to show a process only its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["accelerators", "visibility"]
+
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+def accelerators() -> list[str]:
+    """Ids of the accelerators that this process may use, as its visibility variable spells them."""
+    for variable in _VARIABLES:
+        given = os.environ.get(variable)
+        if given is not None:
+            return [part.strip() for part in given.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+    for pattern in ("nvidia[0-9]*", "davinci[0-9]*"):
+        found = sorted(Path("/dev").glob(pattern), key=lambda path: int(path.name.lstrip("abcdefghijklmnopqrstuvwxyz")))
+        if found:
+            return [str(at) for at in range(len(found))]
+    return [str(at) for at in range(len(list(Path("/dev/dri").glob("renderD*"))))] if Path("/dev/kfd").exists() else []
+
+
+def visibility(devices: Sequence[int], all_devices: Sequence[str]) -> dict[str, str]:
+    """The environment that shows a host its own devices and no others; empty on a machine without any."""
+    if not all_devices:
+        return {}
+    mine = ",".join(all_devices[device] for device in devices)
+    if Path("/dev/kfd").exists():
+        return {"HIP_VISIBLE_DEVICES": mine}
+    if list(Path("/dev").glob("davinci[0-9]*")):
+        return {"ASCEND_RT_VISIBLE_DEVICES": mine}
+    return {"CUDA_VISIBLE_DEVICES": mine}

@@ -1,0 +1,61 @@
+"""The hosts' output: its last lines, and following it on the terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+__all__ = ["LogEcho", "last_lines"]
+
+WORDS = 20
+TAIL_BYTES = 16 << 10
+POLL_S = 0.1
+
+
+def last_lines(path: Path, start: int = 0) -> tuple[str, ...]:
+    """The last 20 lines of ``path`` after byte ``start``; none if there is no such file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start, size - TAIL_BYTES))
+            return tuple(file.read().decode(errors="replace").splitlines()[-WORDS:])
+    except OSError:
+        return ()
+
+
+class LogEcho:
+    """Prints what is added to log files, each line with its label, from one thread."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, tuple[str, int]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="podium-echo", daemon=True)
+        self._thread.start()
+
+    def follow(self, label: str, path: Path) -> None:
+        """From what is there now on."""
+        self._files.setdefault(path, (label, path.stat().st_size if path.exists() else 0))
+
+    def stop(self) -> None:
+        """Print the rest and end."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._print_new()
+        self._print_new()
+
+    def _print_new(self) -> None:
+        for path, (label, at) in list(self._files.items()):
+            try:
+                with path.open("rb") as file:
+                    file.seek(at)
+                    new = file.read()
+            except OSError:
+                continue
+            whole = new if self._stop.is_set() else new[: new.rfind(b"\n") + 1]
+            self._files[path] = label, at + len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                sys.stdout.write(f"[{label}] {line}\n")

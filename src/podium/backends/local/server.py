@@ -1,0 +1,190 @@
+"""The fork server: a process that imports once and never computes, whose children are the hosts.
+
+    controller ──"spawn" + two sockets──▶ server ──fork──▶ host (or fork + exec, where the environment must come first)
+               ◀──"started" pid──────────        ◀─SIGCHLD──
+               ◀──"ended" pid status─────
+               ──"kill" pid──────────────▶
+
+It imports the modules to preload with one thread and runs nothing of them: a forked child of a process that ran a
+multi-threaded operation may hang for ever. It forks from its main thread, which never ends before the process, so that
+the children's parent-death signal means what it says.
+
+It is the warden of the controller's processes: when the controller's end of the socket closes, or the controller is no
+longer its parent, it kills every descendant (it is their subreaper, so none escapes by losing its parent), removes the
+private directory and ends. It sits in a session of its own, where a terminal's SIGINT does not reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from podium.backends.local.linux import become_subreaper, children_of, die_with_parent, session_of
+
+__all__ = ["Spawn", "main"]
+
+LIMIT = 1 << 18
+PARENT_CHECK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """One host to start."""
+
+    token: int
+    rank: int
+    env: dict[str, str]
+    fresh: bool
+    threads: int
+    log_path: str
+    cwd: str
+    sys_path: list[str]
+
+
+def main(fd: int, preload: list[str], private: str) -> None:
+    """Serve until the controller is gone. ``fd`` is this end of the socket to it."""
+    controller = os.getppid()
+    connection = socket.socket(fileno=fd)
+    become_subreaper()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wake_in, wake_out = socket.socketpair()
+    for end in (wake_in, wake_out):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wake_in.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for name in preload:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - any import may raise anything; the host that needs it will say so
+            sys.stderr.write(f"preload of {name} failed: {type(error).__name__}: {error}\n")
+    gc.collect()
+    gc.freeze()  # the hosts' collections leave these objects' pages shared
+    server = _Server(connection, wake_out, controller)
+    try:
+        server.serve()
+    finally:
+        _kill_descendants()
+        shutil.rmtree(private, ignore_errors=True)
+        os._exit(0)
+
+
+class _Server:
+    def __init__(self, connection: socket.socket, wake: socket.socket, controller: int) -> None:
+        self._connection = connection
+        self._wake = wake
+        self._controller = controller
+        self._hosts: dict[int, int] = {}  # pid: token
+
+    def serve(self) -> None:
+        while os.getppid() == self._controller:
+            ready, _, _ = select.select([self._connection, self._wake], [], [], PARENT_CHECK_S)
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake.recv(4096)
+            self._reap()
+            if self._connection in ready and not self._obey():
+                return
+
+    def _obey(self) -> bool:
+        message, fds, _, _ = socket.recv_fds(self._connection, LIMIT, 2)
+        if not message:
+            return False
+        order = pickle.loads(message)
+        if isinstance(order, Spawn):
+            self._spawn(order, fds)
+            for fd in fds:
+                os.close(fd)
+        elif order[1] in self._hosts:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(order[1], signal.SIGKILL)
+        return True
+
+    def _spawn(self, order: Spawn, fds: list[int]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _become_host(order, fds, parent)
+            finally:
+                os._exit(70)  # only reached if becoming a host failed before its own boundary
+        self._hosts[pid] = order.token
+        self._tell(("started", order.token, pid))
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._hosts:
+                self._tell(("ended", self._hosts.pop(pid), status))
+                for child in session_of(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+
+    def _tell(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # the controller is gone: the loop ends next
+            self._connection.send(pickle.dumps(message))
+
+
+def _become_host(order: Spawn, fds: list[int], parent: int) -> NoReturn:
+    die_with_parent(parent)
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _redirect(order.log_path)
+    low = [os.dup(fd) for fd in fds]
+    keep = {0, 1, 2, *low}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if int(entry) not in keep:
+                os.close(int(entry))
+    if order.fresh:
+        for fd in low:
+            os.set_inheritable(fd, True)
+        code = (
+            f"import sys; sys.path[:] = {order.sys_path!r}; from podium.backends.local.child import main; "
+            f"main({low[0]}, {low[1]}, {order.threads}, {order.cwd!r}, {order.sys_path!r})"
+        )
+        os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **order.env})
+    os.environ.update(order.env)
+    from podium.backends.local import child
+
+    child.main(low[0], low[1], order.threads, order.cwd, order.sys_path)
+
+
+def _redirect(log_path: str) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
+def _kill_descendants() -> None:
+    """Until none is left: a child killed may leave children of its own, which come to us."""
+    until = time.monotonic() + 5.0
+    while time.monotonic() < until:
+        children = children_of(os.getpid())
+        if not children:
+            return
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.002)

@@ -1,0 +1,183 @@
+"""Messages between the controller and its hosts, over Unix sockets that keep message boundaries (SOCK_SEQPACKET).
+
+A value travels as a *parcel*: its pickle, and its out-of-band buffers laid end to end. A small parcel is part of the
+message; a large one lies in a segment, and the message carries the segment's descriptor.
+
+    message  to a host:         C  header  parcel(shared)  [parcel(own)]        R  number …    (segments released)
+             to the controller: A  call_id status started ended parcel          R  number …
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import pickle
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from podium.backends.local.segments import Lease, SegmentPool, map_segment
+from podium.errors import SerializationError
+from podium.runtime.codec import decode, encode
+
+__all__ = ["INLINE_LIMIT", "Inbound", "Parcel", "Receiver", "Releases", "pack", "read_parcel", "send_message"]
+
+INLINE_LIMIT = 32 << 10  # bytes of a parcel that still go in the message; below it, descriptors cost more than copies
+RECEIVE_LIMIT = 3 * INLINE_LIMIT
+ALIGN = 64
+PLAIN = (int, float, str, bool, bytes, type(None))
+
+_PARCEL = struct.Struct("<IIQQ")  # number of buffers, bytes of pickle, bytes of the whole, segment (0: in the message)
+
+
+class Parcel:
+    """A value ready to be sent any number of times."""
+
+    __slots__ = ("lease", "wire")
+
+    def __init__(self, wire: bytes, lease: Lease | None) -> None:
+        self.wire = wire
+        self.lease = lease
+
+
+def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
+    """Pickle ``value``; one copy of its buffers is made, into a segment if it is large.
+
+    Raises:
+        SerializationError: it does not pickle, or there is no memory left for its segment.
+    """
+    if type(value) in PLAIN and (not isinstance(value, str | bytes) or len(value) < INLINE_LIMIT):
+        data, buffers = pickle.dumps(value, 5), ()
+    else:
+        data, buffers = encode(value, where)
+    raws = [buffer.raw() for buffer in buffers]
+    table = struct.pack(f"<{len(raws)}Q", *[raw.nbytes for raw in raws])
+    total = len(table) + len(data) + sum(_aligned(raw.nbytes) for raw in raws) + ALIGN
+    if total <= INLINE_LIMIT:
+        body = b"".join([table, data, *(bytes(raw).ljust(_aligned(raw.nbytes), b"\0") for raw in raws)])
+        return Parcel(_PARCEL.pack(len(raws), len(data), len(body), 0) + body, None)
+    try:
+        lease = segments.take(total)
+    except OSError as error:
+        raise SerializationError(f"no shared memory for {where} of {total} bytes: {error}") from error
+    memory = lease.segment.memory
+    head = table + data
+    memory[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    at = _aligned(len(head))
+    for raw in raws:
+        np.copyto(memory[at : at + raw.nbytes], np.frombuffer(raw, dtype=np.uint8))
+        at += _aligned(raw.nbytes)
+    return Parcel(_PARCEL.pack(len(raws), len(data), at, lease.segment.number), lease)
+
+
+class Inbound:
+    """A parcel received. :meth:`read` it once, or drop it: either way its segment is released in the end."""
+
+    __slots__ = ("_body", "_buffers", "_data", "_fd", "_release", "_total")
+
+    def __init__(
+        self, buffers: int, data: int, total: int, body: bytes, fd: int, release: Callable[[], None] | None
+    ) -> None:
+        self._buffers, self._data, self._total = buffers, data, total
+        self._body, self._fd, self._release = body, fd, release
+
+    def read(self, where: str = "a value") -> Any:
+        """The value. Its tensors lie in the mapped segment and may be written without harm to anyone."""
+        if self._release is None:
+            if not self._buffers:
+                return decode(self._body, (), where)
+            memory: Any = np.frombuffer(bytearray(self._body), dtype=np.uint8)
+            at = 8 * self._buffers + self._data
+        else:
+            release, self._release = self._release, None
+            memory = map_segment(self._fd, self._total, release)
+            at = _aligned(8 * self._buffers + self._data)
+        view = memoryview(memory)
+        sizes = struct.unpack_from(f"<{self._buffers}Q", view)
+        data = view[8 * self._buffers : 8 * self._buffers + self._data]
+        parts: list[memoryview] = []
+        for size in sizes:
+            parts.append(view[at : at + size])
+            at += _aligned(size)
+        return decode(data, parts, where)
+
+    def __del__(self) -> None:
+        if self._release is not None:
+            os.close(self._fd)
+            self._release()
+
+
+def read_parcel(message: memoryview, at: int, fds: list[int], releases: Releases) -> tuple[Inbound, int]:
+    """The parcel at ``at`` in a message and where the next one begins; takes its descriptor from ``fds``."""
+    buffers, data, total, segment = _PARCEL.unpack_from(message, at)
+    at += _PARCEL.size
+    if segment:
+        return Inbound(buffers, data, total, b"", fds.pop(0), lambda: releases.add(segment)), at
+    return Inbound(buffers, data, total, bytes(message[at : at + total]), -1, None), at + total
+
+
+class Releases:
+    """Tells the other end which of its segments are read, without ever waiting and from within any thread's garbage
+    collection: what the socket does not take now goes with the next one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._late: deque[int] = deque()
+
+    def add(self, number: int) -> None:
+        self._late.append(number)
+        numbers: list[int] = []
+        with contextlib.suppress(IndexError):
+            while len(numbers) < 1000:
+                numbers.append(self._late.popleft())
+        if not numbers:
+            return
+        try:
+            self._connection.send(b"R" + struct.pack(f"<{len(numbers)}Q", *numbers), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._late.extendleft(reversed(numbers))
+        except OSError:
+            pass  # the other end is gone, and its segments with it
+
+
+def released(message: memoryview) -> tuple[int, ...]:
+    """Numbers in a message of type R."""
+    return struct.unpack(f"<{(len(message) - 1) // 8}Q", message[1:])
+
+
+def send_message(connection: socket.socket, chunks: Sequence[bytes], fds: Sequence[int], *, wait: bool) -> None:
+    """Send one message. Raises BlockingIOError if it would wait and ``wait`` is False."""
+    flags = socket.MSG_NOSIGNAL if wait else socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+    if fds:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        connection.sendmsg(chunks, ancillary, flags)
+    else:
+        connection.send(chunks[0] if len(chunks) == 1 else b"".join(chunks), flags)
+
+
+class Receiver:
+    """Receives messages into one buffer, which is valid until the next call."""
+
+    _ANCILLARY = socket.CMSG_SPACE(4 * 4)
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(RECEIVE_LIMIT))
+
+    def receive(self, connection: socket.socket, *, wait: bool) -> tuple[memoryview, list[int]]:
+        """One message and its descriptors; an empty message is the end. Raises BlockingIOError unless ``wait``."""
+        flags = socket.MSG_CMSG_CLOEXEC if wait else socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        count, ancillary, _, _ = connection.recvmsg_into([self._buffer], self._ANCILLARY, flags)
+        fds: list[int] = []
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.extend(array.array("i", data[: len(data) - len(data) % 4]))
+        return self._buffer[:count], fds
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
