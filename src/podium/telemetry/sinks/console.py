@@ -55,7 +55,9 @@ class _Remaining(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         seconds = task.time_remaining
-        return Text("" if seconds is None else f"{duration(float(round(seconds)))} left", "dim")
+        if seconds is None:
+            return Text()
+        return Text(f"{seconds:.0f}s left" if seconds < 60 else f"{duration(seconds)} left", "dim")
 
 
 class ConsoleSink(Sink):

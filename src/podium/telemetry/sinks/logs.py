@@ -104,7 +104,8 @@ class LogRouter:
         for handler in _console_handlers():
             self._moved.append((handler, handler.stream))
             handler.addFilter(_no_noise)  # what a user logs through a handler of theirs is theirs to judge
-            if self._console is not None:
+            # One that looks its stream up each time follows the live display's redirection by itself.
+            if self._console is not None and not isinstance(getattr(type(handler), "stream", None), property):
                 handler.setStream(cast("TextIO", FileProxy(self._console, handler.stream)))
         if not _warnings_are_captured():
             logging.captureWarnings(True)
@@ -123,7 +124,8 @@ class LogRouter:
             self._root_level = None
         for handler, stream in self._moved:
             handler.removeFilter(_no_noise)
-            handler.setStream(stream)
+            if handler.stream is not stream:
+                handler.setStream(stream)
         self._moved.clear()
         if self._captured_warnings:
             logging.captureWarnings(False)

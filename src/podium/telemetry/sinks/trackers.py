@@ -132,4 +132,5 @@ class TrackioSink(TrackerSink):
         self._run.log(dict(values), step=step)
 
     def finish(self) -> None:
-        self._run.finish()
+        # The module's own: a finished run that Trackio still holds is finished again at exit.
+        self._trackio.finish()
