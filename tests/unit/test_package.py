@@ -1,0 +1,71 @@
+"""What the package promises as a whole: a light import, one version, pins for everything it depends on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import podium
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "ray", "pydantic", "rich", "numpy", "datasets")
+LIGHT_MODULES = ("podium", "podium.errors", "podium.telemetry", "podium.runtime", "podium.backends.local")
+IMPORT_LIMIT_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def canonical(requirement: str) -> str:
+    """The distribution's name in a requirement, as package indexes compare it."""
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name is not None
+    return re.sub(r"[-_.]+", "-", name.group()).lower()
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_what_the_controller_imports_loads_nothing_heavy(module: str) -> None:
+    script = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_import_podium_takes_under_a_third_of_a_second() -> None:
+    script = "import time; started = time.perf_counter(); import podium; print(time.perf_counter() - started)"
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(seconds) < IMPORT_LIMIT_S
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    for name in podium.__all__:
+        assert getattr(podium, name) is not None
+    assert set(podium.__all__) <= set(dir(podium))
+
+
+def test_the_version_is_written_alike(project: dict[str, Any]) -> None:
+    assert podium.__version__ == project["version"]
+
+
+def test_the_backends_that_are_registered_load(project: dict[str, Any]) -> None:
+    registered = {entry.name: entry for entry in entry_points(group="podium.backends")}
+    for name in project["entry-points"]["podium.backends"]:
+        assert isinstance(registered[name].load(), type)
+
+
+def test_everything_that_is_installed_for_development_is_pinned(project: dict[str, Any]) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonical(line) for line in lines if line and not line.startswith("#")}
+    wanted = {canonical(item) for item in [*project["dependencies"], *project["optional-dependencies"]["dev"]]}
+    assert wanted <= pinned
