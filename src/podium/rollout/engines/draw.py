@@ -1,0 +1,134 @@
+"""Drawing tokens: one uniform number a token, from its seed and position alone, sought in the cumulative distribution.
+
+The number depends on nothing but (seed, position), and the arithmetic of one row on nothing but that row. So what is
+drawn does not depend on which other completions share the batch. Both engines draw here.
+
+Legend: B rows (completions), V vocabulary, K candidates kept by top-k, W width of a chunk, C chunks of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from podium.rollout.sampling import SamplingParams
+
+__all__ = ["Draw", "draw", "uniforms"]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_FLAT_LIMIT = 1024  # above it, summing chunks first costs less than one cumulative sum over the whole vocabulary
+_CHUNK = 256
+
+
+class Draw(NamedTuple):
+    """Tokens drawn for B rows.
+
+    ``kept_ids [B, K]`` and ``kept_sizes [B]`` are there when top-k or top-p was used: row b kept
+    ``kept_ids[b, :kept_sizes[b]]``.
+    """
+
+    ids_B: Tensor
+    logprobs_B: Tensor
+    kept_ids_BK: Tensor | None = None
+    kept_sizes_B: Tensor | None = None
+
+
+def uniforms(seeds_B: Tensor, start: int, count: int) -> Tensor:
+    """Numbers in [0, 1) for positions ``start`` to ``start + count - 1`` of each seed: float64 ``[B, count]``.
+
+    Position p of seed s is output p + 1 of the SplitMix64 generator (Steele, Lea and Flood, 2014, "Fast Splittable
+    Pseudorandom Number Generators", figure 14) whose state is the mixed seed, cut to 52 bits.
+    """
+    positions = torch.arange(start + 1, start + count + 1, device=seeds_B.device)
+    states = _mix(seeds_B.to(torch.int64) * _signed(_GOLDEN) + 1)
+    bits = _mix(states.unsqueeze(1) + positions * _signed(_GOLDEN))
+    return _shift(bits, 12).to(torch.float64) * 2.0**-52
+
+
+def draw(logits_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
+    """Draw one token a row from ``logits_BV``, float32, whose contents are overwritten.
+
+    ``uniforms_B`` is float64 in [0, 1). Log-probabilities are those of the distribution drawn from; at temperature 0
+    those of the most probable token at temperature 1.
+    """
+    if params.temperature == 0:
+        ids = logits_BV.argmax(-1)
+        return Draw(ids, torch.log_softmax(logits_BV, -1).gather(1, ids.unsqueeze(1)).squeeze(1))
+    if params.temperature != 1:
+        logits_BV.div_(params.temperature)
+    probs = torch.softmax(logits_BV, -1)
+    if params.filtered:
+        return _draw_kept(probs, params, uniforms_B)
+    index = _invert(probs, uniforms_B)
+    return Draw(index.squeeze(1), probs.gather(1, index).log_().squeeze(1))
+
+
+def _invert(mass_BN: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The first entry of each row at which the running sum exceeds u times the row's sum: int64 ``[B, 1]``."""
+    uniform = uniforms_B.unsqueeze(1)
+    size = mass_BN.shape[1]
+    if size <= _FLAT_LIMIT:
+        return _search(mass_BN, uniform)[0]
+    whole = size - size % _CHUNK
+    sums = mass_BN[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)
+    if whole < size:
+        sums = torch.cat((sums, mass_BN[:, whole:].sum(-1, keepdim=True)), 1)
+    chunk, running, target = _search(sums, uniform)
+    start = chunk * _CHUNK
+    columns = start + torch.arange(_CHUNK, device=mass_BN.device)
+    outside = columns >= size
+    inside = mass_BN.gather(1, columns.clamp_(max=size - 1)).masked_fill_(outside, 0)
+    entry = sums.gather(1, chunk).to(torch.float64)
+    share = ((target - running.gather(1, chunk) + entry) / entry).clamp_(0, 1 - 2.0**-52)
+    return start + _search(inside, share)[0]
+
+
+def _search(mass_BN: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Index ``[B, 1]`` of the entry, the running sums ``[B, N]`` and the sum sought ``[B, 1]``.
+
+    Summed in float64: in float32 the rounding of N running sums would move the boundaries between tokens so much that
+    two engines whose logits agree to 1e-7 drew differently once in some ten thousand tokens.
+    """
+    running = torch.cumsum(mass_BN, -1, dtype=torch.float64)
+    target = uniform_B1 * running[:, -1:]
+    index = torch.searchsorted(running, target, right=True)
+    # Past the end only for sums that are not numbers; the caller finds the log-probability not finite and says so.
+    return index.clamp_(max=mass_BN.shape[1] - 1), running, target
+
+
+def _draw_kept(probs_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
+    vocabulary = probs_BV.shape[1]
+    if 0 < params.top_k < vocabulary:
+        mass, order = probs_BV.topk(params.top_k, dim=-1)
+    else:
+        mass, order = probs_BV.sort(dim=-1, descending=True, stable=True)
+    if params.top_p < 1:
+        before = torch.cumsum(mass, -1, dtype=torch.float64)
+        before = torch.cat((torch.zeros_like(before[:, :1]), before), 1)
+        keep = before[:, :-1] < params.top_p * before[:, -1:]
+        sizes = keep.sum(-1)
+        mass = mass.masked_fill(~keep, 0)
+    else:
+        sizes = torch.full((len(mass),), mass.shape[1], device=mass.device)
+    index = _invert(mass, uniforms_B)
+    logprobs = (mass.gather(1, index).to(torch.float64) / mass.sum(-1, keepdim=True, dtype=torch.float64)).log_()
+    return Draw(order.gather(1, index).squeeze(1), logprobs.squeeze(1).float(), order, sizes)
+
+
+def _mix(state: Tensor) -> Tensor:
+    state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
+    state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
+    return state ^ _shift(state, 31)
+
+
+def _shift(value: Tensor, places: int) -> Tensor:
+    """A shift to the right that brings in zeros, also for negative int64."""
+    return (value >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

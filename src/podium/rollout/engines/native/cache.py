@@ -1,0 +1,184 @@
+"""Keys and values of every slot, preallocated, and attention over them.
+
+Rows of a slot are its positions, from 0. Two layouts, one contract:
+
+    GemmCache   keys [layer, slot, kv, D, T], values [layer, slot, kv, T, D], float32    CPU: two batched products
+    SdpaCache   keys and values [layer, slot, kv, T, D], in the model's dtype            CUDA: one fused kernel
+
+On the CPU keys lie transposed because the product with the queries is then two to three times faster, and in float32
+because batched products of bfloat16 are half as fast there (measured: lessons in the package's docstring).
+
+Legend: A active slots (a prefix), T positions, D head_dim, H heads, G heads that share one kv head, L layers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from podium.rollout.engines.native.weights import DecoderWeights
+
+__all__ = ["ROW_QUANTUM", "TIME_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class"]
+
+# Results of a row depend on neither the number of rows nor the span of positions as long as both are multiples of
+# these: below 16 rows, and for spans that are no multiple of 16, BLAS takes kernels that sum in another order.
+ROW_QUANTUM = 16
+TIME_QUANTUM = 16
+
+
+class KVCache(ABC):
+    """Room for ``slots`` sequences of up to ``length`` positions.
+
+    ``span(positions_A, until)`` fixes, for one decode step, which positions each slot attends to: its own and all
+    before it; ``until`` is the longest. Then, layer by layer, ``step`` writes the new key and value of each active
+    slot and returns what its queries read.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, weights: DecoderWeights, slots: int, length: int) -> None:
+        self.slots = slots
+        self.length = length
+        self._made_for = _signature(weights)
+        self.kv_heads = weights.kv_heads
+        self.group = weights.heads // weights.kv_heads
+        self.head_dim = weights.head_dim
+        self.device = weights.device
+        self._scale = weights.head_dim**-0.5
+        self._rows = torch.arange(slots, device=self.device)
+        self._times = torch.arange(length, device=self.device)
+
+    @staticmethod
+    @abstractmethod
+    def element_size(weights: DecoderWeights) -> int:
+        """Bytes of one element."""
+
+    @classmethod
+    def bytes_per_position(cls, weights: DecoderWeights) -> int:
+        """Bytes that one position of one slot takes."""
+        return 2 * len(weights.layers) * weights.kv_heads * weights.head_dim * cls.element_size(weights)
+
+    def fits(self, weights: DecoderWeights) -> bool:
+        """Whether this cache was made for weights of that shape, dtype and device."""
+        return self._made_for == _signature(weights)
+
+    @abstractmethod
+    def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        """Begin a step: returns ``attend(layer, q [A, H, D], k [A, kv, D], v [A, kv, D]) -> [A, H * D]``."""
+
+    @abstractmethod
+    def place(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
+        """Write prompts ``rows`` of ``keys`` and ``values [L, P, kv, T, D]`` at position 0 of ``slots``."""
+
+    def move(self, source: Tensor, target: Tensor, until: int) -> None:
+        """Copy the first ``until`` positions of slots ``source`` over those of slots ``target``."""
+        for tensor in (self._keys_by_time(), self.values):
+            tensor[:, target, :, :until] = tensor[:, source, :, :until]
+
+    @abstractmethod
+    def _keys_by_time(self) -> Tensor:
+        """The keys as a view ``[L, slot, kv, T, D]``."""
+
+
+class GemmCache(KVCache):
+    """See the module's docstring."""
+
+    def __init__(self, weights: DecoderWeights, slots: int, length: int) -> None:
+        super().__init__(weights, slots, length)
+        shape = (len(weights.layers), slots, weights.kv_heads)
+        # Zeros: rows past a slot's length meet a probability of exactly 0, which a leftover NaN would not survive.
+        self.keys = torch.zeros(*shape, weights.head_dim, length, device=self.device)
+        self.values = torch.zeros(*shape, length, weights.head_dim, device=self.device)
+        self._dtype = weights.dtype
+
+    @staticmethod
+    def element_size(weights: DecoderWeights) -> int:
+        return 4
+
+    def _keys_by_time(self) -> Tensor:
+        return self.keys.transpose(-1, -2)
+
+    def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        until = min(-(-until // TIME_QUANTUM) * TIME_QUANTUM, self.length)
+        active, kv, group, dim = len(positions_A), self.kv_heads, self.group, self.head_dim
+        rows = self._rows[:active]
+        later = self._times[:until] > positions_A.view(active, 1, 1, 1)
+        bias = torch.zeros(later.shape).masked_fill_(later, float("-inf"))
+        bias = bias.expand(active, kv, 1, until).reshape(active * kv, 1, until)
+        scale, dtype = self._scale, self._dtype
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[rows, :, :, positions_A] = key.float()
+            values[rows, :, positions_A] = value.float()
+            query = query.reshape(active * kv, group, dim).float()
+            scores = torch.baddbmm(bias, query, keys.flatten(0, 1)[: active * kv, :, :until], alpha=scale)
+            mixed = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1)[: active * kv, :until])
+            return mixed.view(active, kv * group * dim).to(dtype)
+
+        return attend
+
+    def place(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
+        until = keys.shape[3]
+        self.keys[:, slots, :, :, :until] = keys[:, rows].transpose(-1, -2).float()
+        self.values[:, slots, :, :until] = values[:, rows].float()
+
+
+class SdpaCache(KVCache):
+    """See the module's docstring."""
+
+    def __init__(self, weights: DecoderWeights, slots: int, length: int) -> None:
+        super().__init__(weights, slots, length)
+        shape = (len(weights.layers), slots, weights.kv_heads, length, weights.head_dim)
+        self.keys = torch.zeros(shape, dtype=weights.dtype, device=self.device)
+        self.values = torch.zeros(shape, dtype=weights.dtype, device=self.device)
+
+    @staticmethod
+    def element_size(weights: DecoderWeights) -> int:
+        return weights.embedding.element_size()
+
+    def _keys_by_time(self) -> Tensor:
+        return self.keys
+
+    def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        until = min(-(-until // TIME_QUANTUM) * TIME_QUANTUM, self.length)
+        active, kv, group, dim = len(positions_A), self.kv_heads, self.group, self.head_dim
+        rows = self._rows[:active]
+        seen = self._times[:until] <= positions_A.view(active, 1, 1, 1)
+        seen = seen.expand(active, 1, group, until)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[rows, :, positions_A] = key
+            values[rows, :, positions_A] = value
+            # The heads of a group stand as queries of their kv head: its keys are then read once.
+            mixed = F.scaled_dot_product_attention(
+                query.reshape(active, kv, group, dim),
+                keys[:active, :, :until],
+                values[:active, :, :until],
+                attn_mask=seen,
+                scale=self._scale,
+            )
+            return mixed.reshape(active, kv * group * dim)
+
+        return attend
+
+    def place(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
+        until = keys.shape[3]
+        self.keys[:, slots, :, :until] = keys[:, rows]
+        self.values[:, slots, :, :until] = values[:, rows]
+
+
+def _signature(weights: DecoderWeights) -> tuple[object, ...]:
+    shape = (len(weights.layers), weights.heads, weights.kv_heads, weights.head_dim)
+    return (*shape, weights.dtype, weights.device)
+
+
+def cache_class(device: torch.device) -> type[KVCache]:
+    """The layout that is fastest on ``device``."""
+    return GemmCache if device.type == "cpu" else SdpaCache

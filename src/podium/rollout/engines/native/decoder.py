@@ -1,0 +1,156 @@
+"""The forward pass of a Llama- or Qwen-family decoder: prompts at once, then one token a slot.
+
+Few, large operations: small models are bound by the cost of starting an operation, not by its arithmetic.
+
+Legend: N prompt tokens of a prefill, packed; P prompts; T longest prompt; A active slots; E hidden size;
+H heads, K kv heads, D head_dim; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache
+from podium.rollout.engines.native.weights import DecoderWeights, Dense
+
+__all__ = ["Decoder", "Prefill"]
+
+_PROMPT_QUANTUM = 32  # attention over prompts works on blocks of 32 queries; whole blocks keep its sums in one order
+
+
+class Prefill(NamedTuple):
+    """P prompts seen: their keys and values ``[layer, P, K, T, D]`` and the logits of the next token, ``[P, V]``."""
+
+    keys: Tensor
+    values: Tensor
+    logits_PV: Tensor
+
+
+class Decoder:
+    """Computes logits with given weights; holds no state but tables of cosines and sines."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.weights = weights
+        self._qk_heads = weights.heads + weights.kv_heads
+        self._q_size = weights.heads * weights.head_dim
+        self._qk_size = self._qk_heads * weights.head_dim
+        # The norms' own short path pays in float32 on the CPU; elsewhere torch's rms_norm is one kernel, or as fast.
+        self._short_norm = weights.dtype == torch.float32 and weights.device.type == "cpu"
+        self._eps = torch.full((1, 1), weights.norm_eps, device=weights.device)
+        self._qk_eps = torch.full((1, 1, 1), weights.qk_norm_eps, device=weights.device)
+        self._cos_sin = torch.empty(0, 2, weights.head_dim, dtype=weights.dtype, device=weights.device)
+
+    def reserve(self, length: int) -> None:
+        """Have rotary tables for positions below ``length``."""
+        if length <= len(self._cos_sin):
+            return
+        cos, sin = self.weights.rotary(length)
+        half = self.weights.head_dim // 2
+        signed = torch.cat((-sin[:, :half], sin[:, half:]), -1)  # so that the rotation is x cos + roll(x) signed
+        self._cos_sin = torch.stack((cos, signed), 1)
+
+    def prefill(self, prompts: list[list[int]]) -> Prefill:
+        """One forward pass over all prompts, packed without padding except inside attention."""
+        weights, device = self.weights, self.weights.device
+        lengths = [len(prompt) for prompt in prompts]
+        width = -(-max(lengths) // _PROMPT_QUANTUM) * _PROMPT_QUANTUM
+        column = torch.cat([torch.arange(length) for length in lengths])
+        row = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(lengths))
+        place = _pad_rows(row * width + column).to(device)
+        position = _pad_rows(column).to(device)
+        tokens = _pad_rows(torch.tensor([token for prompt in prompts for token in prompt])).to(device)
+        count = sum(lengths)
+
+        shape = (len(weights.layers), len(prompts), weights.kv_heads, width, weights.head_dim)
+        keys, values = (torch.zeros(shape, dtype=weights.dtype, device=device) for _ in range(2))
+        padded = torch.zeros(len(prompts) * width, weights.heads + 2 * weights.kv_heads, weights.head_dim,
+                             dtype=weights.dtype, device=device)  # fmt: skip
+        hidden = F.embedding(tokens, weights.embedding)
+        cos, sin = self._cos_sin[position].unsqueeze(2).unbind(1)
+
+        for index, layer in enumerate(weights.layers):
+            query, key, value = self._project(hidden, index, cos, sin)
+            padded[place[:count]] = torch.cat((query, key, value), 1)[:count]
+            grid = padded.view(len(prompts), width, -1, weights.head_dim).transpose(1, 2)
+            query, key, value = grid.split([weights.heads, weights.kv_heads, weights.kv_heads], 1)
+            keys[index], values[index] = key, value
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=weights.heads > weights.kv_heads
+            )
+            mixed = mixed.transpose(1, 2).reshape(len(prompts) * width, self._q_size)[place]
+            hidden = _add(hidden, mixed, layer.output)
+            hidden = self._feed_forward(hidden, index)
+
+        last = torch.tensor(lengths).cumsum(0).sub_(1)
+        logits = self._logits(hidden[_pad_rows(last).to(device)])
+        return Prefill(keys, values, logits[: len(prompts)])
+
+    def decode(self, tokens_A: Tensor, positions_A: Tensor, cache: KVCache, until: int) -> Tensor:
+        """Logits ``[A, V]``, float32, of what follows ``tokens_A``, which stand at ``positions_A`` of slots 0 to A-1.
+
+        ``until`` is one past the largest position.
+        """
+        attend = cache.span(positions_A, until)
+        hidden = F.embedding(tokens_A, self.weights.embedding)
+        cos, sin = self._cos_sin[positions_A].unsqueeze(2).unbind(1)
+        for index, layer in enumerate(self.weights.layers):
+            hidden = _add(hidden, attend(index, *self._project(hidden, index, cos, sin)), layer.output)
+            hidden = self._feed_forward(hidden, index)
+        return self._logits(hidden)
+
+    def _project(self, hidden: Tensor, index: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries ``[N, H, D]`` and keys ``[N, K, D]``, and values ``[N, K, D]``."""
+        weights = self.weights
+        layer = weights.layers[index]
+        qkv = _apply(self._norm(hidden, layer.input_norm), layer.qkv)
+        qk = qkv[:, : self._qk_size].view(len(qkv), self._qk_heads, weights.head_dim)
+        if layer.qk_norm is not None:
+            qk = self._head_norm(qk, layer.qk_norm)
+        qk = torch.addcmul(qk * cos, qk.roll(weights.head_dim // 2, -1), sin)
+        value = qkv[:, self._qk_size :].view(len(qkv), weights.kv_heads, weights.head_dim)
+        return qk[:, : weights.heads], qk[:, weights.heads :], value
+
+    def _feed_forward(self, hidden: Tensor, index: int) -> Tensor:
+        layer = self.weights.layers[index]
+        gate_up = _apply(self._norm(hidden, layer.mlp_norm), layer.gate_up)
+        size = gate_up.shape[1] // 2
+        return _add(hidden, self.weights.activation(gate_up[:, :size]).mul_(gate_up[:, size:]), layer.down)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return _apply(self._norm(hidden, self.weights.final_norm), self.weights.head).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._short_norm:
+            return _rms_norm(x, weight, self._eps)
+        return F.rms_norm(x, weight.shape, weight, self.weights.norm_eps)
+
+    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._short_norm:
+            return _rms_norm(x, weight, self._qk_eps)
+        return F.rms_norm(x, weight.shape[-1:], None, self.weights.qk_norm_eps).mul_(weight)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """``x * rsqrt(mean(x²) + eps) * weight``, with one reduction and as few temporaries as torch allows."""
+    norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
+    return (x * torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
+
+
+def _apply(x: Tensor, dense: Dense) -> Tensor:
+    return x @ dense.weight_t if dense.bias is None else torch.addmm(dense.bias, x, dense.weight_t)
+
+
+def _add(residual: Tensor, x: Tensor, dense: Dense) -> Tensor:
+    """``residual + dense(x)`` in one product where there is no bias."""
+    if dense.bias is None:
+        return torch.addmm(residual, x, dense.weight_t)
+    return residual + torch.addmm(dense.bias, x, dense.weight_t)
+
+
+def _pad_rows(index: Tensor) -> Tensor:
+    """``index`` lengthened with zeros to a multiple of the row quantum (see ``cache``)."""
+    return F.pad(index, (0, -len(index) % ROW_QUANTUM))

@@ -1,0 +1,114 @@
+"""The native engine: requests in, completions out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from podium.errors import ConfigError
+from podium.rollout.engines.base import Engine, EngineConfig, assemble, check_request
+from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, cache_class
+from podium.rollout.engines.native.decoder import Decoder
+from podium.rollout.engines.native.slots import SlotLoop
+from podium.rollout.engines.native.weights import read_weights, unsupported
+from podium.rollout.engines.weights import ModelSource
+from podium.rollout.sampling import Completion, SamplingParams
+
+__all__ = ["NativeEngine"]
+
+_LENGTH_QUANTUM = 32
+
+
+class NativeEngine(Engine):
+    """Decodes Llama- and Qwen-family models in slots, over the model's own parameters; see the package's docstring.
+
+    Args:
+        config: see ``EngineConfig``.
+        model: a ``transformers`` causal language model for which ``unsupported`` gives None. Where it is unsharded and
+            of the dtype to generate in, its q/k/v and gate/up weights become views of one storage each.
+
+    Raises:
+        ConfigError: an architecture that this engine does not run.
+    """
+
+    def __init__(self, config: EngineConfig, model: nn.Module) -> None:
+        reason = unsupported(model)
+        if reason is not None:
+            raise ConfigError(f"the native engine cannot run this model: {reason}; use engine.name=transformers")
+        self._config = config
+        self._source = ModelSource(model, config.torch_dtype)
+        self._version = 0
+        self._cache: KVCache | None = None
+        self._decoder = Decoder(read_weights(self._source.model))
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        self._source.refresh(weights)
+        # Reading costs microseconds a layer, joins again what was torn apart, and follows a model that was moved.
+        self._decoder = Decoder(read_weights(self._source.model))
+        self._version = version
+
+    def release(self) -> None:
+        self._cache = None
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        config: Any = self._source.model.config
+        check_request(prompts, params, seeds, vocabulary=config.vocab_size, positions=config.max_position_embeddings)
+        if not self._source.ready:
+            raise ConfigError("this engine generates from a copy of the model, which holds no weights before refresh()")
+        if not prompts:
+            return []
+        longest = max(map(len, prompts)) + params.max_new_tokens
+        length = -(-longest // _LENGTH_QUANTUM) * _LENGTH_QUANTUM
+        slots = min(self._config.slots, len(seeds), self._affordable_slots(length))
+        self._decoder.reserve(length)
+        cache = self._reserve(slots, length)
+        loop = SlotLoop(
+            self._decoder,
+            cache,
+            prompts,
+            params,
+            seeds,
+            slots=slots,
+            prefill_tokens=self._config.prefill_tokens,
+        )
+        ids, logprobs, kept = loop.run()
+        return assemble(ids, logprobs, params, self._version, kept)
+
+    def _reserve(self, slots: int, length: int) -> KVCache:
+        """The cache of the last call if it is large enough, else a new one."""
+        slots = -(-slots // ROW_QUANTUM) * ROW_QUANTUM
+        kept, weights = self._cache, self._decoder.weights
+        if kept is None or kept.slots < slots or kept.length < length or not kept.fits(weights):
+            self._cache = kept = None  # before the new one, so that both are never held at once
+            self._cache = kept = cache_class(weights.device)(weights, slots, length)
+        return kept
+
+    def _affordable_slots(self, length: int) -> int:
+        weights = self._decoder.weights
+        per_slot = cache_class(weights.device).bytes_per_position(weights) * length
+        gib = self._config.cache_gib
+        budget = _free_bytes(weights.device) // 4 if gib is None else int(gib * 2**30)
+        slots = budget // per_slot
+        if slots < ROW_QUANTUM and gib is not None:
+            raise ConfigError(
+                f"engine.cache_gib={gib} is too little: {ROW_QUANTUM} slots of {length} positions take "
+                f"{ROW_QUANTUM * per_slot / 2**30:.2f} GiB; raise it or lower sampling.max_new_tokens"
+            )
+        return max(slots - slots % ROW_QUANTUM, ROW_QUANTUM)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

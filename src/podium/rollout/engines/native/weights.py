@@ -1,0 +1,148 @@
+"""A decoder of the Llama or Qwen family, read as the few matrices that its forward pass needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from podium.rollout.engines.native.fusion import joined
+
+__all__ = ["DecoderWeights", "Dense", "LayerWeights", "read_weights", "unsupported"]
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """``y = x @ weight_t + bias``; ``weight_t [in, out]`` is the transposed view of the parameter."""
+
+    weight_t: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. ``qk_norm [heads + kv_heads, head_dim]`` is a copy, made anew at every refresh."""
+
+    input_norm: Tensor
+    qkv: Dense
+    qk_norm: Tensor | None
+    output: Dense
+    mlp_norm: Tensor
+    gate_up: Dense
+    down: Dense
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole decoder: views of the model's own parameters, except ``qk_norm``.
+
+    ``rotary(length)`` gives cosine and sine tables ``[length, head_dim]`` of the model's own rotary module.
+    """
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Dense
+    activation: Callable[[Tensor], Tensor]
+    rotary: Callable[[int], tuple[Tensor, Tensor]]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qk_norm_eps: float
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding; logits have as many columns."""
+        return self.head.weight_t.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and of the residual stream."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and so the whole computation."""
+        return self.embedding.device
+
+
+def unsupported(model: nn.Module) -> str | None:
+    """Why the native engine cannot run ``model``, or None when it can."""
+    config: Any = getattr(model, "config", None)
+    family = getattr(config, "model_type", type(model).__name__)
+    if family not in _FAMILIES:
+        return f"its architecture is {family}, not one of {', '.join(_FAMILIES)}"
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in _STATIC_ROPE:
+        return f"its rotary embedding is {rope!r}, whose frequencies depend on the sequence's length"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "some of its layers use sliding-window attention"
+    for name, module in model.named_modules():
+        if name.endswith("_proj") and type(module) is not nn.Linear:
+            return f"{name} is a {type(module).__name__}, not a plain linear layer (merge adapters first)"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "its parameters are on several devices"
+    return None
+
+
+def read_weights(model: Any) -> DecoderWeights:
+    """Read ``model``, a decoder for which ``unsupported`` is None; joins its projections (see ``fusion``)."""
+    config, decoder = model.config, model.model
+    attention = decoder.layers[0].self_attn
+    head_dim = attention.head_dim
+    rotary = decoder.rotary_emb
+
+    def tables(length: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(length, device=decoder.embed_tokens.weight.device).unsqueeze(0)
+        cos, sin = rotary(decoder.embed_tokens.weight[:1], positions)
+        return cos[0], sin[0]
+
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return DecoderWeights(
+        embedding=decoder.embed_tokens.weight.data,
+        layers=tuple(_read_layer(layer, heads, kv_heads) for layer in decoder.layers),
+        final_norm=decoder.norm.weight.data,
+        head=_dense(model.lm_head),
+        activation=decoder.layers[0].mlp.act_fn,
+        rotary=tables,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=decoder.norm.variance_epsilon,
+        qk_norm_eps=getattr(getattr(attention, "q_norm", None), "variance_epsilon", 0.0),
+    )
+
+
+def _read_layer(layer: Any, heads: int, kv_heads: int) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    qk_norm = None
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm.weight.data, attention.k_norm.weight.data
+        qk_norm = torch.cat((query.expand(heads, -1), key.expand(kv_heads, -1)))
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight.data,
+        qkv=_joined_dense(attention.q_proj, attention.k_proj, attention.v_proj),
+        qk_norm=qk_norm,
+        output=_dense(attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm.weight.data,
+        gate_up=_joined_dense(mlp.gate_proj, mlp.up_proj),
+        down=_dense(mlp.down_proj),
+    )
+
+
+def _dense(linear: nn.Linear) -> Dense:
+    bias: nn.Parameter | None = linear.bias
+    return Dense(linear.weight.data.t(), None if bias is None else bias.data)
+
+
+def _joined_dense(*linears: nn.Linear) -> Dense:
+    weight = joined([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return Dense(weight.t(), joined(biases) if biases else None)
