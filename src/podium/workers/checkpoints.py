@@ -1,0 +1,96 @@
+"""Resumable checkpoints of a :class:`~podium.workers.TrainEngine`, by torch.distributed.checkpoint.
+
+Parameters, optimizer state, step counts and each rank's random state. Written on some number of ranks, replicated or
+sharded, a checkpoint is read on another. The learning rate follows from the step. Making a directory appear at once, by
+renaming, is its owner's task.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from podium.errors import CheckpointError
+from podium.workers.engine import TrainEngine
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_RANDOM = "random."
+
+
+def save_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None:
+    """Write the engine's whole state into the directory ``path``; all ranks call it together.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    try:
+        with _single_process_is_fine() as alone:
+            dcp.save(_state(engine, rank), checkpoint_id=str(path), no_dist=alone)
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
+
+
+def load_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None:
+    """Read what :func:`save_checkpoint` wrote into the engine, in place; all ranks call it together.
+
+    A rank that did not exist when the checkpoint was written keeps its random state.
+
+    Raises:
+        CheckpointError: no checkpoint there, or one of another model.
+    """
+    try:
+        stored = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"no finished checkpoint at {path}: {error}") from error
+    state = _state(engine, rank)
+    absent = sorted(name for name in state if name not in stored and not name.startswith(_RANDOM))
+    extra = sorted(name for name in stored if name not in state and not name.startswith(_RANDOM))
+    if absent or extra:
+        raise CheckpointError(f"the checkpoint {path} is of another model: it lacks {absent[:3]} and has {extra[:3]}")
+    wanted = {name: value for name, value in state.items() if name in stored}
+    try:
+        with _single_process_is_fine() as alone:
+            dcp.load(wanted, checkpoint_id=str(path), no_dist=alone)
+    except (OSError, ValueError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+    engine.step_count, engine.skipped_count = (int(count) for count in wanted["counts"])
+    _restore_random(wanted, rank)
+
+
+@contextmanager
+def _single_process_is_fine() -> Iterator[bool]:
+    """Whether there is no process group; torch would warn of what is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield not dist.is_initialized()
+
+
+def _state(engine: TrainEngine, rank: int) -> dict[str, Tensor]:
+    """Flat names to the engine's own tensors, so that reading into them is loading."""
+    state = {f"model.{name}": parameter.detach() for name, parameter in engine.model.named_parameters()}
+    if engine.optimizer is not None:
+        for name, parameter in engine.model.named_parameters():
+            for key, value in engine.optimizer.state.get(parameter, {}).items():
+                state[f"optimizer.{name}.{key}"] = value
+    state["counts"] = torch.tensor([engine.step_count, engine.skipped_count])
+    state[f"{_RANDOM}{rank}.cpu"] = torch.get_rng_state()
+    if engine.device.type != "cpu":
+        state[f"{_RANDOM}{rank}.device"] = torch.get_device_module(engine.device).get_rng_state(engine.device)
+    return state
+
+
+def _restore_random(state: dict[str, Tensor], rank: int) -> None:
+    for name, value in state.items():
+        if name == f"{_RANDOM}{rank}.cpu":
+            torch.set_rng_state(value)
+        elif name == f"{_RANDOM}{rank}.device":
+            module = torch.get_device_module()
+            module.set_rng_state(value)

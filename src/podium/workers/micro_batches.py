@@ -1,0 +1,152 @@
+"""A batch cut into micro-batches of a token budget, as padded rows or packed end to end.
+
+Only tokens that carry loss are looked at: a micro-batch knows from which hidden states their logits come, so that the
+output layer runs on those alone. A row's last token predicts nothing and is no input; rows without loss are left out.
+
+Legend: B rows, T padded length, N tokens of the batch, K tokens of the micro-batch that carry loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from podium.data import Batch, Jagged, fields
+from podium.errors import DataError
+
+__all__ = ["MicroBatch", "PackedRows", "cut", "plan"]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Where packed rows begin: what variable-length attention needs to know.
+
+    Attributes:
+        offsets: int32 ``[B + 1]``, cumulative lengths.
+        longest: length of the longest row, on the host.
+    """
+
+    offsets: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that go through the model together.
+
+    Attributes:
+        input_ids: int64 ``[B, T]``, right-padded; packed ``[1, T]``.
+        position_ids: int64 ``[1, T]``; None when padded, because rows then begin at 0 as models assume.
+        packed: where rows begin; None when padded. Padded rows need no attention mask either: attention is causal and
+            padding comes last, so that only positions nobody reads would see it.
+        select: int64 ``[K]``, places in the flattened ``input_ids`` whose hidden state predicts a token with loss.
+        targets: int64 ``[K]``, those tokens.
+        index: int64 ``[K]``, their places among the batch's N tokens.
+        columns: values ``[K, …]`` of the batch's token columns at those places.
+        rows: int64 ``[B']``, the batch's rows in this micro-batch, in order.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor | None
+    packed: PackedRows | None
+    select: Tensor
+    targets: Tensor
+    index: Tensor
+    columns: Mapping[str, Tensor]
+    rows: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the model, padding included."""
+        return self.input_ids.numel()
+
+
+def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool) -> list[list[int]]:
+    """Rows for each micro-batch, longest first, so that padded rows are of like length.
+
+    A micro-batch holds at most ``max_tokens`` tokens, padding included; a row that is longer gets one of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    groups: list[list[int]] = []
+    used = 0
+    for row in order:
+        if groups:
+            cost = used + lengths[row] if packed else (len(groups[-1]) + 1) * lengths[groups[-1][0]]
+            if cost <= max_tokens:
+                groups[-1].append(row)
+                used += lengths[row]
+                continue
+        groups.append([row])
+        used = lengths[row]
+    return groups
+
+
+def cut(batch: Batch, max_tokens: int, *, packed: bool, columns: Sequence[str] = ()) -> Iterator[MicroBatch]:
+    """The micro-batches of ``batch``, which lies on the model's device; ``columns`` names token columns to bring along.
+
+    A row may not carry loss at its first token, which nothing predicts.
+
+    Raises:
+        DataError: a column is missing, not aligned with the tokens, or there is loss at a row's first token.
+    """
+    tokens, mask = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values.bool()
+    values = {name: _aligned(batch, name, tokens) for name in columns}
+    starts = tokens.offsets[:-1]
+    nonempty = starts[tokens.lengths > 0]
+    if bool(mask[nonempty].any()):
+        raise DataError(f"{fields.LOSS_MASK} is set at a row's first token, which no earlier token predicts")
+    counts = torch.zeros(len(mask) + 1, dtype=torch.int64, device=mask.device)
+    torch.cumsum(mask, 0, out=counts[1:])
+    losses = (counts[tokens.offsets[1:]] - counts[starts]).tolist()
+    lengths = tokens.lengths.tolist()
+    live = [row for row, loss in enumerate(losses) if loss]
+    for group in plan([lengths[row] - 1 for row in live], max_tokens, packed=packed):
+        rows = torch.tensor([live[place] for place in group], device=mask.device)
+        yield _micro_batch(tokens, mask, values, rows, packed=packed)
+
+
+def _micro_batch(tokens: Jagged, mask: Tensor, values: Mapping[str, Tensor], rows: Tensor, *, packed: bool) -> MicroBatch:
+    lengths = tokens.lengths[rows]
+    inputs = lengths - 1
+    width = int(inputs.max())
+    row_of = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), lengths)
+    first = torch.cumsum(lengths, 0) - lengths
+    within = torch.arange(len(row_of), device=rows.device) - first[row_of]
+    flat = tokens.offsets[rows][row_of] + within  # places of this micro-batch's tokens among the batch's N
+    ids = tokens.values[flat]
+    if packed:
+        base, size = torch.cumsum(inputs, 0) - inputs, int(inputs.sum())
+    else:
+        base, size = torch.arange(len(rows), device=rows.device) * width, len(rows) * width
+    place = base[row_of] + within  # of a token as input
+    is_input = within < inputs[row_of]
+    input_ids = ids.new_zeros(size)
+    input_ids[place[is_input]] = ids[is_input]
+    chosen = mask[flat]
+    index = flat[chosen]
+    position_ids, rows_packed = None, None
+    if packed:
+        position_ids = within[is_input][None]
+        offsets = torch.zeros(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        offsets[1:] = torch.cumsum(inputs, 0)
+        rows_packed = PackedRows(offsets, width)
+    return MicroBatch(
+        input_ids=input_ids.view(1, -1) if packed else input_ids.view(len(rows), width),
+        position_ids=position_ids,
+        packed=rows_packed,
+        select=place[chosen] - 1,
+        targets=ids[chosen],
+        index=index,
+        columns={name: column[index] for name, column in values.items()},
+        rows=rows,
+    )
+
+
+def _aligned(batch: Batch, name: str, tokens: Jagged) -> Tensor:
+    column = batch.jagged(name)
+    if not torch.equal(column.offsets, tokens.offsets):
+        raise DataError(f"token column {name!r} has not the row lengths of {fields.TOKENS!r}")
+    return column.values

@@ -1,0 +1,214 @@
+"""Models: from a directory or the hub, or from scratch; adapters; and back to Hugging Face's format."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from podium.devices import parse_dtype
+from podium.errors import CheckpointError, ConfigError
+from podium.workers.tokenizers import load_tokenizer
+
+__all__ = ["LoraConfig", "ModelConfig", "load_model", "plain_model", "save_pretrained"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters by peft: only they are trained.
+
+    Attributes:
+        rank: of the update; its scale is ``alpha / rank``.
+        targets: names of the linear layers to adapt; empty means every one but the output layer.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora.rank={self.rank}: a rank is at least 1")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"lora.dropout={self.dropout}: a dropout is in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is held.
+
+    Attributes:
+        path: directory or hub name of a causal language model; empty with ``config``.
+        config: a model from scratch: ``model_type`` and fields of its transformers config. Vocabulary size and special
+            token ids that it leaves out come from the tokenizer.
+        tokenizer: directory, hub name, or ``chars:ALPHABET``; empty means ``path``.
+        dtype: of the parameters, hence of the optimizer's state: "float32" or "bfloat16". Matrix products have their
+            own setting, ``ParallelConfig.precision``.
+        attention: transformers' attention implementation, or "auto" for torch's scaled dot product.
+        gradient_checkpointing: recompute activations in the backward pass; a third more time, much less memory.
+        seed: of the weights of a model from scratch.
+    """
+
+    path: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str = ""
+    dtype: str = "float32"
+    attention: str = "auto"
+    gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == bool(self.config):
+            raise ConfigError(
+                "give either model.path (a directory or hub name) or model.config (model_type and fields, from "
+                f"scratch); got path={self.path!r} and {'a' if self.config else 'no'} config"
+            )
+        if self.config and not self.tokenizer:
+            raise ConfigError("a model from scratch needs model.tokenizer: a directory, a hub name or 'chars:ALPHABET'")
+        parse_dtype(self.dtype, key="model.dtype")
+
+    @property
+    def tokenizer_source(self) -> str:
+        """What :func:`~podium.workers.load_tokenizer` takes."""
+        return self.tokenizer or self.path
+
+    @property
+    def attention_implementation(self) -> str:
+        return "sdpa" if self.attention == "auto" else self.attention
+
+
+def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """The model on ``device``, in eval mode; with adapters if asked, then only they require gradients.
+
+    Ranks that load the same config hold the same weights, from scratch too: ``config.seed`` decides, and torch's own
+    generator is left as it was.
+
+    Raises:
+        ConfigError: no such model, an unknown ``model_type`` or field, or adapters that match no layer.
+    """
+    model = _from_scratch(config) if config.config else _from_path(config)
+    if config.lora is not None:
+        model = _with_adapters(model, config.lora)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()  # checkpointed blocks of frozen layers would otherwise cut the graph
+    return model.to(cast(Any, device)).eval()
+
+
+def plain_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, without peft's wrapper."""
+    inner = cast(Any, model)
+    return cast(PreTrainedModel, inner.get_base_model() if hasattr(inner, "peft_config") else inner)
+
+
+def save_pretrained(
+    model: nn.Module, weights: Mapping[str, Tensor], path: str | Path, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Write ``weights`` (:func:`~podium.workers.weights.full_weights`) so that transformers' Auto classes load them.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    inner = plain_model(model)
+    try:
+        with _no_progress_bars():
+            inner.save_pretrained(str(path), state_dict=dict(weights))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot write the model to {path}: {error}") from error
+
+
+def _from_path(config: ModelConfig) -> PreTrainedModel:
+    try:
+        with _no_progress_bars():
+            return AutoModelForCausalLM.from_pretrained(
+                config.path,
+                dtype=parse_dtype(config.dtype),
+                attn_implementation=config.attention_implementation,
+            )
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model.path={config.path!r} cannot be loaded: {error}; give a directory written by save_pretrained, or a "
+            "name on the hub"
+        ) from error
+
+
+def _from_scratch(config: ModelConfig) -> PreTrainedModel:
+    settings = _architecture(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        try:
+            return AutoModelForCausalLM.from_config(
+                settings, dtype=parse_dtype(config.dtype), attn_implementation=config.attention_implementation
+            )
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"model.config makes no causal language model: {error}") from error
+
+
+def _architecture(config: ModelConfig) -> PretrainedConfig:
+    fields = dict(config.config)
+    kind = fields.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"model.config.model_type={kind!r} is none that transformers knows{hint}")
+    tokenizer = load_tokenizer(config.tokenizer_source)
+    known = {"bos_token_id", "eos_token_id", "pad_token_id"}
+    fields = {
+        "vocab_size": len(tokenizer),
+        **{name: getattr(tokenizer, name) for name in known if getattr(tokenizer, name) is not None},
+        **fields,
+    }
+    defaults = CONFIG_MAPPING[kind]()
+    for name in fields:
+        if not hasattr(defaults, name):
+            near = difflib.get_close_matches(name, list(defaults.to_dict()), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"model.config.{name} is no field of {kind!r}{hint}")
+    try:
+        return AutoConfig.for_model(kind, **fields)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.config does not fit {kind!r}: {error}") from error
+
+
+def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
+    import peft
+
+    try:
+        wrapped = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=lora.rank,
+                lora_alpha=cast(int, lora.alpha),
+                lora_dropout=lora.dropout,
+                target_modules=list(lora.targets) or "all-linear",
+                task_type="CAUSAL_LM",
+            ),
+        )
+    except ValueError as error:
+        raise ConfigError(f"model.lora: {error}") from error
+    return cast(PreTrainedModel, wrapped)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Transformers draws bars while it reads and writes; the terminal has one bar, the trainer's."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,151 @@
+"""Log-probabilities and entropies of a micro-batch's tokens under a causal language model.
+
+Legend: K tokens with loss, V vocabulary, S kept ids over all K tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from podium.data import Batch, fields
+from podium.errors import ConfigError, DataError
+from podium.workers.micro_batches import MicroBatch
+from podium.workers.models import plain_model
+from podium.workers.varlen import packed_attention
+
+__all__ = ["KeptTokens", "TokenScores", "hidden_at", "kept_tokens", "run_model", "score_tokens"]
+
+_ENTROPY_CHUNK: Final = 1 << 24  # elements of the vocabulary's distribution looked at together, without gradients
+
+
+class KeptRow(Protocol):
+    """What generation recorded for one completion: see ``podium.rollout.sampling.KeptSet``."""
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The ids that top-k or top-p left, for each of K tokens.
+
+    Attributes:
+        ids: int64 ``[S]``.
+        token: int64 ``[S]``, for which of the K tokens.
+    """
+
+    ids: Tensor
+    token: Tensor
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """float32 ``[K]`` each, in nats; the entropy is that of the distribution at temperature, over the kept set."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
+    """The kept sets of the micro-batch's tokens; None where the batch records none.
+
+    Raises:
+        DataError: a row has not one set for each token with loss.
+    """
+    if fields.KEPT not in batch:
+        return None
+    column = batch.python(fields.KEPT)
+    rows = [cast(KeptRow, column[row]) for row in micro.rows.tolist()]
+    lengths = torch.cat([row.offsets.diff() for row in rows])
+    if len(lengths) != len(micro.targets):
+        raise DataError(
+            f"{fields.KEPT} holds {len(lengths)} sets for {len(micro.targets)} tokens with loss; there is one for each "
+            f"sampled token, so leave {fields.LOSS_MASK} as generated and set weights to 0 instead"
+        )
+    device = micro.targets.device
+    ids = torch.cat([row.ids for row in rows]).to(device)
+    return KeptTokens(ids, torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device))
+
+
+def score_tokens(
+    model: nn.Module,
+    micro: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    kept: KeptTokens | None = None,
+    entropy: bool = False,
+    entropy_grad: bool = False,
+) -> TokenScores:
+    """One forward pass; logits exist for the K tokens only.
+
+    Args:
+        temperature: divides the logits; 0 (greedy sampling) counts as 1.
+        entropy: also the entropy, without gradients unless ``entropy_grad``.
+    """
+    logits = run_model(model, micro).logits[0]
+    if temperature not in (0.0, 1.0):
+        logits = logits / temperature
+    if kept is not None:
+        return _over_kept(logits.float(), micro.targets, kept, entropy=entropy or entropy_grad, grad=entropy_grad)
+    distribution = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    logprobs = distribution.gather(1, micro.targets[:, None])[:, 0]
+    if entropy_grad:
+        return TokenScores(logprobs, -(distribution.exp() * distribution).sum(-1))
+    return TokenScores(logprobs, _entropy(distribution.detach()) if entropy else None)
+
+
+def run_model(model: nn.Module, micro: MicroBatch) -> Any:  # noqa: ANN401 - a model's own output class
+    """The model's output for the micro-batch; its logits are ``[1, K, V]``."""
+    head = plain_model(model).get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"{type(plain_model(model)).__name__} has no output layer: it is no causal language model")
+    with hidden_at(head, micro.select):
+        if micro.packed is None:
+            return model(input_ids=micro.input_ids, use_cache=False)
+        with packed_attention(model, micro.packed) as bounds:
+            return model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **bounds)
+
+
+@contextmanager
+def hidden_at(head: nn.Module, select: Tensor) -> Iterator[None]:
+    """While open, ``head`` sees the hidden states at ``select [K]`` of the flattened rows: ``[B, T, H] -> [1, K, H]``.
+
+    A hook, because models scale or cap their logits after the head in ways of their own.
+    """
+
+    def choose(module: nn.Module, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        hidden = cast(Tensor, args[0])
+        return (hidden.flatten(0, 1).index_select(0, select)[None], *args[1:])
+
+    handle = head.register_forward_pre_hook(choose)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _entropy(distribution: Tensor) -> Tensor:
+    rows = max(1, _ENTROPY_CHUNK // distribution.shape[1])
+    return torch.cat([-(part.exp() * part).sum(-1) for part in distribution.split(rows)])
+
+
+def _over_kept(logits: Tensor, targets: Tensor, kept: KeptTokens, *, entropy: bool, grad: bool) -> TokenScores:
+    chosen = logits[kept.token, kept.ids]
+    top = torch.full_like(logits[:, 0], -torch.inf).scatter_reduce(0, kept.token, chosen.detach(), "amax")
+    mass = torch.zeros_like(top).index_add(0, kept.token, torch.exp(chosen - top[kept.token]))
+    normaliser = top + mass.log()
+    logprobs = logits.gather(1, targets[:, None])[:, 0] - normaliser
+    if not entropy:
+        return TokenScores(logprobs, None)
+    with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+        log_p = chosen - normaliser[kept.token]
+        total = torch.zeros_like(top).index_add(0, kept.token, -(log_p.exp() * log_p))
+    return TokenScores(logprobs, total)

@@ -1,0 +1,108 @@
+"""Attention over rows packed end to end, as an attention implementation that transformers' models can use.
+
+Registered under :data:`NAME`. It is switched on for one forward pass at a time, so that generation with the same model
+keeps its own implementation. Half precision on CUDA goes through torch's variable-length flash kernel; everything else
+goes row by row through scaled dot product attention, which is slower and the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from podium.errors import ConfigError
+from podium.workers.micro_batches import PackedRows
+from podium.workers.models import plain_model
+
+__all__ = ["NAME", "packed_attention"]
+
+NAME: Final = "podium_varlen"
+_OWN_PACKING: Final = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+@contextmanager
+def packed_attention(model: nn.Module, rows: PackedRows) -> Iterator[dict[str, Any]]:
+    """While open, the model attends within packed rows; yields the keyword arguments its forward pass needs.
+
+    The caller passes ``position_ids``, ``use_cache=False`` and no attention mask: with a mask, transformers would take
+    the packed rows for a single one, without a word.
+    """
+    config = plain_model(model).config
+    before = config._attn_implementation
+    if before not in _OWN_PACKING:
+        config._attn_implementation = NAME
+    try:
+        yield {
+            "cu_seq_lens_q": rows.offsets,
+            "cu_seq_lens_k": rows.offsets,
+            "max_length_q": rows.longest,
+            "max_length_k": rows.longest,
+        }
+    finally:
+        config._attn_implementation = before
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query ``[1, heads, T, D]``, key and value ``[1, kv heads, T, D]`` -> ``[1, T, heads, D]``."""
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ConfigError(
+            f"{type(module).__name__} does not hand the bounds of packed rows to its attention; "
+            "set parallel.layout=padded for this architecture"
+        )
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
+        out = _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        return out[None], None
+    parts = [
+        _one_row(q, k, v, dropout, scaling, sliding_window)
+        for q, k, v in zip(*(_rows(x, cu_seq_lens_q) for x in (query, key, value)), strict=True)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _rows(states: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(states, offsets.diff().tolist(), dim=2)
+
+
+def _one_row(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
+    length, mask = q.shape[2], None
+    if window is not None and length > window:
+        distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None, :]
+        mask = (distance >= 0) & (distance < window)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+    left = -1 if window is None else window - 1
+    out = varlen_attn(
+        *flat, offsets, offsets, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+AttentionInterface.register(NAME, _attend)
