@@ -50,18 +50,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if load_before > BUSY:
         console.print(f"the machine is busy (load {load_before:.1f}): expect worse figures, above all of calls")
     rows: list[Row] = []
+    failed: list[str] = []
     for name in chosen:
-        with console.status(f"measuring {name}"):
-            for row in SUITES[name](context):
-                rows.append(row)
-                console.print(f"{row.name}: {row.median:.4g} {row.unit}", style="dim")
+        try:
+            with console.status(f"measuring {name}"):
+                for row in SUITES[name](context):
+                    rows.append(row)
+                    console.print(f"{row.name}: {row.median:.4g} {row.unit}", style="dim")
+        except Exception:  # noqa: BLE001 - what the other suites measure in many minutes is worth keeping
+            console.print_exception()
+            failed.append(name)
     show(console, rows, context.absent)
-    complete = not options.quick and chosen == list(SUITES)
+    complete = not options.quick and not failed and chosen == list(SUITES)
     out = options.out or (RESULTS if complete else None)
     if out:
         write(out, rows, load_before=load_before, absent=context.absent)
         console.print(f"written to {out}")
-    return 0
+    if failed:
+        console.print(f"failed: {', '.join(failed)}", style="red")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
