@@ -1,0 +1,68 @@
+"""From a loss a token to one number: weights that are computed once, over the whole batch of an optimizer step.
+
+    loss = sum over ranks, micro-batches and tokens of weights_N * loss_N
+
+Nothing is divided afterwards, so the loss and its gradient do not depend on how rows are dealt to ranks and
+micro-batches. Gradients of ranks are summed, not averaged.
+
+- ``token-mean``: each token counts the same. Yu et al. 2025, "DAPO", arXiv:2503.14476, section 3.3.
+- ``sequence-mean``: each row counts the same, its tokens share its weight. Shao et al. 2024, arXiv:2402.03300, eq. 3.
+- ``sequence-sum-constant``: a row's tokens are summed and divided by a constant, the longest completion that could have
+  been sampled, so that long rows weigh no less a token. Liu et al. 2025, "Dr. GRPO", arXiv:2503.20783, section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from podium.algorithms.segments import row_sums, rows_of_tokens
+from podium.errors import ConfigError
+
+__all__ = ["AGGREGATIONS", "Aggregation", "loss_weights"]
+
+Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-constant"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+
+
+def loss_weights(
+    mask_N: Tensor, offsets_B1: Tensor, mode: Aggregation = "token-mean", *, constant: float | None = None
+) -> Tensor:
+    """Weight of each token, float32 ``[N]``, 0 outside the mask.
+
+    Rows without a token in the mask do not count as rows. The weights of the two means sum to 1, and are all 0 if the
+    mask is empty.
+
+    >>> mask_N, offsets_B1 = torch.tensor([False, True, False, True, True, True]), torch.tensor([0, 2, 6])
+    >>> loss_weights(mask_N, offsets_B1, "token-mean").tolist()
+    [0.0, 0.25, 0.0, 0.25, 0.25, 0.25]
+    >>> loss_weights(mask_N, offsets_B1, "sequence-sum-constant", constant=8).tolist()
+    [0.0, 0.0625, 0.0, 0.0625, 0.0625, 0.0625]
+
+    Args:
+        mask_N: bool ``[N]``, True on tokens that carry loss.
+        offsets_B1: int64 ``[B + 1]``.
+        mode: see the module.
+        constant: tokens; what ``sequence-sum-constant`` divides by, ``sampling.max_new_tokens`` for example.
+
+    Raises:
+        ConfigError: an unknown mode, or ``sequence-sum-constant`` without a positive constant.
+    """
+    if mode not in AGGREGATIONS:
+        raise ConfigError(f"algorithm.aggregation = {mode!r}: expected one of {', '.join(AGGREGATIONS)}")
+    counted_N = mask_N.float()
+    if mode == "token-mean":
+        return counted_N / counted_N.sum().clamp(min=1)
+    row_N = rows_of_tokens(offsets_B1)
+    tokens_B = row_sums(counted_N, row_N, len(offsets_B1) - 1)
+    rows = (tokens_B > 0).sum().clamp(min=1)
+    if mode == "sequence-mean":
+        return counted_N / (tokens_B.clamp(min=1) * rows)[row_N]
+    if constant is None or not constant > 0:
+        raise ConfigError(
+            f"algorithm.aggregation = {mode!r} divides by a constant, and got {constant!r}: give loss_weights a "
+            "positive constant, such as sampling.max_new_tokens"
+        )
+    return counted_N / (torch.as_tensor(constant, dtype=counted_N.dtype, device=counted_N.device) * rows)

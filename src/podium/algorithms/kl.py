@@ -1,0 +1,113 @@
+"""Kullback-Leibler divergence from samples: estimators, the penalty in the reward, and its coefficient.
+
+Estimators: Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html. With tokens sampled
+from p and ``d = log p - log q``, each of these has KL(p || q) as its mean, exactly or nearly:
+
+- ``k1 = d``: unbiased, of high variance, may be negative;
+- ``k2 = d² / 2``: biased by a little when p and q are near, of low variance;
+- ``k3 = exp(-d) - 1 + d``: unbiased, of low variance, never negative.
+
+As a *loss*, k1 is useless: its gradient is that of log p, whose mean is zero. k2 has the gradient of the KL itself, k3
+that of the reversed KL (Tang and Munos 2025, arXiv:2506.09477). In the *reward* nothing is differentiated and k1 is
+the textbook's choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from podium.algorithms.segments import wide
+from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.algorithms.config import AlgorithmConfig
+
+__all__ = ["KL_ESTIMATORS", "AdaptiveKL", "FixedKL", "KLEstimator", "kl_estimate", "make_kl_controller", "penalise"]
+
+KLEstimator = Literal["k1", "k2", "k3"]
+KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
+
+# Log-ratios above this count as this: one absurd token must not turn a batch into infinities. exp(20) is 5e8.
+LOG_RATIO_LIMIT = 20.0
+
+
+def bounded_exp(log_ratio_N: Tensor) -> Tensor:
+    """``exp`` of log-ratios up to 20; larger ones count as 20 and have no gradient."""
+    return log_ratio_N.clamp(max=LOG_RATIO_LIMIT).exp()
+
+
+def kl_estimate(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+    """KL(p || q) at each token, in nats, ``[N]``; differentiable in both.
+
+    >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2").tolist()
+    [0.125]
+
+    Args:
+        logprobs_N: log p of tokens that were sampled from p.
+        other_logprobs_N: log q of the same tokens.
+        estimator: see the module.
+
+    Raises:
+        ConfigError: an unknown estimator.
+    """
+    difference_N = wide(logprobs_N) - wide(other_logprobs_N)
+    if estimator == "k1":
+        return difference_N
+    if estimator == "k2":
+        return difference_N.square() / 2
+    if estimator == "k3":
+        bounded_N = difference_N.clamp(min=-LOG_RATIO_LIMIT)
+        return torch.expm1(-bounded_N) + bounded_N  # expm1 keeps the digits that exp(-d) - 1 loses near d = 0
+    raise ConfigError(f"algorithm.kl_estimator = {estimator!r}: expected one of {', '.join(KL_ESTIMATORS)}")
+
+
+def penalise(token_rewards_N: Tensor, kl_N: Tensor, mask_N: Tensor, coef: float) -> Tensor:
+    """``token_rewards - coef * kl`` at the mask's tokens: the KL in the reward, float ``[N]``, without gradient.
+
+    Ziegler et al. 2019, arXiv:1909.08593, equation 2, there with k1.
+    """
+    return wide(token_rewards_N) - coef * torch.where(mask_N, wide(kl_N.detach()), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedKL:
+    """A coefficient that stays what it is."""
+
+    coef: float
+
+    def next(self, kl: float) -> FixedKL:
+        """The controller after a step whose mean KL a token was ``kl``: this one."""
+        del kl
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveKL:
+    """A coefficient that follows a target: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+
+    ``e = clip(kl / target - 1, -0.2, 0.2)``, ``coef *= 1 + gain * e``. Its whole state is ``coef``, so a checkpoint
+    saves that number.
+
+    >>> round(AdaptiveKL(coef=0.1, target=0.02).next(kl=0.5).coef, 6)
+    0.102
+    """
+
+    coef: float
+    target: float
+    gain: float = 0.1
+
+    def next(self, kl: float) -> AdaptiveKL:
+        """The controller after a step whose mean KL a token was ``kl`` (nats)."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1.0 + self.gain * error))
+
+
+def make_kl_controller(config: AlgorithmConfig) -> FixedKL | AdaptiveKL:
+    """Adaptive if ``config.kl_target`` is set, else fixed; starts at ``config.kl_coef``."""
+    if config.kl_target is None:
+        return FixedKL(coef=config.kl_coef)
+    return AdaptiveKL(coef=config.kl_coef, target=config.kl_target)

@@ -1,0 +1,134 @@
+"""Figures of a step, in parts that add up over ranks and micro-batches; pure functions of tensors.
+
+A loss reports each metric token by token (:class:`~podium.algorithms.TokenLoss`). :func:`partial_metrics` makes sums of
+them under the batch's weights; partial sums of ranks are added (`+`, or an all-reduce by sum and by maximum); ``means``
+divides once, at the end. So a figure is the same on any number of ranks.
+
+Names that every display looks up live in :mod:`podium.telemetry.metrics`; those only reported are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from podium.algorithms.advantages.groups import group_statistics
+from podium.algorithms.records import TokenLoss
+from podium.algorithms.segments import wide
+
+__all__ = [
+    "APPROX_KL",
+    "IMPORTANCE_CAPPED",
+    "IMPORTANCE_MEAN",
+    "MISMATCH_KL",
+    "VALUE_CLIP_FRACTION",
+    "PartialMetrics",
+    "explained_variance",
+    "flat_groups",
+    "partial_metrics",
+    "value_moments",
+]
+
+APPROX_KL: Final = "policy/approx_kl"  # old policy to the one being trained, by k3
+VALUE_CLIP_FRACTION: Final = "value/clip_fraction"  # share of tokens whose value was held back
+MISMATCH_KL: Final = "mismatch/kl"  # generator to trainer, by k3
+IMPORTANCE_MEAN: Final = "mismatch/weight_mean"  # of the truncated importance weights
+IMPORTANCE_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose weight was cut to the cap
+
+
+@dataclass(frozen=True)
+class PartialMetrics:
+    """What some of the tokens contribute to a step's metrics; scalars, detached.
+
+    Ranks that took part in the same loss have the same names in the same order.
+
+    Attributes:
+        weight: sum of the tokens' weights.
+        sums: name -> sum of weight times metric.
+        maxima: name -> maximum over tokens of positive weight; minus infinity when there was none.
+    """
+
+    weight: Tensor
+    sums: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor]
+
+    def __add__(self, other: PartialMetrics) -> PartialMetrics:
+        return PartialMetrics(
+            self.weight + other.weight,
+            {name: value + other.sums[name] for name, value in self.sums.items()},
+            {name: torch.maximum(value, other.maxima[name]) for name, value in self.maxima.items()},
+        )
+
+    def means(self) -> dict[str, float]:
+        """Weighted means, and the maxima, by name. Empty when no token had weight."""
+        total = float(self.weight)
+        if total == 0:
+            return {}
+        means = {name: float(value) / total for name, value in self.sums.items()}
+        return means | {name: float(value) for name, value in self.maxima.items()}
+
+
+@torch.no_grad()
+def partial_metrics(loss: TokenLoss, weights_N: Tensor) -> PartialMetrics:
+    """Sum a loss's metrics under ``weights_N``, the weights that also make its loss one number (any sum will do).
+
+    >>> loss = TokenLoss(torch.zeros(2), {"a": torch.tensor([1.0, 3.0])}, {"b": torch.tensor([5.0, 9.0])})
+    >>> one, other = partial_metrics(loss, torch.tensor([0.5, 0.0])), partial_metrics(loss, torch.tensor([0.0, 0.5]))
+    >>> (one + other).means()
+    {'a': 2.0, 'b': 9.0}
+    """
+    weights_N = wide(weights_N)
+    counted = weights_N > 0
+    lowest = torch.full_like(weights_N[:1], -torch.inf) if len(weights_N) else weights_N.new_full((1,), -torch.inf)
+    return PartialMetrics(
+        weight=weights_N.sum(),
+        sums={n: torch.where(counted, weights_N * wide(v_N), 0.0).sum() for n, v_N in loss.metrics.items()},
+        maxima={n: torch.cat([lowest, wide(v_N)[counted].to(lowest)]).amax() for n, v_N in loss.maxima.items()},
+    )
+
+
+@torch.no_grad()
+def value_moments(values_N: Tensor, returns_N: Tensor, weights_N: Tensor) -> Tensor:
+    """``[5]`` weighted sums (1, returns, returns², errors, errors²) that add up over ranks; error = return - value.
+
+    In float64 where the device has it, because variances come as differences of large numbers.
+    """
+    dtype = torch.float32 if values_N.device.type == "mps" else torch.float64
+    weights_N = weights_N.to(dtype)
+    counted = weights_N > 0
+    returns_N = torch.where(counted, returns_N.to(dtype), 0.0)
+    errors_N = torch.where(counted, returns_N - values_N.to(dtype), 0.0)
+    columns = (torch.ones_like(weights_N), returns_N, returns_N.square(), errors_N, errors_N.square())
+    return torch.stack([(weights_N * column_N).sum() for column_N in columns])
+
+
+def explained_variance(moments: Tensor) -> float:
+    """``1 - Var(returns - values) / Var(returns)`` from (summed) :func:`value_moments`.
+
+    1 is a perfect critic, 0 one that knows no more than the mean, below 0 one that does harm. Returns without variance
+    leave nothing to explain: 0.
+
+    >>> returns_N, ones_N = torch.tensor([0.0, 1.0, 2.0]), torch.ones(3)
+    >>> explained_variance(value_moments(returns_N - 7.0, returns_N, ones_N))
+    1.0
+    """
+    weight, returns, returns2, errors, errors2 = (float(moment) for moment in moments)
+    if weight == 0:
+        return 0.0
+    variance = returns2 / weight - (returns / weight) ** 2
+    if variance <= 1e-12 * max(1.0, returns2 / weight):
+        return 0.0
+    return 1.0 - (errors2 / weight - (errors / weight) ** 2) / variance
+
+
+def flat_groups(rewards_B: Tensor, group_B: Tensor) -> float:
+    """Share of groups whose rewards are all equal, which teach a group-relative estimator nothing; 0 without groups.
+
+    >>> flat_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([3, 5, 5, 3]))
+    0.5
+    """
+    return float(group_statistics(rewards_B, group_B).flat_G.float().mean()) if len(group_B) else 0.0
