@@ -152,6 +152,14 @@ class Backend(ABC):
     def unpack(self, payload: Packed) -> Any:
         """The value of a reply's payload. Raises SerializationError."""
 
+    def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Deliver replies in the calling thread, which has nothing else to do, until ``ended()`` or ``timeout_s``.
+        False at once where replies come in by themselves: the caller then sleeps until its call has ended."""
+        return False
+
+    def wake(self) -> None:  # noqa: B027 - nothing to wake by default
+        """Let every thread in :meth:`wait` look at ``ended()`` again."""
+
     @abstractmethod
     def close(self) -> None:
         """End all hosts and free everything. Idempotent."""

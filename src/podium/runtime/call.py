@@ -12,11 +12,13 @@ from podium.errors import CallCancelled, DeadlineExceeded, PodiumError
 from podium.runtime.markers import CallArgument
 
 if TYPE_CHECKING:
-    from podium.runtime.backend import Reply
+    from podium.runtime.backend import Backend, Reply
 
 __all__ = ["Call"]
 
 T = TypeVar("T")
+
+FIRST_NAP_S, LAST_NAP_S = 0.0005, 0.1  # between two offers to deliver replies for the backend
 
 
 class Call(Generic[T]):
@@ -35,6 +37,7 @@ class Call(Generic[T]):
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self._join: Callable[[list[Any]], T] | None = None
+        self._backend: Backend | None = None
         self._replies: list[Reply | None] = []
         self._left = -1
         self._lock = threading.Lock()
@@ -108,8 +111,9 @@ class Call(Generic[T]):
                 return
         callback()
 
-    def begin(self, ranks: int, join: Callable[[list[Any]], T]) -> None:
+    def begin(self, ranks: int, join: Callable[[list[Any]], T], backend: Backend) -> None:
         """The call goes out to ``ranks`` ranks; ``join`` makes the result of their replies, in its reader's thread."""
+        self._backend = backend
         self._replies = [None] * ranks
         self._left = ranks
         self._join = join
@@ -138,6 +142,8 @@ class Call(Generic[T]):
                 return False
             self._error = error
             self._end()
+        if self._backend is not None:
+            self._backend.wake()
         self._run_callbacks()
         return True
 
@@ -154,8 +160,19 @@ class Call(Generic[T]):
             callback()
 
     def _wait(self, timeout_s: float | None) -> bool:
-        if self._gate.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            self._gate.release()
+        """Wait for the end; True if it came."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        nap = FIRST_NAP_S
+        while not self._ended:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            if self._backend is not None and self._backend.wait(self.done, left):
+                continue
+            sleep = LAST_NAP_S if self._backend is None else nap
+            if self._gate.acquire(timeout=sleep if left is None else min(sleep, left)):
+                self._gate.release()
+            nap = min(2 * nap, LAST_NAP_S)
         return self._ended
 
     def _outcome(self) -> T:

@@ -271,7 +271,7 @@ class HostSet:
         def joined(replies: list[Reply]) -> Any:
             return join([self.backend.unpack(replies[places[rank]].payload) for rank in wanted])
 
-        call.begin(len(ranks), joined)
+        call.begin(len(ranks), joined, self.backend)
         flight = _Flight(call, out, call_id, set(ranks), time.monotonic_ns())
         self._flights[call_id] = flight
         call.on_cancel(lambda: self._tell_cancelled(flight))

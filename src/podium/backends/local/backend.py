@@ -2,16 +2,17 @@
 
     controller's threads ──invoke──▶ calls socket (one a host) ──▶ host's main thread
                                  └─▶ control socket            ──▶ host's control thread
-    I/O thread ◀── answers and releases on the calls sockets
-               ◀── "started", "ended" from the fork server
-               ──▶ messages that a full socket did not take at once
+    I/O (io.py) ◀── answers and releases on the calls sockets
+                ◀── "started", "ended" from the fork server
+                ──▶ messages that a full socket did not take at once
 
-Sending never waits: what a socket does not take is queued, and the I/O thread sends it. The I/O thread only reads
-headers; whoever asks for a result unpickles it.
+Sending never waits: what a socket does not take is queued, and the I/O sends it. The I/O only reads headers; whoever
+asks for a result unpickles it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -30,12 +31,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.backends.local.child import ANSWER, STATUSES
 from podium.backends.local.devices import accelerators, visibility
+from podium.backends.local.io import IoLoop
 from podium.backends.local.logs import LogEcho, last_lines
-from podium.backends.local.segments import SegmentPool
+from podium.backends.local.segments import Lease, SegmentPool
 from podium.backends.local.server import Spawn
-from podium.backends.local.wire import Inbound, Parcel, Receiver, Releases, pack, read_parcel, released, send_message
+from podium.backends.local.wire import (
+    ANSWER,
+    CALL,
+    RELEASE,
+    STATUSES,
+    Inbound,
+    Parcel,
+    Receiver,
+    Releases,
+    pack,
+    read_answer,
+    released,
+    send_message,
+)
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
 
@@ -46,6 +60,7 @@ FIRST = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_",
 """Names of variables that libraries read when they are loaded: a worker given one starts in a fresh interpreter."""
 
 Done = Callable[[Reply], None]
+_NO_FDS: list[int] = []
 
 
 class LocalBackend(Backend):
@@ -87,7 +102,7 @@ class LocalBackend(Backend):
         self._closed = False
         self._server_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server = _start_server(theirs, list(preload), self._private)
-        self._io = _IoThread(self)
+        self._io = IoLoop()
         self._io.watch(self._server_socket.fileno(), self._on_server)
 
     # -- contract ------------------------------------------------------------------------------------------------
@@ -128,6 +143,12 @@ class LocalBackend(Backend):
 
     def unpack(self, payload: Inbound) -> Any:
         return payload.read("the result")
+
+    def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
+        return self._io.drive(ended, timeout_s)
+
+    def wake(self) -> None:
+        self._io.wake()
 
     def close(self) -> None:
         if self._closed:
@@ -183,10 +204,8 @@ class LocalBackend(Backend):
 
     def order_kill(self, pid: int) -> None:
         """Ask the server, whose child it is, so that the pid cannot mean another process."""
-        try:
+        with contextlib.suppress(OSError):  # the server is gone, and its children with it
             self._server_socket.send(pickle.dumps(("kill", pid)))
-        except OSError:
-            pass  # the server is gone, and its children with it
 
     def forget(self, host: _LocalHost) -> None:
         self._hosts.pop(host.token, None)
@@ -215,7 +234,7 @@ class LocalBackend(Backend):
             host.pid = number
             host.started.set()
         elif host is not None:
-            host.on_readable()  # what it sent before it ended comes first
+            host.drain()
             host.end(Death(_cause(number), host.last_words()))
         return True
 
@@ -246,7 +265,7 @@ class _LocalHost(HostHandle):
         self._pending: dict[int, Done] = {}
         self._releases = Releases(control)
         self._receiver = Receiver()
-        self._late: dict[socket.socket, deque[tuple[Sequence[bytes], list[int]]]] = {calls: deque(), control: deque()}
+        self._late: dict[socket.socket, deque[tuple[bytes, list[int]]]] = {calls: deque(), control: deque()}
         self._late_lock = threading.Lock()
         self._reading = threading.Lock()
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
@@ -256,11 +275,12 @@ class _LocalHost(HostHandle):
             return
         if request.wire is None:
             request.wire = _encode(request)
-        chunks, leases = request.wire
+        message, leases = request.wire
         for lease in leases:
             self._backend.segments.hold(lease.segment, self.token)
         self._pending[request.call_id] = done
-        self._send(self._control if request.concurrent else self._calls, chunks, [lease.segment.fd for lease in leases])
+        fds = [lease.segment.fd for lease in leases] if leases else _NO_FDS
+        self._send(self._control if request.concurrent else self._calls, message, fds)
 
     def stop(self, timeout_s: float) -> None:
         if timeout_s > 0 and not self.ended.is_set():
@@ -293,44 +313,46 @@ class _LocalHost(HostHandle):
         self._on_death(self.rank, death)
 
     def on_readable(self) -> bool:
-        """Take every message there is. False once the host's end is closed."""
+        """Take one message in; the poll reports what is left. False once the host's end is closed."""
         with self._reading:
-            while True:
-                try:
-                    message, fds = self._receiver.receive(self._calls, wait=False)
-                except BlockingIOError:
-                    return True
-                except OSError:
-                    return False
-                if not message:
-                    return False
-                self._take(message, fds)
-
-    def _take(self, message: memoryview, fds: list[int]) -> None:
-        if message[0] == 82:  # "R"
-            for number in released(message):
-                self._backend.segments.release(number, self.token)
-            return
-        _, call_id, status, started, ended = ANSWER.unpack_from(message)
-        payload, _ = read_parcel(message, ANSWER.size, fds, self._releases)
+            try:
+                message, fds = self._receiver.receive(self._calls, wait=False)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not message:
+                return False
+            if message[0] == RELEASE:
+                for number in released(message):
+                    self._backend.segments.release(number, self.token)
+                return True
+            _, call_id, status, started, ended = ANSWER.unpack_from(message)
+            payload = read_answer(message, fds, self._releases)
         done = self._pending.pop(call_id, None)
         if done is not None:
-            done(Reply(STATUSES[status], payload, started, ended))  # pyright: ignore[reportArgumentType]
+            done(Reply(STATUSES[status], payload, started, ended))
+        return True
+
+    def drain(self) -> None:
+        """Take in all that it sent before it ended."""
+        while select.select([self._calls], [], [], 0)[0] and self.on_readable():
+            pass
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def _send(self, connection: socket.socket, chunks: Sequence[bytes], fds: list[int]) -> None:
+    def _send(self, connection: socket.socket, message: bytes, fds: list[int]) -> None:
         late = self._late[connection]
         if not late:
             try:
-                send_message(connection, chunks, fds, wait=False)
+                send_message(connection, message, fds, wait=False)
                 return
             except BlockingIOError:
                 pass
             except OSError:
                 return  # it has ended; the server will say so
         with self._late_lock:
-            late.append((chunks, [os.dup(fd) for fd in fds]))
+            late.append((message, [os.dup(fd) for fd in fds]))
         self._backend.flush_later(connection)
 
     def flush(self) -> bool:
@@ -338,9 +360,9 @@ class _LocalHost(HostHandle):
         with self._late_lock:
             for connection, late in self._late.items():
                 while late:
-                    chunks, fds = late[0]
+                    message, fds = late[0]
                     try:
-                        send_message(connection, chunks, fds, wait=False)
+                        send_message(connection, message, fds, wait=False)
                     except BlockingIOError:
                         return False
                     except OSError:
@@ -351,70 +373,12 @@ class _LocalHost(HostHandle):
         return True
 
 
-class _IoThread:
-    """Waits for all sockets at once."""
-
-    def __init__(self, backend: LocalBackend) -> None:
-        self._epoll = select.epoll()
-        self._readers: dict[int, Callable[[], bool]] = {}
-        self._flushers: dict[int, Callable[[], bool]] = {}
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="podium-io", daemon=True)
-        self._thread.start()
-
-    def watch(self, fd: int, on_readable: Callable[[], bool], flush: Callable[[], bool] | None = None) -> None:
-        self._readers[fd] = on_readable
-        if flush is not None:
-            self._flushers[fd] = flush
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def unwatch(self, *fds: int) -> None:
-        for fd in fds:
-            if self._readers.pop(fd, None) is not None:
-                try:
-                    self._epoll.unregister(fd)
-                except (OSError, ValueError):
-                    pass  # it had been closed, which unregisters it
-            self._flushers.pop(fd, None)
-
-    def flush_later(self, fd: int) -> None:
-        try:
-            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
-        except (OSError, ValueError):
-            pass  # it has ended meanwhile
-
-    def stop(self) -> None:
-        self._stopping = True
-        os.eventfd_write(self._wake, 1)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-            self._epoll.close()
-            os.close(self._wake)
-
-    def _run(self) -> None:
-        while not self._stopping:
-            for fd, events in self._epoll.poll():
-                if events & select.EPOLLOUT:
-                    flush = self._flushers.get(fd)
-                    if flush is None or flush():
-                        try:
-                            self._epoll.modify(fd, select.EPOLLIN)
-                        except (OSError, ValueError):
-                            continue
-                reader = self._readers.get(fd)
-                if events & ~select.EPOLLOUT and reader is not None and not reader():
-                    self.unwatch(fd)
-
-
-def _encode(request: Request) -> tuple[tuple[bytes, ...], list[Any]]:
-    header = pickle.dumps(
-        (request.call_id, request.target, request.method, request.wants_result, request.own is not None), 5
-    )
-    parcels = [request.shared] if request.own is None else [request.shared, request.own]
-    message = b"".join([b"C", len(header).to_bytes(2, "little"), header, *(parcel.wire for parcel in parcels)])
-    return (message,), [parcel.lease for parcel in parcels if parcel.lease is not None]
+def _encode(request: Request) -> tuple[bytes, list[Lease]]:
+    """The message for a request, the same for every host it goes to; see wire.py."""
+    header = pickle.dumps((request.target, request.method, request.wants_result, request.own is not None), 5)
+    parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
+    message = b"".join([CALL.pack(b"C", request.call_id, len(header)), header, *(parcel.wire for parcel in parcels)])
+    return message, [parcel.lease for parcel in parcels if parcel.lease is not None]
 
 
 def _start_server(theirs: socket.socket, preload: list[str], private: str) -> subprocess.Popen[bytes]:

@@ -13,20 +13,29 @@ import pickle
 import random
 import signal
 import socket
-import struct
 import sys
 import threading
 from typing import Any, NoReturn
 
 from podium.backends.local.segments import SegmentPool
-from podium.backends.local.wire import Parcel, Receiver, Releases, pack, read_parcel, released, send_message
+from podium.backends.local.wire import (
+    ANSWER,
+    CALL,
+    RELEASE,
+    STATUSES,
+    Receiver,
+    Releases,
+    pack,
+    read_parcel,
+    released,
+    send_message,
+)
 from podium.errors import SerializationError
 from podium.runtime.host import Failure, Host, Outcome
 
-__all__ = ["ANSWER", "STATUSES", "main"]
+__all__ = ["main"]
 
-ANSWER = struct.Struct("<cQBQQ")  # "A", call, status, started, ended
-STATUSES = ("ok", "error", "cancelled")
+_Header = tuple[str, str, bool, bool]
 
 
 def main(calls_fd: int, control_fd: int, threads: int, cwd: str, sys_path: list[str]) -> NoReturn:
@@ -72,6 +81,7 @@ class _HostProcess:
         self._segments = SegmentPool()
         self._releases = Releases(calls)
         self._none = pack(None, self._segments)
+        self._headers: dict[bytes, _Header] = {}
 
     def serve_calls(self) -> None:
         receiver = Receiver()
@@ -96,7 +106,7 @@ class _HostProcess:
             message, fds = receiver.receive(self._control, wait=True)
             if not message:
                 os.killpg(0, signal.SIGKILL)  # the controller is gone: so are we, and what we started
-            if message[0] == 82:  # "R"
+            if message[0] == RELEASE:
                 for number in released(message):
                     self._segments.release(number, "controller")
                 continue
@@ -109,17 +119,20 @@ class _HostProcess:
             )
 
     def _read(self, message: memoryview, fds: list[int]) -> tuple[int, str, str, bool, Any]:
-        header = message[1 : 3 + int.from_bytes(message[1:3], "little")]
-        call_id, target, method, wants, has_own = pickle.loads(header[2:])
-        at = 1 + len(header)
+        _, call_id, length = CALL.unpack_from(message)
+        at = CALL.size + length
+        header = bytes(message[CALL.size : at])
+        known = self._headers.get(header)
+        if known is None:
+            known = self._headers[header] = pickle.loads(header)
+        target, method, wants, has_own = known
         shared, at = read_parcel(message, at, fds, self._releases)
         own = read_parcel(message, at, fds, self._releases)[0] if has_own else None
-        where = f"the arguments of {target}.{method}"
         try:
-            values = shared.read(where)
-            return call_id, target, method, wants, {**values, **own.read(where)} if own is not None else values
+            values = shared.read()
+            return call_id, target, method, wants, {**values, **own.read()} if own is not None else values
         except SerializationError as error:
-            return call_id, target, method, wants, error
+            return call_id, target, method, wants, SerializationError(f"an argument of {target}.{method}: {error}")
 
     def _answer(self, call_id: int, outcome: Outcome, wants: bool) -> None:
         status, value, started, ended = outcome
@@ -130,15 +143,13 @@ class _HostProcess:
                 parcel = pack(value, self._segments, "the result")
         except SerializationError as error:
             status, parcel = "error", pack(Failure("SerializationError", str(error), "", error, False), self._segments)
-        self._send(ANSWER.pack(b"A", call_id, STATUSES.index(status), started, ended), parcel)
-
-    def _send(self, head: bytes, parcel: Parcel) -> None:
         fds: list[int] = []
         if parcel.lease is not None:
             self._segments.hold(parcel.lease.segment, "controller")
             fds.append(parcel.lease.segment.fd)
+        message = ANSWER.pack(b"A", call_id, STATUSES.index(status), started, ended) + parcel.wire
         try:
-            send_message(self._calls, (head, parcel.wire), fds, wait=True)
+            send_message(self._calls, message, fds, wait=True)
         except OSError:
             os.killpg(0, signal.SIGKILL)  # nobody left to answer
 

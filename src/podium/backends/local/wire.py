@@ -3,8 +3,10 @@
 A value travels as a *parcel*: its pickle, and its out-of-band buffers laid end to end. A small parcel is part of the
 message; a large one lies in a segment, and the message carries the segment's descriptor.
 
-    message  to a host:         C  header  parcel(shared)  [parcel(own)]        R  number …    (segments released)
-             to the controller: A  call_id status started ended parcel          R  number …
+    message  to a host:         C call header-length header parcel(shared) [parcel(own)]     R number …   (released
+             to the controller: A call status started ended parcel                          R number …    segments)
+
+The header is the pickle of (target, method, wants the result, has own); a host meets few of them, and keeps them read.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,14 +27,29 @@ from podium.backends.local.segments import Lease, SegmentPool, map_segment
 from podium.errors import SerializationError
 from podium.runtime.codec import decode, encode
 
-__all__ = ["INLINE_LIMIT", "Inbound", "Parcel", "Receiver", "Releases", "pack", "read_parcel", "send_message"]
+__all__ = ["ANSWER", "CALL", "INLINE_LIMIT", "RELEASE", "STATUSES", "Inbound", "Parcel", "Receiver", "Releases"]
+__all__ += ["pack", "read_answer", "read_parcel", "released", "send_message"]
 
 INLINE_LIMIT = 32 << 10  # bytes of a parcel that still go in the message; below it, descriptors cost more than copies
 RECEIVE_LIMIT = 3 * INLINE_LIMIT
 ALIGN = 64
 PLAIN = (int, float, str, bool, bytes, type(None))
 
+# flags as plain integers: combining the enum's members takes longer than the system call saves
+_SEND = int(socket.MSG_NOSIGNAL)
+_SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
+_RECEIVE_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+
+CALL = struct.Struct("<cQH")  # "C", call, bytes of header
+ANSWER = struct.Struct("<cQBQQ")  # "A", call, status, started, ended
+RELEASE = ord("R")
+STATUSES = ("ok", "error", "cancelled")
+
 _PARCEL = struct.Struct("<IIQQ")  # number of buffers, bytes of pickle, bytes of the whole, segment (0: in the message)
+
+
+_CONSTANTS: dict[bytes, Any] = {pickle.dumps(value, 5): value for value in (None, True, False)}
 
 
 class Parcel:
@@ -59,6 +76,8 @@ def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
     table = struct.pack(f"<{len(raws)}Q", *[raw.nbytes for raw in raws])
     total = len(table) + len(data) + sum(_aligned(raw.nbytes) for raw in raws) + ALIGN
     if total <= INLINE_LIMIT:
+        if not raws:
+            return Parcel(_PARCEL.pack(0, len(data), len(data), 0) + data, None)
         body = b"".join([table, data, *(bytes(raw).ljust(_aligned(raw.nbytes), b"\0") for raw in raws)])
         return Parcel(_PARCEL.pack(len(raws), len(data), len(body), 0) + body, None)
     try:
@@ -90,7 +109,7 @@ class Inbound:
         """The value. Its tensors lie in the mapped segment and may be written without harm to anyone."""
         if self._release is None:
             if not self._buffers:
-                return decode(self._body, (), where)
+                return _CONSTANTS[self._body] if self._body in _CONSTANTS else decode(self._body, (), where)
             memory: Any = np.frombuffer(bytearray(self._body), dtype=np.uint8)
             at = 8 * self._buffers + self._data
         else:
@@ -112,6 +131,13 @@ class Inbound:
             self._release()
 
 
+def read_answer(message: memoryview, fds: list[int], releases: Releases) -> Inbound:
+    """The parcel of an answer. Most answers are None: those share one."""
+    if message[ANSWER.size :] == _NOTHING.wire:
+        return _NOTHING.inbound
+    return read_parcel(message, ANSWER.size, fds, releases)[0]
+
+
 def read_parcel(message: memoryview, at: int, fds: list[int], releases: Releases) -> tuple[Inbound, int]:
     """The parcel at ``at`` in a message and where the next one begins; takes its descriptor from ``fds``."""
     buffers, data, total, segment = _PARCEL.unpack_from(message, at)
@@ -119,6 +145,12 @@ def read_parcel(message: memoryview, at: int, fds: list[int], releases: Releases
     if segment:
         return Inbound(buffers, data, total, b"", fds.pop(0), lambda: releases.add(segment)), at
     return Inbound(buffers, data, total, bytes(message[at : at + total]), -1, None), at + total
+
+
+class _NOTHING:  # noqa: N801 - a constant with two spellings
+    body = pickle.dumps(None, 5)
+    wire = _PARCEL.pack(0, len(body), len(body), 0) + body
+    inbound = Inbound(0, len(body), len(body), body, -1, None)
 
 
 class Releases:
@@ -150,28 +182,33 @@ def released(message: memoryview) -> tuple[int, ...]:
     return struct.unpack(f"<{(len(message) - 1) // 8}Q", message[1:])
 
 
-def send_message(connection: socket.socket, chunks: Sequence[bytes], fds: Sequence[int], *, wait: bool) -> None:
+def send_message(connection: socket.socket, message: bytes, fds: Sequence[int], *, wait: bool) -> None:
     """Send one message. Raises BlockingIOError if it would wait and ``wait`` is False."""
-    flags = socket.MSG_NOSIGNAL if wait else socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
+    flags = _SEND if wait else _SEND_NOW
     if fds:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-        connection.sendmsg(chunks, ancillary, flags)
+        connection.sendmsg([message], ancillary, flags)
     else:
-        connection.send(chunks[0] if len(chunks) == 1 else b"".join(chunks), flags)
+        connection.send(message, flags)
 
 
 class Receiver:
     """Receives messages into one buffer, which is valid until the next call."""
 
     _ANCILLARY = socket.CMSG_SPACE(4 * 4)
+    _NO_FDS: ClassVar[list[int]] = []
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(RECEIVE_LIMIT))
+        self._into = [self._buffer]
 
     def receive(self, connection: socket.socket, *, wait: bool) -> tuple[memoryview, list[int]]:
         """One message and its descriptors; an empty message is the end. Raises BlockingIOError unless ``wait``."""
-        flags = socket.MSG_CMSG_CLOEXEC if wait else socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        count, ancillary, _, _ = connection.recvmsg_into([self._buffer], self._ANCILLARY, flags)
+        count, ancillary, _, _ = connection.recvmsg_into(
+            self._into, self._ANCILLARY, _RECEIVE if wait else _RECEIVE_NOW
+        )
+        if not ancillary:
+            return self._buffer[:count], self._NO_FDS
         fds: list[int] = []
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
