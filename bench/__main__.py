@@ -13,10 +13,11 @@ from rich.console import Console
 from bench.context import Context
 from bench.measure import Row
 from bench.report import show, write
-from bench.suites import runtime
+from bench.suites import generation, runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"
+TABLE_WIDTH = 150
 BUSY = 0.5  # load average over the last minute above which figures of a two-core machine are not to be trusted
 
 SUITES: dict[str, Callable[[Context], Iterator[Row]]] = {
@@ -24,6 +25,7 @@ SUITES: dict[str, Callable[[Context], Iterator[Row]]] = {
     "echo": runtime.echo,
     "broadcast": runtime.broadcast,
     "startup": runtime.startup,
+    "generate": generation.generate,
 }
 
 
@@ -37,7 +39,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    console = Console(stderr=False)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)  # a file or a pipe has no width of its own
     chosen = options.only.split(",")
     unknown = [name for name in chosen if name not in SUITES]
     if unknown:
