@@ -22,7 +22,7 @@ from podium.runtime.codec import decode, encode
 from podium.runtime.host import Failure, Host, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 __all__ = ["InlineBackend"]
 
@@ -140,8 +140,8 @@ class _InlineHost(HostHandle):
         done(self._reply(request, outcome))
 
     def _values(self, request: Request) -> Mapping[str, Any]:
-        own = request.own.read() if request.own is not None else {}
-        return {**request.shared.read(), **own}
+        values: dict[str, Any] = request.shared.read()
+        return values if request.own is None else {**values, **request.own.read()}
 
     def _reply(self, request: Request, outcome: Outcome) -> Reply:
         payload = outcome.value
@@ -160,7 +160,7 @@ def _explain(failure: Failure) -> None:
 
 
 @contextmanager
-def _no_process_group(*, unless: bool) -> Iterator[None]:
+def _no_process_group(*, unless: bool) -> Generator[None]:
     """Hide the one-rank default process group of this process from a group of several ranks: a collective must fail
     there, not quietly gather from one rank."""
     import sys

@@ -150,7 +150,7 @@ class Batch:
                 )
         if len(parts) == 1:
             return first
-        joined = {name: concat_columns(name, [part[name] for part in parts]) for name in first.keys()}
+        joined = {name: concat_columns(name, [part[name] for part in parts]) for name in first}
         return cls(joined, first.meta)
 
 
@@ -189,5 +189,5 @@ def _slice(column: Column, start: int, stop: int) -> Column:
 
 def _take(column: Column, rows: Tensor) -> Column:
     if isinstance(column, list):
-        return [column[row] for row in rows.tolist()]
+        return [column[row] for row in cast(list[int], rows.tolist())]  # pyright: ignore[reportUnknownMemberType]
     return column.take(rows) if isinstance(column, Jagged) else column[rows.to(column.device)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,8 +16,14 @@ __all__ = ["Jagged", "RowIndex"]
 RowIndex = Sequence[int] | Tensor
 
 
+def _ints(tensor: Tensor) -> list[int]:
+    return cast(list[int], tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
 class Jagged:
-    """B rows of unequal length: ``values [N, …]`` and ``offsets [B + 1]``; row i is ``values[offsets[i]:offsets[i+1]]``.
+    """B rows of unequal length: ``values [N, …]`` and ``offsets [B + 1]``.
+
+    Row i is ``values[offsets[i] : offsets[i + 1]]``.
 
     Immutable by convention: every method returns a new object, and slices of rows share memory with it.
 
@@ -30,7 +37,7 @@ class Jagged:
         if offsets.dtype != torch.int64 or offsets.dim() != 1 or len(offsets) == 0:
             raise DataError(f"offsets of a Jagged are int64 [B + 1], not {offsets.dtype} {list(offsets.shape)}")
         if int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets[1:] < offsets[:-1]).any()):
-            raise DataError(f"offsets of a Jagged rise from 0 to the {len(values)} values; got {offsets.tolist()[:8]}…")
+            raise DataError(f"offsets of a Jagged rise from 0 to the {len(values)} values; got {_ints(offsets)[:8]}…")
         self.values = values
         self.offsets = offsets
 
@@ -75,7 +82,7 @@ class Jagged:
 
     def unbind(self) -> list[Tensor]:
         """All rows as views."""
-        return list(torch.split(self.values, self.lengths.tolist()))
+        return list(torch.split(self.values, _ints(self.lengths)))
 
     def like(self, values: Tensor) -> Jagged:
         """Other ``values [N, …]`` over the same rows."""

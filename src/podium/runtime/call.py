@@ -59,7 +59,7 @@ class Call(Generic[T]):
         """
         if not self._ended and not self._wait(timeout_s):
             raise TimeoutError(
-                f"{self.label} has no result after {timeout_s} s of waiting; it goes on: call result() again, or cancel()"
+                f"{self.label} has no result after {timeout_s} s of waiting; it goes on: ask again, or cancel()"
             )
         return self._outcome()
 

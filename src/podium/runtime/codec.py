@@ -11,9 +11,9 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import cloudpickle
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from podium.errors import SerializationError
 
@@ -29,8 +29,8 @@ class _Encoder(cloudpickle.CloudPickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
-            return _reduce_tensor(obj) or super().reducer_override(obj)  # pyright: ignore[reportUnknownMemberType]
-        return super().reducer_override(obj)  # pyright: ignore[reportUnknownMemberType]
+            return _reduce_tensor(obj) or NotImplemented
+        return cast(Any, super()).reducer_override(obj)
 
 
 def encode(value: object, where: str = "a value") -> tuple[bytes, list[pickle.PickleBuffer]]:
@@ -42,7 +42,7 @@ def encode(value: object, where: str = "a value") -> tuple[bytes, list[pickle.Pi
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     try:
-        _Encoder(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+        cast(Any, _Encoder(stream, protocol=5, buffer_callback=buffers.append)).dump(value)
     except Exception as error:  # pickle runs code of any class: whatever it raises is our user's to see
         raise SerializationError(f"{where} does not pickle: {_blame(value)}{type(error).__name__}: {error}") from error
     return stream.getvalue(), buffers
@@ -87,7 +87,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Rebuild | None:
         return _empty_tensor, (tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
-    raw = pickle.PickleBuffer(flat.view(torch.uint8).numpy())  # pyright: ignore[reportUnknownMemberType]
+    raw = pickle.PickleBuffer(cast(Any, flat.view(torch.uint8)).numpy())
     return _tensor, (raw, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf)
 
 

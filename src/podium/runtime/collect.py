@@ -111,7 +111,7 @@ class Reduce(Collect[Any, Any]):
 
     def collect(self, method: str, results: Sequence[Any], split: Split) -> Any:
         weights = self._weights(method, results, split)
-        if len({type(result) for result in results}) > 1 and any(isinstance(result, Mapping) for result in results):
+        if len({isinstance(result, Mapping) for result in results}) > 1:
             raise ConfigError(f"{method}: ranks returned different kinds: {[type(r).__name__ for r in results]}")
         if not isinstance(results[0], Mapping):
             return self._reduce(method, results, weights)

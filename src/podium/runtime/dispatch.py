@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,12 +83,7 @@ class Broadcast(Dispatch):
     """Every rank receives every argument."""
 
     def split(self, arguments: Arguments, world: World) -> Split:
-        for name, value in arguments.values.items():
-            if isinstance(value, PerRank):
-                raise ConfigError(
-                    f"{arguments.method}: argument {name!r} is per_rank([...]), but the endpoint broadcasts; "
-                    "declare it with @endpoint(dispatch=scatter())"
-                )
+        _refuse_per_rank(arguments)
         ranks = range(world.size)
         return Split(ranks, arguments.values, None, ranks)
 
@@ -99,6 +95,7 @@ class Only(Dispatch):
         self.rank = rank
 
     def split(self, arguments: Arguments, world: World) -> Split:
+        _refuse_per_rank(arguments)
         if not -world.size <= self.rank < world.size:
             raise ConfigError(f"{arguments.method}: only(rank={self.rank}) in a group of {world.size} ranks")
         ranks = (self.rank % world.size,)
@@ -168,12 +165,8 @@ class Shard(Dispatch):
         return Split(range(mesh.size), shared, own, _collectors(mesh, self.axis), plan)
 
     def _sharded(self, arguments: Arguments) -> dict[str, Any]:
+        _refuse_per_rank(arguments)
         names = tuple(arguments.values) if self.args is None else tuple(self.args)
-        for name in names:
-            if name not in arguments.values and self.args is not None:
-                continue  # an optional argument that was not given
-            if isinstance(arguments.values[name], PerRank):
-                raise ConfigError(f"{arguments.method}: argument {name!r} is per_rank([...]) but the endpoint shards")
         sharded = {name: arguments.values[name] for name in names if arguments.values.get(name) is not None}
         if not sharded:
             raise ConfigError(f"{arguments.method} shards its arguments, but none of {list(names)} was given")
@@ -205,6 +198,15 @@ class Shard(Dispatch):
         return RowPlan(padded, padding, contiguous, tokens)
 
 
+def _refuse_per_rank(arguments: Arguments) -> None:
+    for name, value in arguments.values.items():
+        if isinstance(value, PerRank):
+            raise ConfigError(
+                f"{arguments.method}: argument {name!r} is per_rank([...]), but the endpoint does not scatter; "
+                "declare it with @endpoint(dispatch=scatter())"
+            )
+
+
 def _part(value: Any, plan: RowPlan, at: int) -> Any:
     rows = plan.rows[at]
     if isinstance(rows, range):
@@ -214,7 +216,7 @@ def _part(value: Any, plan: RowPlan, at: int) -> Any:
 
 def _even(total: int, parts: int) -> list[range]:
     bounds = [at * total // parts for at in range(parts + 1)]
-    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def _balanced(lengths: Sequence[int], parts: int) -> Sequence[Sequence[int]]:

@@ -24,7 +24,7 @@ from datetime import timedelta
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
 
-import cloudpickle
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from podium.runtime.context import WorkerContext, current_context
 from podium.runtime.worker import Bound, Worker
@@ -206,7 +206,7 @@ class Host:
     def do_status(self) -> Status:
         """What runs here, for how long and where in the code."""
         now = time.monotonic()
-        frames = sys._current_frames()  # the only way to see another thread's stack
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - nothing else shows another thread's stack
         mine = threading.get_ident()
         return Status(
             tuple(

@@ -20,7 +20,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -215,8 +216,6 @@ class HostSet:
             telemetry.emit(telemetry.WorkerStarted(role=self.name, rank=rank, node=places[rank], pid=handle.pid))
 
     def _construct(self, worker: _Constructed) -> None:
-        from dataclasses import replace
-
         own = [{"context": replace(c, role=worker.name, meshes=worker.meshes)} for c in self._contexts]
         shared = {"name": worker.name, "bound": worker.bound, "distributed": self.options.distributed}
         everyone = range(self.size)
@@ -356,7 +355,7 @@ class HostSet:
         if failure.secondary and flight.open:
             if flight.held is None:
                 flight.held = error
-                self.watch.later(SETTLE_S, lambda: flight.call.fail(flight.held or error))
+                self.watch.later(SETTLE_S, partial(flight.call.fail, flight.held))
         else:
             flight.call.fail(error)
 

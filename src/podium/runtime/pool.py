@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import Counter
@@ -71,7 +72,7 @@ class ResourcePool:
         if sum(sizes) != len(self) or any(size < 1 for size in sizes):
             raise ConfigError(f"split({list(sizes)}): sizes from 1 up that add to the pool's {len(self)} slots")
         bounds = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
-        return [self[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [self[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 class Inventory:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from podium.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from podium.data import Batch
+    pass
 
 __all__ = ["concat_rows", "count_rows", "slice_rows", "take_rows", "token_lengths"]
 
@@ -66,14 +66,17 @@ def concat_rows(parts: Sequence[Any], where: str) -> Any:
         raise ConfigError(f"{where}: ranks returned different kinds: {[type(part).__name__ for part in parts]}")
     if isinstance(first, Mapping):
         try:
-            return {key: concat_rows([part[key] for part in parts], f"{where}[{key!r}]") for key in first}  # pyright: ignore
+            return {
+                key: concat_rows([part[key] for part in parts], f"{where}[{key!r}]")
+                for key in cast(Mapping[Any, Any], first)
+            }
         except KeyError as error:
             raise ConfigError(f"{where}: not every rank returned the entry {error}") from None
     if isinstance(first, list):
         return [row for part in parts for row in part]
     if _is_table(first):
         try:
-            return first if len(parts) == 1 else type(first).concat(parts)
+            return first if len(parts) == 1 else cast(Any, type(first)).concat(parts)
         except DataError as error:
             raise ConfigError(f"{where}: {error}") from error
     if _is_tensor(first) and first.dim() > 0:
@@ -91,11 +94,11 @@ def token_lengths(value: Any, where: str) -> list[int]:
     """
     if hasattr(value, "lengths"):
         return value.lengths.tolist()
-    columns = cast("Batch | Mapping[str, Any]", value) if isinstance(value, Mapping) or _is_table(value) else {}
+    columns = cast("Mapping[str, Any]", value if isinstance(value, Mapping) or _is_table(value) else {})
     names = [name for name in columns if hasattr(columns[name], "lengths")]
     if not names:
         raise ConfigError(f"{where}: balance='tokens' needs a jagged column to count tokens of; use balance='rows'")
-    return cast(Any, columns["tokens" if "tokens" in names else names[0]]).lengths.tolist()
+    return columns["tokens" if "tokens" in names else names[0]].lengths.tolist()
 
 
 def _is_tensor(value: object) -> bool:

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 __all__ = ["Watch"]
 
@@ -22,7 +23,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._ticks: list[Callable[[float], None]] = []
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._closed = False
@@ -35,7 +36,7 @@ class Watch:
             self._ticks.append(tick)
         return lambda: self._ticks.remove(tick) if tick in self._ticks else None
 
-    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+    def later(self, delay_s: float, action: Callable[[], object]) -> None:
         """Run ``action`` after ``delay_s`` seconds."""
         with self._wake:
             heapq.heappush(self._due, (time.monotonic() + delay_s, next(self._order), action))
@@ -58,12 +59,12 @@ class Watch:
                 if self._closed:
                     return
                 now = time.monotonic()
-                actions: list[Callable[[], None]] = []
+                actions: list[Callable[[], object]] = []
                 while self._due and self._due[0][0] <= now:
                     actions.append(heapq.heappop(self._due)[2])
             if now >= next_tick:
                 next_tick = now + TICK_S
-                actions += [lambda tick=tick: tick(now) for tick in list(self._ticks)]
+                actions += [partial(tick, now) for tick in list(self._ticks)]
             for action in actions:
                 try:
                     action()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from podium.errors import ConfigError
 from podium.runtime.context import WorkerContext, current_context
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Bound", "Worker"]
 
 P = ParamSpec("P")
-W = TypeVar("W", bound="Worker")
-W_co = TypeVar("W_co", bound="Worker", covariant=True)
+W = TypeVar("W")
+W_co = TypeVar("W_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Worker:
         except TypeError as error:
             name = getattr(cls, "__name__", str(cls))
             raise ConfigError(f"{name}.bind(): {error}; {name} takes {inspect.signature(cls)}") from None
-        return Bound(cls, args, dict(kwargs))  # pyright: ignore
+        return Bound(cast("type[W]", cls), args, dict(kwargs))
 
     @property
     def group(self) -> WorkerGroup:

@@ -47,8 +47,8 @@ def main(calls_fd: int, control_fd: int, threads: int, cwd: str, sys_path: list[
     try:
         process.serve_calls()
         code = 0
-    except BaseException:  # noqa: BLE001 - the end of the process: say why, then go
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # noqa: BLE001 - the end of the process: say why, then go
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

@@ -28,6 +28,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 from podium.backends.local.linux import become_subreaper, children_of, die_with_parent, session_of
@@ -62,7 +63,7 @@ def main(fd: int, preload: list[str], private: str) -> None:
     for end in (wake_in, wake_out):
         end.setblocking(False)
     signal.set_wakeup_fd(wake_in.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGCHLD, _look_up)
     for name in preload:
         try:
             importlib.import_module(name)
@@ -77,6 +78,10 @@ def main(fd: int, preload: list[str], private: str) -> None:
         _kill_descendants()
         shutil.rmtree(private, ignore_errors=True)
         os._exit(0)
+
+
+def _look_up(number: int, frame: FrameType | None) -> None:
+    """A child has ended: the wake-up descriptor says so too, and the loop reaps it."""
 
 
 class _Server:

@@ -133,7 +133,7 @@ class Inbound:
 
 def read_answer(message: memoryview, fds: list[int], releases: Releases) -> Inbound:
     """The parcel of an answer. Most answers are None: those share one."""
-    if message[ANSWER.size :] == _NOTHING.wire:
+    if len(message) == _NOTHING.size and bytes(message[ANSWER.size :]) == _NOTHING.wire:
         return _NOTHING.inbound
     return read_parcel(message, ANSWER.size, fds, releases)[0]
 
@@ -147,9 +147,10 @@ def read_parcel(message: memoryview, at: int, fds: list[int], releases: Releases
     return Inbound(buffers, data, total, bytes(message[at : at + total]), -1, None), at + total
 
 
-class _NOTHING:  # noqa: N801 - a constant with two spellings
+class _NOTHING:
     body = pickle.dumps(None, 5)
     wire = _PARCEL.pack(0, len(body), len(body), 0) + body
+    size = ANSWER.size + len(wire)
     inbound = Inbound(0, len(body), len(body), body, -1, None)
 
 
