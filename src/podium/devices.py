@@ -50,7 +50,9 @@ def choose_device(indices: Sequence[int] = ()) -> torch.device:
         return torch.device("cpu")
     kind = _accelerator()
     if kind is None:
-        raise ConfigError(f"this worker owns device {indices[0]}, but torch {torch.__version__} sees no CUDA or NPU here")
+        raise ConfigError(
+            f"this worker owns device {indices[0]}, but torch {torch.__version__} sees no CUDA or NPU here"
+        )
     device = torch.device(kind, indices[0])
     _module(device).set_device(device)
     return device

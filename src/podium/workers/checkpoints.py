@@ -14,8 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from podium.errors import CheckpointError
 from podium.workers.engine import TrainEngine
@@ -33,8 +36,8 @@ def save_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None
     """
     try:
         with _single_process_is_fine() as alone:
-            dcp.save(_state(engine, rank), checkpoint_id=str(path), no_dist=alone)
-    except (OSError, dcp.api.CheckpointException) as error:
+            save(_state(engine, rank), checkpoint_id=str(path), no_dist=alone)
+    except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
 
 
@@ -47,7 +50,7 @@ def load_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None
         CheckpointError: no checkpoint there, or one of another model.
     """
     try:
-        stored = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"no finished checkpoint at {path}: {error}") from error
     state = _state(engine, rank)
@@ -58,8 +61,8 @@ def load_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None
     wanted = {name: value for name, value in state.items() if name in stored}
     try:
         with _single_process_is_fine() as alone:
-            dcp.load(wanted, checkpoint_id=str(path), no_dist=alone)
-    except (OSError, ValueError, dcp.api.CheckpointException) as error:
+            load(wanted, checkpoint_id=str(path), no_dist=alone)
+    except (OSError, ValueError, CheckpointException) as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
     engine.step_count, engine.skipped_count = (int(count) for count in wanted["counts"])
     _restore_random(wanted, rank)

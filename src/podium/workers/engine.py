@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from podium.algorithms import Aggregation, PartialMetrics, loss_weights
 from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, compute_dtype
 from podium.errors import PodiumError
@@ -34,13 +35,11 @@ class MicroLoss:
 
     Attributes:
         loss: scalar, ``sum(weights * per-token loss)``.
-        sums: scalars that are added over micro-batches and ranks.
-        maxima: scalars of which the largest counts.
+        metrics: what it adds to the step's figures.
     """
 
     loss: Tensor
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: PartialMetrics
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,14 @@ class StepResult:
         grad_norm: global, before clipping; NaN or infinite where the step was skipped.
         learning_rate: of this step.
         skipped: the gradients were not finite and the parameters stayed as they were.
-        sums, maxima: of :class:`MicroLoss`, over all micro-batches and ranks.
+        metrics: means and maxima over the global minibatch, by name.
     """
 
     loss: float
     grad_norm: float
     learning_rate: float
     skipped: bool
-    sums: Mapping[str, float]
-    maxima: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
 class TrainEngine:
@@ -121,18 +119,17 @@ class TrainEngine:
         self,
         batch: Batch,
         compute: Callable[[MicroBatch], MicroLoss],
+        nothing: PartialMetrics,
         *,
         columns: Sequence[str] = (),
-        sums: Sequence[str] = (),
-        maxima: Sequence[str] = (),
     ) -> StepResult:
         """One optimizer step over this rank's rows of a global minibatch.
 
         Args:
             batch: with tokens, loss mask and ``columns``; may be empty on some ranks.
             compute: the loss of one micro-batch, with gradients.
+            nothing: the metrics of no tokens, with the names that every :class:`MicroLoss` has, for ranks without rows.
             columns: token columns that ``compute`` finds in ``micro.columns``.
-            sums, maxima: names that every :class:`MicroLoss` has; told here for ranks without rows.
 
         Raises:
             PodiumError: non-finite gradients with ``optim.non_finite="error"``, or an engine without an optimizer.
@@ -150,6 +147,7 @@ class TrainEngine:
                 part = compute(micro)
             part.loss.backward()
             parts.append(replace(part, loss=part.loss.detach()))
+        self.model.eval()
         norm = float(self.parallel.reduce())
         rate = learning_rate(self.optim, self.step_count)
         skipped = not math.isfinite(norm)
@@ -159,11 +157,24 @@ class TrainEngine:
             raise PodiumError(f"the gradients of step {self.step_count} are not finite (norm {norm})")
         self.step_count += 1
         self.skipped_count += skipped
-        loss, *values = self._gather(parts, sums, maxima)
-        added, largest = values[: len(sums)], values[len(sums) :]
-        return StepResult(
-            loss, norm, rate, skipped, dict(zip(sums, added, strict=True)), dict(zip(maxima, largest, strict=True))
-        )
+        loss, metrics = self._gather(parts, nothing)
+        return StepResult(loss, norm, rate, skipped, metrics)
+
+    def loss_weights(self, batch: Batch, mode: Aggregation, constant: float | None = None) -> Jagged:
+        """Weights over the global minibatch for this rank's rows, when the batch brings none; all ranks call together.
+
+        Raises:
+            ConfigError: see :func:`podium.algorithms.loss_weights`.
+        """
+        mask = batch.jagged(fields.LOSS_MASK)
+        weights = loss_weights(mask.values.bool(), mask.offsets, mode, constant=constant)
+        counted = torch.zeros(len(mask.values) + 1, dtype=torch.int64)
+        torch.cumsum(mask.values, 0, out=counted[1:])
+        rows = (counted[mask.offsets[1:]] > counted[mask.offsets[:-1]]).sum()
+        own = torch.stack([counted[-1], rows]).to(self.device)
+        total = self.parallel.gather(own).sum(0)
+        share = (own / total.clamp(min=1))[0 if mode == "token-mean" else 1]
+        return mask.like(weights * share.to(weights))
 
     def _apply(self, norm: float, rate: float) -> None:
         assert self.optim is not None and self.optimizer is not None
@@ -186,15 +197,19 @@ class TrainEngine:
         for _ in range(passes - len(own)):
             yield _empty_micro_batch(self.device)
 
-    def _gather(self, parts: Sequence[MicroLoss], sums: Sequence[str], maxima: Sequence[str]) -> list[float]:
-        """The loss, then ``sums`` added and the largest of ``maxima``, over micro-batches and ranks: one exchange."""
-        zero, lowest = torch.zeros((), device=self.device), torch.full((), -math.inf, device=self.device)
-        added = [sum((part.loss for part in parts), zero)]
-        added += [sum((part.sums[name] for part in parts), zero) for name in sums]
-        largest = [max((part.maxima[name] for part in parts), default=lowest) for name in maxima]
-        own = torch.stack([*added, *largest]).double()
+    def _gather(self, parts: Sequence[MicroLoss], nothing: PartialMetrics) -> tuple[float, dict[str, float]]:
+        """The loss and the metrics over micro-batches and ranks, in one exchange."""
+        total = sum((part.metrics for part in parts), nothing)
+        loss = sum((part.loss for part in parts), torch.zeros((), device=self.device))
+        added, largest = [loss, total.weight, *total.sums.values()], list(total.maxima.values())
+        own = torch.stack([value.to(self.device, torch.float64) for value in (*added, *largest)])
         every = self.parallel.gather(own)
-        return [*every[:, : len(added)].sum(0).tolist(), *every[:, len(added) :].amax(0).tolist()]
+        loss, weight, *sums = every[:, : len(added)].sum(0).tolist()
+        maxima = every[:, len(added) :].amax(0).tolist()
+        if not weight:
+            return loss, {}
+        means = {name: value / weight for name, value in zip(total.sums, sums, strict=True)}
+        return loss, means | dict(zip(total.maxima, maxima, strict=True))
 
 
 def _empty_micro_batch(device: torch.device) -> MicroBatch:

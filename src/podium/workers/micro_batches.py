@@ -108,7 +108,9 @@ def cut(batch: Batch, max_tokens: int, *, packed: bool, columns: Sequence[str] =
         yield _micro_batch(tokens, mask, values, rows, packed=packed)
 
 
-def _micro_batch(tokens: Jagged, mask: Tensor, values: Mapping[str, Tensor], rows: Tensor, *, packed: bool) -> MicroBatch:
+def _micro_batch(
+    tokens: Jagged, mask: Tensor, values: Mapping[str, Tensor], rows: Tensor, *, packed: bool
+) -> MicroBatch:
     lengths = tokens.lengths[rows]
     inputs = lengths - 1
     width = int(inputs.max())

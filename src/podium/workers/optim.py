@@ -58,7 +58,7 @@ class OptimConfig:
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
-    """The rate of optimizer step ``step``, counted from 0: a function of the step alone, so there is no state to save."""
+    """The rate of optimizer step ``step``, counted from 0. It depends on nothing else, so there is no state to save."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":

@@ -1,7 +1,7 @@
 """Data parallel training: replicas whose gradients are added, or parameters sharded by FSDP2.
 
-Both give the *sum* over ranks of each rank's gradient, never the mean: losses carry weights that were normalised over the
-global batch, so that sums are right whatever the number of ranks.
+Both give the *sum* over ranks of each rank's gradient, never the mean: losses carry weights that were normalised over
+the global batch, so that sums are right whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -133,9 +133,12 @@ class Replicate(DataParallel):
 
 
 class FullyShard(DataParallel):
-    """FSDP2: each decoder layer, and the rest, is sharded over the ranks. All ranks make the same number of passes,
-    because each pass gathers parameters from all; ranks with fewer micro-batches add passes of weight zero. Gradients are
-    scattered after every micro-batch: to keep whole ones until the last would cost what sharding saves."""
+    """FSDP2: each decoder layer, and the rest, is sharded over the ranks.
+
+    All ranks make the same number of passes, because each pass gathers parameters from all; ranks with fewer
+    micro-batches add passes of weight zero. Gradients are scattered after every micro-batch: to keep whole ones until
+    the last would cost what sharding saves.
+    """
 
     def __init__(self, model: nn.Module, world_size: int, device: torch.device, precision: torch.dtype) -> None:
         super().__init__(world_size)
@@ -146,7 +149,9 @@ class FullyShard(DataParallel):
             raise ConfigError("parallel.strategy=fsdp2 needs torch.distributed; start the worker on a cluster's pool")
         mesh = init_device_mesh(device.type, (world_size,))
         mixed = precision != torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+        )
         for layer in _decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # else evaluation leaves it whole
@@ -171,7 +176,9 @@ class FullyShard(DataParallel):
         return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def scale(self, factor: float) -> None:
-        torch._foreach_mul_([p.grad for p in self._trained if p.grad is not None], factor)
+        for parameter in self._trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def make_parallel(

@@ -102,7 +102,7 @@ def score_tokens(
     return TokenScores(logprobs, _entropy(distribution.detach()) if entropy else None)
 
 
-def run_model(model: nn.Module, micro: MicroBatch) -> Any:  # noqa: ANN401 - a model's own output class
+def run_model(model: nn.Module, micro: MicroBatch) -> Any:
     """The model's output for the micro-batch; its logits are ``[1, K, V]``."""
     head = plain_model(model).get_output_embeddings()
     if head is None:

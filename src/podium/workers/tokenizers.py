@@ -65,7 +65,9 @@ def char_tokenizer(
     ([5, 14, 6, 15], '1+2')
     """
     if not alphabet:
-        raise ConfigError("the alphabet of a character tokenizer is empty; list its characters, e.g. 'chars:0123456789'")
+        raise ConfigError(
+            "the alphabet of a character tokenizer is empty; list its characters, e.g. 'chars:0123456789'"
+        )
     vocabulary = {token: place for place, token in enumerate([pad, bos, eos, unknown, *dict.fromkeys(alphabet)])}
     core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     core.pre_tokenizer = cast(Any, pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated"))

@@ -96,10 +96,19 @@ def _flash(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+    query, key, value = (x[0].transpose(0, 1) for x in (q, k, v))
     left = -1 if window is None else window - 1
     out = varlen_attn(
-        *flat, offsets, offsets, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+        query,
+        key,
+        value,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(out, Tensor)
     return out

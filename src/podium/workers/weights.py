@@ -69,7 +69,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return cast(Any, value).full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _delta(layer: Any, adapter: str, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - peft types its layers no better
+def _delta(layer: Any, adapter: str, dtype: torch.dtype) -> Tensor:
     down, up = _whole(layer.lora_A[adapter].weight), _whole(layer.lora_B[adapter].weight)
     delta = (up.float() @ down.float()) * layer.scaling[adapter]
     return (delta.T if layer.fan_in_fan_out else delta).to(dtype)

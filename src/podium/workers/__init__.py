@@ -1,0 +1,32 @@
+"""Where models and algorithms meet the runtime: policy, critic, reference and generator."""
+
+from podium.workers.critic import Critic
+from podium.workers.engine import MicroLoss, StepResult, TrainEngine
+from podium.workers.generator import POLICY_ROLE, Generator
+from podium.workers.learner import Learner
+from podium.workers.models import LoraConfig, ModelConfig, load_model
+from podium.workers.optim import OptimConfig, learning_rate
+from podium.workers.parallel import ParallelConfig
+from podium.workers.policy import Policy
+from podium.workers.reference import Reference
+from podium.workers.tokenizers import char_tokenizer, load_tokenizer
+
+__all__ = [
+    "POLICY_ROLE",
+    "Critic",
+    "Generator",
+    "Learner",
+    "LoraConfig",
+    "MicroLoss",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "Policy",
+    "Reference",
+    "StepResult",
+    "TrainEngine",
+    "char_tokenizer",
+    "learning_rate",
+    "load_model",
+    "load_tokenizer",
+]

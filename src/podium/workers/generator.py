@@ -1,0 +1,148 @@
+"""The generator: completions from prompts, by an engine that reads the policy's weights or a copy of them.
+
+Colocated with the policy and neither sharded nor adapted, the engine reads the policy's own parameters: what the update
+changed in place, the next completion sees. Sharded or adapted weights are gathered into one copy, in place. Split from
+the policy, the generator has a model of its own and is sent weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from podium.data import Batch, Jagged, fields
+from podium.devices import choose_device
+from podium.errors import ConfigError, DataError
+from podium.rollout.engines import Engine, EngineConfig, make_engine
+from podium.rollout.sampling import Completion, SamplingParams
+from podium.runtime import Worker, concat, endpoint, nothing, shard
+from podium.workers.models import ModelConfig, load_model
+from podium.workers.weights import copy_weights, full_weights
+
+if TYPE_CHECKING:
+    from podium.workers.policy import Policy
+
+__all__ = ["POLICY_ROLE", "Generator"]
+
+POLICY_ROLE = "policy"
+"""The name under which a colocated policy is found."""
+
+
+class Generator(Worker):
+    """Draws completions.
+
+    Args:
+        model: which model; colocated with a policy its own is used and this only serves copies.
+        engine: which engine and how much it may hold.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig | None = None) -> None:
+        self.config = replace(model, lora=None, gradient_checkpointing=False)
+        self.engine_config = engine or EngineConfig()
+        self._engine: Engine | None = None
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat())
+    def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        """``sampling.n`` completions of each prompt, those of one prompt side by side.
+
+        Args:
+            prompts: ``prompt_tokens``, ``seed`` int64 ``[B, n]`` (or ``[B]`` when n is 1) and ``group`` int64 ``[B]``.
+
+        Returns:
+            ``B * n`` rows with ``tokens``, ``loss_mask``, ``rollout_logprobs``, ``versions``, ``group``,
+            ``finish_reason`` and, with top-k or top-p, ``kept``; ``meta["temperature"]``.
+
+        Raises:
+            DataError: not n seeds a prompt.
+        """
+        engine = self._ready_engine()
+        rows = [row.tolist() for row in prompts.jagged(fields.PROMPT_TOKENS).unbind()]
+        seeds = prompts.dense(fields.SEED)
+        if seeds.numel() != len(rows) * sampling.n:
+            raise DataError(
+                f"{fields.SEED} is {list(seeds.shape)}; {len(rows)} prompts with n={sampling.n} need one seed for each "
+                "completion"
+            )
+        drawn = engine.generate(rows, sampling, seeds.flatten().tolist()) if rows else []
+        group = prompts.dense(fields.GROUP).repeat_interleave(sampling.n)
+        return _as_batch(rows, drawn, group, sampling)
+
+    @endpoint(collect=nothing())
+    def refresh(self, version: int) -> None:
+        """Read the colocated policy's weights as they are now; all ranks call, since shards are gathered from all.
+
+        Raises:
+            ConfigError: there is no policy in this host process.
+        """
+        policy = self._policy()
+        if policy is None:
+            raise ConfigError(
+                "generator.refresh() reads a colocated policy, and none is in this host process; send weights by "
+                "load_weights(policy.weights(), version)"
+            )
+        engine = self._ready_engine()
+        if policy.adapted:
+            engine.refresh(version, dict(full_weights(policy.model)))
+        else:
+            engine.refresh(version)
+
+    @endpoint(collect=nothing())
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy whole tensors by Hugging Face's names into this generator's own model, in place.
+
+        Raises:
+            ConfigError: the generator reads a colocated policy's parameters, which are not overwritten.
+        """
+        if self._policy() is not None:
+            raise ConfigError("this generator reads a colocated policy: call refresh(version), not load_weights")
+        self._ready_engine().refresh(version, weights)
+
+    def _policy(self) -> Policy | None:
+        return self.ctx.colocated.get(POLICY_ROLE)
+
+    def _ready_engine(self) -> Engine:
+        """The engine, made at first use, when colocated workers and collectives are there."""
+        if self._engine is None:
+            policy = self._policy()
+            if policy is None:
+                model = load_model(self.config, choose_device(self.ctx.devices)).requires_grad_(False)
+            elif policy.adapted:
+                model = load_model(self.config, policy.device).requires_grad_(False)
+                copy_weights(full_weights(policy.model), model)
+            else:
+                model = policy.model
+            pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+            self._engine = make_engine(self.engine_config, model, pad or 0)
+            if policy is not None:
+                self._engine.refresh(0)  # fills the copy of a sharded model
+        return self._engine
+
+
+def _as_batch(
+    prompts: Sequence[Sequence[int]], drawn: Sequence[Completion], group: Tensor, sampling: SamplingParams
+) -> Batch:
+    heads = [torch.tensor(row, dtype=torch.int64) for row in prompts for _ in range(sampling.n)]
+    tokens = Jagged.from_rows([torch.cat([head, c.token_ids]) for head, c in zip(heads, drawn, strict=True)])
+    runs = torch.tensor([(len(head), len(c)) for head, c in zip(heads, drawn, strict=True)], dtype=torch.int64)
+    sampled = torch.tensor([False, True]).repeat(len(drawn)).repeat_interleave(runs.flatten())
+    logprobs = torch.zeros(len(sampled))
+    versions = torch.zeros(len(sampled), dtype=torch.int64)
+    if drawn:
+        logprobs[sampled] = torch.cat([c.logprobs for c in drawn]).float()
+        versions[sampled] = torch.tensor([c.version for c in drawn]).repeat_interleave(runs[:, 1])
+    batch = Batch(
+        {
+            fields.TOKENS: tokens,
+            fields.LOSS_MASK: tokens.like(sampled),
+            fields.ROLLOUT_LOGPROBS: tokens.like(logprobs),
+            fields.VERSIONS: tokens.like(versions),
+            fields.GROUP: group,
+            fields.FINISH_REASON: [c.finish_reason for c in drawn],
+        },
+        {"temperature": sampling.temperature},
+    )
+    return batch.with_columns({fields.KEPT: [c.kept for c in drawn]}) if sampling.filtered else batch

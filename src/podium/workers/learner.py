@@ -1,0 +1,73 @@
+"""What the workers that are trained have in common: a model in its engine, and checkpoints."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from podium.algorithms import Aggregation
+from podium.data import Batch, fields
+from podium.devices import choose_device
+from podium.runtime import Worker, endpoint, nothing
+from podium.workers.checkpoints import load_checkpoint, save_checkpoint
+from podium.workers.engine import TrainEngine
+from podium.workers.models import ModelConfig, load_model
+from podium.workers.optim import OptimConfig
+from podium.workers.parallel import ParallelConfig
+
+__all__ = ["Learner"]
+
+
+class Learner(Worker):
+    """A model, its optimizer, and its checkpoints on all ranks of the group.
+
+    Args:
+        model: which model.
+        optim: None makes a worker that only evaluates.
+        parallel: how model and batches are spread.
+    """
+
+    def __init__(
+        self, model: ModelConfig, optim: OptimConfig | None = None, parallel: ParallelConfig | None = None
+    ) -> None:
+        self.config = model
+        self.device = choose_device(self.ctx.devices)
+        self.engine = TrainEngine(
+            self.make_model(),
+            optim=optim,
+            parallel=parallel or ParallelConfig(),
+            device=self.device,
+            world_size=self.ctx.world_size,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, in place."""
+        return self.engine.model
+
+    def make_model(self) -> nn.Module:
+        """The model to train, on ``self.device``; a subclass may build another."""
+        return load_model(self.config, self.device)
+
+    @endpoint(collect=nothing())
+    def save(self, path: str) -> None:
+        """Write a checkpoint to resume from: model, optimizer, step and random state, into the directory ``path``.
+
+        Raises:
+            CheckpointError: the directory cannot be written.
+        """
+        save_checkpoint(self.engine, path, rank=self.ctx.rank)
+
+    @endpoint(collect=nothing())
+    def load(self, path: str) -> None:
+        """Read what :meth:`save` wrote, on this or another number of ranks.
+
+        Raises:
+            CheckpointError: no finished checkpoint there, or one of another model.
+        """
+        load_checkpoint(self.engine, path, rank=self.ctx.rank)
+
+    def weighted(self, batch: Batch, aggregation: Aggregation) -> Batch:
+        """``batch`` with ``loss_weights``, computed over all ranks' rows where it has none."""
+        if fields.LOSS_WEIGHTS in batch:
+            return batch
+        return batch.with_columns({fields.LOSS_WEIGHTS: self.engine.loss_weights(batch, aggregation)})

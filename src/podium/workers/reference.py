@@ -1,0 +1,63 @@
+"""The reference: a frozen model that the policy is kept close to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from podium.data import Batch, fields
+from podium.devices import choose_device
+from podium.runtime import Worker, concat, endpoint, shard
+from podium.workers.engine import TrainEngine
+from podium.workers.generator import POLICY_ROLE
+from podium.workers.micro_batches import MicroBatch
+from podium.workers.models import ModelConfig, load_model
+from podium.workers.parallel import ParallelConfig
+from podium.workers.scoring import kept_tokens, score_tokens
+
+__all__ = ["Reference"]
+
+
+class Reference(Worker):
+    """Log-probabilities under frozen weights.
+
+    Colocated with a policy that trains adapters of the same model, it is that policy with its adapters switched off,
+    and holds no weights of its own.
+
+    Args:
+        model: which model; adapters it names are left out.
+    """
+
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig | None = None) -> None:
+        self._policy = self.ctx.colocated.get(POLICY_ROLE)
+        if self._policy is not None and self._policy.adapted and self._policy.config.path == model.path:
+            self.engine = cast(TrainEngine, self._policy.engine)
+            return
+        self._policy = None
+        device = choose_device(self.ctx.devices)
+        frozen = load_model(replace(model, lora=None, gradient_checkpointing=False), device).requires_grad_(False)
+        self.engine = TrainEngine(
+            frozen, optim=None, parallel=parallel or ParallelConfig(), device=device, world_size=self.ctx.world_size
+        )
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat())
+    def logprobs(self, batch: Batch) -> Batch:
+        """``ref_logprobs`` of the tokens with loss, at ``batch.meta["temperature"]`` and over the kept sets if any."""
+        temperature = float(batch.meta.get("temperature", 1.0))
+
+        def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
+            kept = kept_tokens(batch, micro)
+            return {
+                fields.REF_LOGPROBS: score_tokens(self.engine.model, micro, temperature=temperature, kept=kept).logprobs
+            }
+
+        with self._without_adapters():
+            return Batch(self.engine.evaluate(batch, compute, (fields.REF_LOGPROBS,)), batch.meta)
+
+    def _without_adapters(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._policy is None else cast(Any, self._policy.model).disable_adapter()
