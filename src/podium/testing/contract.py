@@ -1,0 +1,33 @@
+"""The whole suite as one class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from podium.runtime import Cluster
+from podium.testing.dispatching import DispatchContract
+from podium.testing.target import Target
+
+__all__ = ["BackendContract"]
+
+
+class BackendContract(DispatchContract):
+    """What every backend must do. Subclass it in a test module that has a fixture ``target``:
+
+    >>> @pytest.fixture(scope="module", params=[Target("mine"), Target("mine", option=1)], ids=str)
+    ... def target(request):
+    ...     return request.param
+    >>> class TestMine(BackendContract):
+    ...     pass
+
+    What a backend cannot do, by its own :class:`~podium.runtime.Capabilities`, is skipped. The backend needs room for
+    some 30 slots without declared resources on one node.
+    """
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cluster(cls, target: Target) -> Iterator[Cluster]:
+        with target.connect() as cluster:
+            yield cluster

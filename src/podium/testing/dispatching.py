@@ -1,0 +1,225 @@
+"""Contract: how arguments reach the ranks and how results become one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from podium.data import Batch, Jagged, fields
+from podium.errors import ConfigError
+from podium.runtime import Cluster, Mesh, per_rank
+from podium.testing.workers import Probe, Rows
+
+__all__ = ["DispatchContract"]
+
+
+def make_batch(lengths: list[int]) -> Batch:
+    """A batch with every kind of column; row i holds only the number i."""
+    rows = [torch.full((length,), at) for at, length in enumerate(lengths)]
+    return Batch(
+        {
+            fields.TOKENS: Jagged.from_rows(rows),
+            fields.REWARDS: torch.arange(len(lengths), dtype=torch.float32),
+            fields.FINISH_REASON: [f"row {at}" for at in range(len(lengths))],
+        },
+        {"temperature": 0.5},
+    )
+
+
+def same_batch(left: Batch, right: Batch) -> bool:
+    """Whether two batches hold the same rows in the same order."""
+    return (
+        set(left.keys()) == set(right.keys())
+        and torch.equal(left.jagged(fields.TOKENS).values, right.jagged(fields.TOKENS).values)
+        and torch.equal(left.jagged(fields.TOKENS).offsets, right.jagged(fields.TOKENS).offsets)
+        and torch.equal(left.dense(fields.REWARDS), right.dense(fields.REWARDS))
+        and left.python(fields.FINISH_REASON) == right.python(fields.FINISH_REASON)
+    )
+
+
+class DispatchContract:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def probe(cls, cluster: Cluster) -> Probe:
+        return cluster.start(Probe.bind(bias=2.0), cluster.pool([3]), name="probe")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rows(cls, cluster: Cluster) -> Rows:
+        return cluster.start(Rows.bind(), cluster.pool([3]), name="rows")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def grid(cls, cluster: Cluster) -> Rows:
+        mesh = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
+        return cluster.start(Rows.bind(), cluster.pool([8]), name="grid", meshes={"grid": mesh}, distributed=False)
+
+    # -- broadcast, only, scatter ----------------------------------------------------------------------------------
+
+    def test_broadcast_reaches_every_rank_and_gathers_in_rank_order(self, probe: Probe) -> None:
+        assert probe.rank() == [0, 1, 2]
+        assert probe.echo({"a": [1, (2, None)]}) == [{"a": [1, (2, None)]}] * 3
+        assert probe.echo(value="by keyword") == ["by keyword"] * 3
+
+    def test_only_calls_one_rank(self, probe: Probe) -> None:
+        assert probe.last() == [2]
+
+    def test_scatter_gives_each_rank_its_own(self, probe: Probe) -> None:
+        assert probe.scattered(per_rank([10, 20, 30])) == [(0, 10, "-"), (1, 20, "-"), (2, 30, "-")]
+        assert probe.scattered(per_rank([1, 2, 3]), common="c") == [(0, 1, "c"), (1, 2, "c"), (2, 3, "c")]
+
+    def test_a_list_as_long_as_the_group_is_broadcast_like_any_other(self, probe: Probe) -> None:
+        assert probe.echo([1, 2, 3]) == [[1, 2, 3]] * 3
+
+    def test_open_ended_endpoints_take_any_keyword(self, probe: Probe) -> None:
+        assert probe.options(x=1, y=2) == [{"x": 1, "y": 2}] * 3
+
+    # -- collect -----------------------------------------------------------------------------------------------------
+
+    def test_first_nothing_and_reduce(self, probe: Probe) -> None:
+        assert probe.echo_once("one") == "one"
+        assert probe.silent() is None
+        assert probe.mean({"loss": 3.0, "kl": 1.0}) == {"loss": 3.0, "kl": 1.0}
+        assert torch.equal(probe.total(2.0), torch.tensor([12.0, 12.0]))
+        assert probe.largest() == 2
+        assert torch.equal(probe.smallest(), torch.tensor([0, -2]))
+
+    def test_nothing_still_waits_for_every_rank(self, cluster: Cluster) -> None:
+        probe = cluster.start(Probe.bind(), cluster.pool([2]))
+        probe.silent()
+        assert probe.seen() == [1, 1]
+
+    def test_a_users_own_dispatch_and_collect(self, probe: Probe) -> None:
+        assert probe.backwards() == [(2, 0), (1, 1), (0, 2)]
+        assert probe.spread() == 4.0
+
+    # -- shard -------------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 12])
+    def test_rows_are_split_evenly_and_joined_in_order(self, rows: Rows, count: int) -> None:
+        numbers = list(range(count))
+        parts = rows.received(numbers)
+        assert [rank for rank, _ in parts] == [0, 1, 2]
+        assert [row for _, part in parts for row in part] == numbers
+        assert max(len(part) for _, part in parts) - min(len(part) for _, part in parts) <= 1
+        assert rows.same(numbers) == numbers
+
+    @pytest.mark.parametrize("lengths", [[3, 1, 4, 1, 5, 9, 2], [5, 5], [], [0, 0, 7]], ids=str)
+    def test_batches_come_back_as_they_were(self, rows: Rows, lengths: list[int]) -> None:
+        batch = make_batch(lengths)
+        assert same_batch(rows.same(batch), batch)
+        assert same_batch(rows.same_by_tokens(batch), batch)
+        assert rows.same(batch).meta == {"temperature": 0.5}
+
+    def test_every_kind_of_rows_can_be_sharded(self, rows: Rows) -> None:
+        tensor = torch.arange(14.0).reshape(7, 2)
+        jagged = Jagged.from_rows([torch.arange(at) for at in range(1, 6)])
+        assert torch.equal(rows.same(tensor), tensor)
+        assert torch.equal(rows.same(jagged).values, jagged.values)
+        assert torch.equal(rows.same_by_tokens(jagged).values, jagged.values)
+        mixed = rows.same({"a": tensor, "b": list("abcdefg")})
+        assert torch.equal(mixed["a"], tensor)
+        assert mixed["b"] == list("abcdefg")
+        assert torch.equal(rows.summed(torch.ones(5), {"x": torch.arange(5.0)}), torch.arange(5.0) + 1)
+
+    def test_tokens_are_balanced_over_the_ranks(self, rows: Rows) -> None:
+        counts = rows.token_counts(make_batch([100, 1, 1, 1, 50, 50, 97]))
+        assert sum(count for count, _ in counts) == 7
+        assert [tokens for _, tokens in counts] == [100, 100, 100]
+
+    def test_padding_repeats_rows_and_concat_takes_them_off(self, rows: Rows) -> None:
+        assert rows.padded([1, 2, 3, 4]) == [[1, 1], [2, 2], [3, 4]]
+        assert rows.padded([7]) == [[7], [7], [7]]
+        for count in (1, 2, 4, 5, 6):
+            assert rows.same_padded(list(range(count))) == list(range(count))
+        batch = make_batch([2, 3, 4, 5])
+        assert same_batch(rows.same_padded(batch), batch)
+
+    def test_padding_an_empty_batch_is_refused(self, rows: Rows) -> None:
+        with pytest.raises(ConfigError, match=r"rows\.padded.*empty"):
+            rows.padded([])
+
+    def test_named_arguments_are_split_and_the_others_broadcast(self, rows: Rows) -> None:
+        parts = rows.scaled(torch.arange(4.0), 2.0, label="x")
+        assert [part for part, _ in parts] == [[0.0], [2.0], [4.0, 6.0]]
+        assert {label for _, label in parts} == {"x"}
+
+    def test_columns_that_workers_add_are_in_row_order(self, rows: Rows) -> None:
+        joined = rows.joined(make_batch([1, 2, 3, 4, 5]))
+        assert joined.dense("rank").tolist() == [0, 1, 1, 2, 2]
+        assert joined.meta["seen_by"] == "a worker"
+
+    def test_means_weighted_by_rows_and_tokens_are_those_of_the_whole(self, rows: Rows) -> None:
+        values = torch.tensor([1.0, 2.0, 3.0, 10.0])
+        assert rows.mean_of_rows(values) == pytest.approx(4.0)
+        assert rows.mean_of_rows(values[:1]) == pytest.approx(1.0)  # two parts are empty
+        batch = make_batch([3, 1, 4, 1, 5])
+        expected = float(batch.jagged(fields.TOKENS).values.double().mean())
+        assert rows.mean_of_tokens(batch)["mean"] == pytest.approx(expected)
+
+    def test_a_mesh_gives_rows_along_one_axis_and_collects_once_a_coordinate(self, grid: Rows) -> None:
+        assert grid.over_grid([0, 1, 2, 3, 4]) == [(4, [0, 1]), (6, [2, 3, 4])]
+        grid.note([0, 1, 2, 3, 4])
+        assert grid.notes() == [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4]] * 2
+        assert grid.over_tp([5, 6]) == [(4, 5), (5, 6)]
+
+    def test_the_callers_batch_is_not_changed(self, rows: Rows) -> None:
+        batch, kept = make_batch([3, 1, 4, 1, 5]), make_batch([3, 1, 4, 1, 5])
+        rows.same_padded(batch)
+        rows.same_by_tokens(batch)
+        assert same_batch(batch, kept)
+        assert batch.meta == kept.meta
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        ("method", "args", "kwargs", "says"),
+        [
+            ("echo", (), {}, r"probe\.echo\(\) misses \['value'\]"),
+            ("echo", (1, 2), {}, r"probe\.echo\(\) takes 1 positional arguments and got 2"),
+            ("echo", (1,), {"value": 2}, r"probe\.echo\(\) got \['value'\] twice"),
+            ("echo", (1,), {"wrong": 2}, r"probe\.echo\(\) has no parameter \['wrong'\]"),
+            ("echo", (per_rank([1, 2, 3]),), {}, r"probe\.echo: argument 'value' is per_rank"),
+            ("scattered", (per_rank([1, 2]),), {}, r"probe\.scattered: argument 'own' has 2 values for 3 ranks"),
+            ("scattered", (1,), {}, r"probe\.scattered scatters: wrap at least one argument in per_rank"),
+            ("describe", (per_rank([1, 2, 3]),), {}, r"probe\.describe: argument 'value'"),
+        ],
+        ids=lambda value: value if isinstance(value, str) and "\\" not in value else "",
+    )
+    def test_wrong_arguments_are_named_before_anything_is_sent(
+        self, probe: Probe, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], says: str
+    ) -> None:
+        before = probe.seen()
+        with pytest.raises(ConfigError, match=says):
+            getattr(probe, method).submit(*args, **kwargs)
+        assert probe.seen() == before
+
+    @pytest.mark.parametrize(
+        ("method", "args", "says"),
+        [
+            ("same", (5,), r"rows\.same: argument 'rows' cannot be sharded: it is int"),
+            ("same", ("abc",), r"argument 'rows' cannot be sharded: it is str"),
+            ("same", (torch.tensor(1.0),), r"argument 'rows' cannot be sharded"),
+            ("same", ({"a": [1], "b": [1, 2]},), r"argument 'rows' cannot be sharded: its entries have"),
+            ("summed", (torch.ones(2), {"x": torch.ones(3)}), r"unequal numbers of rows: \{'left': 2, 'right': 3\}"),
+            ("same", (per_rank([1, 2, 3]),), r"argument 'rows' is per_rank"),
+            ("scaled", (torch.ones(3), per_rank([1.0, 2.0, 3.0])), r"argument 'factor' is per_rank"),
+            ("same_by_tokens", ([1, 2],), r"balance='tokens' needs a jagged column"),
+            ("over_grid", ([1],), r"no mesh 'grid' in this group; it has \['default'\]"),
+        ],
+    )
+    def test_what_cannot_be_sharded_is_named(self, rows: Rows, method: str, args: tuple[Any, ...], says: str) -> None:
+        with pytest.raises(ConfigError, match=says):
+            getattr(rows, method).submit(*args)
+
+    def test_results_that_cannot_be_joined_are_named(self, rows: Rows) -> None:
+        with pytest.raises(ConfigError, match=r"rows\.no_rows returned int, which has no rows"):
+            rows.no_rows([1, 2, 3])
+
+    def test_what_is_no_endpoint_is_named_with_what_there_is(self, probe: Probe) -> None:
+        with pytest.raises(AttributeError, match=r"'helper' is no endpoint of Probe; its endpoints are .*'echo'"):
+            probe.helper()
+        with pytest.raises(AttributeError, match=r"probe\.group\.restart"):
+            probe.restart()  # pyright: ignore[reportAttributeAccessIssue] - the point: it is not there

@@ -1,0 +1,35 @@
+"""The backend under test, and what it declares it can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import podium
+from podium.runtime import Capabilities, Cluster
+
+__all__ = ["Target", "need"]
+
+
+class Target:
+    """A backend by name with the options of ``podium.connect``."""
+
+    def __init__(self, backend: str, **options: Any) -> None:
+        self.backend = backend
+        self.options = options
+
+    def __str__(self) -> str:
+        return "-".join([self.backend, *(f"{name}={value}" for name, value in self.options.items())])
+
+    def connect(self) -> Cluster:
+        """A new cluster, which the caller closes."""
+        return podium.connect(self.backend, **self.options)
+
+
+def need(cluster: Cluster, *names: str) -> None:
+    """Skip the test unless the backend declares all of these fields of :class:`~podium.runtime.Capabilities`."""
+    can: Capabilities = cluster.capabilities
+    for name in names:
+        if not getattr(can, name):
+            pytest.skip(f"backend {cluster.backend_name!r} declares {name}=False")

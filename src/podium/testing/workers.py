@@ -1,0 +1,336 @@
+"""The workers that the contract suite starts: every declaration of an endpoint that a user can write."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from podium.data import Batch, fields
+from podium.runtime import (
+    Arguments,
+    Collect,
+    Dispatch,
+    Split,
+    Worker,
+    World,
+    broadcast,
+    concat,
+    endpoint,
+    first,
+    gather,
+    nothing,
+    only,
+    reduce,
+    scatter,
+    shard,
+)
+
+__all__ = ["Counter", "Keeper", "Place", "Probe", "Rows", "Sleeper"]
+
+
+class Backwards(Dispatch):
+    """A user's own dispatch: the ranks in reverse order, each told its turn."""
+
+    def split(self, arguments: Arguments, world: World) -> Split:
+        ranks = list(reversed(range(world.size)))
+        return Split(ranks, arguments.values, [{"turn": turn} for turn in range(world.size)], ranks)
+
+
+class Spread(Collect[float, float]):
+    """A user's own collect: the largest result minus the smallest."""
+
+    def collect(self, method: str, results: Sequence[float], split: Split) -> float:
+        return max(results) - min(results)
+
+
+class Probe(Worker):
+    """What arrives, what comes back, and what was called."""
+
+    def __init__(self, bias: float = 0.0) -> None:
+        self.bias = bias * self.ctx.rank
+        self.calls = 0
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        self.calls += 1
+        return value
+
+    @endpoint(collect=first())
+    def echo_once(self, value: Any) -> Any:
+        return value
+
+    @endpoint(collect=first())
+    def describe(self, value: Any) -> tuple[str, str]:
+        return type(value).__name__, str(getattr(value, "dtype", ""))
+
+    @endpoint
+    def overwrite(self, value: Tensor) -> float:
+        """Add this rank's number to what was received, in place."""
+        value += self.ctx.rank + 1
+        return float(value.sum())
+
+    @endpoint(dispatch=broadcast(), collect=gather())
+    def rank(self) -> int:
+        return self.ctx.rank
+
+    @endpoint(dispatch=only(rank=-1))
+    def last(self) -> int:
+        return self.ctx.rank
+
+    @endpoint(dispatch=scatter())
+    def scattered(self, own: int, common: str = "-") -> tuple[int, int, str]:
+        return self.ctx.rank, own, common
+
+    @endpoint(collect=nothing())
+    def silent(self) -> str:
+        self.calls += 1
+        return "unheard"
+
+    @endpoint(collect=reduce("mean"))
+    def mean(self, values: Mapping[str, float]) -> dict[str, float]:
+        return {name: value * self.ctx.rank for name, value in values.items()}
+
+    @endpoint(collect=reduce("sum"))
+    def total(self, value: float) -> Tensor:
+        return torch.full((2,), value * (self.ctx.rank + 1))
+
+    @endpoint(collect=reduce("max"))
+    def largest(self) -> int:
+        return self.ctx.rank
+
+    @endpoint(collect=reduce("min"))
+    def smallest(self) -> Tensor:
+        return torch.tensor([self.ctx.rank, -self.ctx.rank])
+
+    @endpoint(dispatch=Backwards())
+    def backwards(self, turn: int = -1) -> tuple[int, int]:
+        return self.ctx.rank, turn
+
+    @endpoint(collect=Spread())
+    def spread(self) -> float:
+        return self.bias
+
+    @endpoint
+    def seen(self) -> int:
+        return self.calls
+
+    @endpoint
+    def options(self, **named: int) -> dict[str, int]:
+        return named
+
+    @endpoint
+    def fail(self, ranks: Sequence[int], error: BaseException) -> int:
+        if self.ctx.rank in ranks:
+            raise error
+        return self.ctx.rank
+
+    @endpoint
+    async def soon(self, value: Any) -> Any:
+        await asyncio.sleep(0)
+        return value
+
+    def helper(self) -> str:
+        """No endpoint."""
+        return "not for the controller"
+
+
+class Rows(Worker):
+    """Everything that splits rows."""
+
+    @endpoint(dispatch=shard())
+    def received(self, rows: Any) -> tuple[int, Any]:
+        return self.ctx.rank, rows
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def same(self, rows: Any) -> Any:
+        return rows
+
+    @endpoint(dispatch=shard(balance="tokens"), collect=concat())
+    def same_by_tokens(self, rows: Any) -> Any:
+        return rows
+
+    @endpoint(dispatch=shard(balance="tokens"))
+    def token_counts(self, batch: Batch) -> tuple[int, int]:
+        return len(batch), len(batch.jagged(fields.TOKENS).values)
+
+    @endpoint(dispatch=shard(pad=True))
+    def padded(self, rows: Any) -> Any:
+        return rows
+
+    @endpoint(dispatch=shard(pad=True), collect=concat())
+    def same_padded(self, rows: Any) -> Any:
+        return rows
+
+    @endpoint(dispatch=shard(args=("rows",)))
+    def scaled(self, rows: Tensor, factor: float, label: str = "") -> tuple[list[float], str]:
+        return (rows * factor).tolist(), label
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def summed(self, left: Tensor, right: Mapping[str, Tensor]) -> Tensor:
+        return left + right["x"]
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def joined(self, batch: Batch) -> Batch:
+        rank = torch.full((len(batch),), self.ctx.rank)
+        return batch.with_columns(rank=rank).with_meta(seen_by="a worker")
+
+    @endpoint(dispatch=shard(), collect=reduce("mean", weight="rows"))
+    def mean_of_rows(self, rows: Tensor) -> float:
+        return float(rows.mean()) if len(rows) else float("nan")
+
+    @endpoint(dispatch=shard(balance="tokens"), collect=reduce("mean", weight="tokens"))
+    def mean_of_tokens(self, batch: Batch) -> dict[str, float]:
+        return {"mean": float(batch.jagged(fields.TOKENS).values.double().mean())}
+
+    @endpoint(dispatch=shard("grid"))
+    def over_grid(self, rows: list[int]) -> tuple[int, list[int]]:
+        return self.ctx.rank, rows
+
+    @endpoint(dispatch=shard("grid"), collect=nothing())
+    def note(self, rows: list[int]) -> None:
+        self.noted = rows
+
+    @endpoint
+    def notes(self) -> list[int]:
+        return self.noted
+
+    @endpoint(dispatch=shard("grid", axis="tp"), collect=concat())
+    def over_tp(self, rows: list[int]) -> list[tuple[int, int]]:
+        return [(self.ctx.rank, row) for row in rows]
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def too_few(self, rows: list[int]) -> list[int]:
+        return rows[:1]
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def no_rows(self, rows: list[int]) -> int:
+        return len(rows)
+
+
+class Sleeper(Worker):
+    """Calls that take their time."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.event = threading.Event()
+
+    @endpoint
+    def sleep(self, seconds: float, label: str = "sync") -> str:
+        time.sleep(seconds)
+        self.log.append(label)
+        return label
+
+    @endpoint
+    async def nap(self, seconds: float, label: str = "async") -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.log.append(f"{label} cancelled")
+            raise
+        self.log.append(label)
+        return label
+
+    @endpoint
+    def note(self, label: str) -> None:
+        self.log.append(label)
+
+    @endpoint
+    def history(self) -> list[str]:
+        return list(self.log)
+
+    @endpoint(concurrent=True)
+    def peek(self) -> list[str]:
+        return list(self.log)
+
+    @endpoint
+    def wait_for_event(self, seconds: float) -> bool:
+        return self.event.wait(seconds)
+
+    @endpoint(concurrent=True)
+    def set_event(self) -> None:
+        self.event.set()
+
+    @endpoint(concurrent=True)
+    async def set_event_async(self) -> None:
+        self.event.set()
+
+    @endpoint
+    def double(self, value: Any) -> Any:
+        return value * 2
+
+
+class Counter(Worker):
+    """Ordinary state, and an ordinary object inside another worker."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    @endpoint
+    def add(self, amount: int = 1) -> int:
+        self.count += amount
+        return self.count
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def doubled(self, rows: list[int]) -> list[int]:
+        return [2 * row for row in rows]
+
+
+class Keeper(Worker):
+    """A worker that holds another, and one that finds its colocated neighbours."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.inner = Counter(start=start + self.ctx.rank)
+        self.closed_into: str | None = None
+
+    @endpoint
+    def inner_add(self, amount: int) -> tuple[int, int, list[int]]:
+        """The inner worker's endpoints are plain methods here: no dispatch, no list of ranks."""
+        return self.inner.add(amount), self.inner.ctx.rank, self.inner.doubled([1, 2])  # pyright: ignore[reportReturnType]
+
+    @endpoint
+    def neighbours(self) -> list[str]:
+        return sorted(self.ctx.colocated)
+
+    @endpoint
+    def add_to_neighbour(self, name: str, amount: int) -> int:
+        return self.ctx.colocated[name].add(amount)
+
+    @endpoint
+    def leave_a_file_when_closed(self, path: str) -> None:
+        self.closed_into = path
+
+    def close(self) -> None:
+        """Called when its group is closed in order."""
+        if self.closed_into is not None:
+            with open(f"{self.closed_into}-{self.ctx.rank}", "w") as file:
+                file.write("closed")
+
+
+class Place(Worker):
+    """What a worker knows about its place."""
+
+    def __init__(self) -> None:
+        self.at_start = (self.ctx.rank, self.ctx.world_size)
+
+    @endpoint
+    def facts(self) -> dict[str, Any]:
+        names = ("rank", "world_size", "local_rank", "local_world_size", "node", "devices", "role", "threads")
+        return {name: getattr(self.ctx, name) for name in names} | {"at_start": self.at_start}
+
+    @endpoint
+    def mesh_coordinate(self, name: str) -> dict[str, int]:
+        return self.ctx.meshes[name].coordinate(self.ctx.rank)
+
+    @endpoint
+    def change(self) -> str:
+        try:
+            self.ctx.rank = 5  # pyright: ignore[reportAttributeAccessIssue] - the point: it is frozen
+        except AttributeError as error:
+            return type(error).__name__
+        return "changed"
