@@ -1,0 +1,244 @@
+"""Advantage estimators against the papers' formulas in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from podium.algorithms import AdvantageInputs, AlgorithmConfig, compute_advantages, group_statistics
+from podium.errors import DataError
+from tests.unit.algorithms import oracles
+
+SEEDS = range(6)
+
+
+def make(**columns: object) -> AdvantageInputs:
+    """Inputs from plain lists."""
+    types = {"group_B": torch.int64, "offsets_B1": torch.int64, "mask_N": torch.bool}
+    tensors = {name: torch.tensor(value, dtype=types.get(name, torch.float32)) for name, value in columns.items()}
+    return AdvantageInputs(**tensors)
+
+
+# -- GRPO, Dr. GRPO, RLOO --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("std", [True, False])
+def test_grpo(seed: int, std: bool) -> None:
+    rows = oracles.random_rows(seed)
+    config = AlgorithmConfig(advantage="grpo", normalise_advantage=std)
+    outputs = compute_advantages(oracles.to_inputs(rows), config)
+    np.testing.assert_allclose(outputs.advantages_N, oracles.grpo(rows, std), atol=1e-9)
+    assert outputs.returns_N is None
+
+
+def test_grpo_divides_by_the_deviation_unless_told() -> None:
+    rows = oracles.random_rows(0)
+    inputs = oracles.to_inputs(rows)
+    np.testing.assert_allclose(
+        compute_advantages(inputs, AlgorithmConfig()).advantages_N, oracles.grpo(rows, std=True), atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rloo(seed: int) -> None:
+    rows = oracles.random_rows(seed)
+    outputs = compute_advantages(oracles.to_inputs(rows), AlgorithmConfig(advantage="rloo"))
+    np.testing.assert_allclose(outputs.advantages_N, oracles.rloo(rows), atol=1e-9)
+
+
+def test_rloo_whitens_when_asked() -> None:
+    rows = oracles.random_rows(1)
+    inputs = oracles.to_inputs(rows)
+    outputs = compute_advantages(inputs, AlgorithmConfig(advantage="rloo", normalise_advantage=True))
+    expected = oracles.whitened(oracles.rloo(rows), inputs.mask_N.numpy())
+    np.testing.assert_allclose(outputs.advantages_N, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_groups_of_one_row_give_no_signal(advantage: str) -> None:
+    inputs = make(rewards_B=[1.0, 0.5], group_B=[3, 1], mask_N=[True, True, True], offsets_B1=[0, 1, 3])
+    assert compute_advantages(inputs, AlgorithmConfig(advantage=advantage)).advantages_N.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp"])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 123456.7])
+def test_equal_rewards_give_exact_zeros(advantage: str, reward: float) -> None:
+    """The mean of equal floats may be one rounding off; divided by a tiny deviation that would be a signal."""
+    inputs = make(rewards_B=[reward] * 7, group_B=[5] * 7, mask_N=[True] * 7, offsets_B1=list(range(8)))
+    assert compute_advantages(inputs, AlgorithmConfig(advantage=advantage)).advantages_N.tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_scattered_groups_equal_contiguous_ones(advantage: str) -> None:
+    rewards = [0.0, 1.0, 0.25, 0.5, 0.0, 2.0]
+    config = AlgorithmConfig(advantage=advantage)
+    together = make(rewards_B=rewards, group_B=[0, 0, 0, 1, 1, 1], mask_N=[True] * 6, offsets_B1=list(range(7)))
+    order = [3, 0, 4, 1, 5, 2]
+    apart = make(
+        rewards_B=[rewards[i] for i in order],
+        group_B=[900 if i > 2 else -5 for i in order],
+        mask_N=[True] * 6,
+        offsets_B1=list(range(7)),
+    )
+    expected_N = compute_advantages(together, config).advantages_N[order]
+    torch.testing.assert_close(compute_advantages(apart, config).advantages_N, expected_N)
+
+
+def test_a_row_without_masked_tokens_still_counts_in_its_group() -> None:
+    inputs = make(rewards_B=[1.0, 0.0], group_B=[0, 0], mask_N=[True, True, False], offsets_B1=[0, 2, 3])
+    config = AlgorithmConfig(normalise_advantage=False)
+    assert compute_advantages(inputs, config).advantages_N.tolist() == [0.5, 0.5, 0.0]
+
+
+def test_group_statistics() -> None:
+    stats = group_statistics(torch.tensor([1.0, 4.0, 3.0, 4.0]), torch.tensor([8, 2, 8, 2]))
+    by_row = {name: getattr(stats, name)[stats.index_B].tolist() for name in ("size_G", "mean_G", "flat_G")}
+    assert by_row == {"size_G": [2] * 4, "mean_G": [2.0, 4.0] * 2, "flat_G": [False, True] * 2}
+    assert stats.std_G[stats.index_B].tolist() == pytest.approx([2**0.5, 0.0] * 2)
+
+
+# -- REINFORCE++ and GAE ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+def test_reinforce_pp(seed: int, gamma: float) -> None:
+    rows = oracles.random_rows(seed)
+    inputs = oracles.to_inputs(rows)
+    to_go = oracles.rewards_to_go(rows, gamma)
+    plain = AlgorithmConfig(advantage="reinforce_pp", gamma=gamma, normalise_advantage=False)
+    np.testing.assert_allclose(compute_advantages(inputs, plain).advantages_N, to_go, atol=1e-9)
+    usual = AlgorithmConfig(advantage="reinforce_pp", gamma=gamma)
+    expected = oracles.whitened(to_go, inputs.mask_N.numpy())
+    np.testing.assert_allclose(compute_advantages(inputs, usual).advantages_N, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0)])
+def test_gae(seed: int, gamma: float, lam: float) -> None:
+    rows = oracles.random_rows(seed)
+    inputs = oracles.to_inputs(rows)
+    advantages, returns = oracles.gae(rows, gamma, lam)
+    plain = AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam, normalise_advantage=False)
+    outputs = compute_advantages(inputs, plain)
+    assert outputs.returns_N is not None
+    np.testing.assert_allclose(outputs.advantages_N, advantages, atol=1e-9)
+    np.testing.assert_allclose(outputs.returns_N, returns, atol=1e-9)
+
+    whitened = compute_advantages(inputs, AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam))
+    assert whitened.returns_N is not None
+    expected = oracles.whitened(advantages, inputs.mask_N.numpy())
+    np.testing.assert_allclose(whitened.advantages_N, expected, atol=1e-9)
+    np.testing.assert_allclose(whitened.returns_N, returns, atol=1e-9, err_msg="returns are never whitened")
+
+
+def test_gae_with_lambda_one_is_return_minus_value() -> None:
+    rows = oracles.random_rows(3)
+    for row in rows:
+        row.bootstrap = 0.0
+    inputs = oracles.to_inputs(rows)
+    config = AlgorithmConfig(advantage="gae", gamma=1.0, lam=1.0, normalise_advantage=False)
+    outputs = compute_advantages(inputs, config)
+    assert outputs.returns_N is not None
+    np.testing.assert_allclose(outputs.returns_N, oracles.rewards_to_go(rows, 1.0), atol=1e-9)
+
+
+def test_gae_bootstraps_only_where_a_value_follows() -> None:
+    """Two equal rows; the second was cut off, and the critic expects 4 more."""
+    columns = {"rewards_B": [1.0, 1.0], "group_B": [0, 0], "mask_N": [True] * 4, "offsets_B1": [0, 2, 4]}
+    inputs = make(**columns, values_N=[0.0] * 4, bootstrap_B=[0.0, 4.0])
+    config = AlgorithmConfig(advantage="gae", gamma=0.5, lam=1.0, normalise_advantage=False)
+    outputs = compute_advantages(inputs, config)
+    assert outputs.advantages_N.tolist() == [0.5, 1.0, 0.5 + 0.25 * 4, 1.0 + 0.5 * 4]
+
+
+def test_gae_of_a_single_token() -> None:
+    inputs = make(rewards_B=[2.0], group_B=[0], mask_N=[True], offsets_B1=[0, 1], values_N=[0.5])
+    outputs = compute_advantages(inputs, AlgorithmConfig(advantage="gae", normalise_advantage=False))
+    assert outputs.returns_N is not None
+    assert (outputs.advantages_N.tolist(), outputs.returns_N.tolist()) == ([1.5], [2.0])
+
+
+def test_gae_without_values_says_what_is_missing() -> None:
+    inputs = make(rewards_B=[2.0], group_B=[0], mask_N=[True], offsets_B1=[0, 1])
+    with pytest.raises(DataError, match="needs the critic's values: add a critic"):
+        compute_advantages(inputs, AlgorithmConfig(advantage="gae"))
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
+def test_garbage_outside_the_mask_changes_nothing(advantage: str) -> None:
+    rows = oracles.random_rows(4)
+    config = AlgorithmConfig(advantage=advantage)
+    expected = compute_advantages(oracles.to_inputs(rows), config)
+    for row in rows:
+        row.token_rewards[~row.mask] = np.nan
+        row.values[~row.mask] = np.inf
+    outputs = compute_advantages(oracles.to_inputs(rows), config)
+    torch.testing.assert_close(outputs.advantages_N, expected.advantages_N, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
+def test_batches_without_rows_or_masked_tokens(advantage: str) -> None:
+    config = AlgorithmConfig(advantage=advantage)
+    empty = make(rewards_B=[], group_B=[], mask_N=[], offsets_B1=[0], values_N=[])
+    assert compute_advantages(empty, config).advantages_N.shape == (0,)
+    unmasked = make(rewards_B=[1.0], group_B=[0], mask_N=[False] * 2, offsets_B1=[0, 2], values_N=[0.0] * 2)
+    assert compute_advantages(unmasked, config).advantages_N.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
+def test_half_precision_inputs_are_computed_in_float32(advantage: str) -> None:
+    rows = oracles.random_rows(5)
+    config = AlgorithmConfig(advantage=advantage)
+    half = oracles.to_inputs(rows, torch.bfloat16)
+    columns = ("rewards_B", "token_rewards_N", "values_N", "bootstrap_B")
+    single = AdvantageInputs(
+        group_B=half.group_B,
+        mask_N=half.mask_N,
+        offsets_B1=half.offsets_B1,
+        **{name: getattr(half, name).float() for name in columns},
+    )
+    outputs = compute_advantages(half, config)
+    assert outputs.advantages_N.dtype == torch.float32
+    torch.testing.assert_close(outputs.advantages_N, compute_advantages(single, config).advantages_N, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
+def test_inputs_are_left_alone(advantage: str) -> None:
+    inputs = oracles.to_inputs(oracles.random_rows(2))
+    names = ("rewards_B", "mask_N", "token_rewards_N", "values_N")
+    before = {name: getattr(inputs, name).clone() for name in names}
+    compute_advantages(inputs, AlgorithmConfig(advantage=advantage, normalise_advantage=True))
+    assert all(torch.equal(getattr(inputs, name), before[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards_B": [1.0]}, r"AdvantageInputs.rewards_B has shape \[1\]; expected \[2\]"),
+        ({"group_B": [1, 1, 1]}, r"AdvantageInputs.group_B has shape \[3\]"),
+        ({"values_N": [0.0]}, r"AdvantageInputs.values_N has shape \[1\]; expected \[3\]"),
+        ({"offsets_B1": [0, 1, 2]}, r"offsets_B1 must end at the 3 tokens"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(change: dict[str, object], message: str) -> None:
+    columns: dict[str, object] = {
+        "rewards_B": [1.0, 0.0],
+        "group_B": [0, 0],
+        "mask_N": [True] * 3,
+        "offsets_B1": [0, 1, 3],
+    }
+    with pytest.raises(DataError, match=message):
+        make(**(columns | change))
+
+
+def test_a_mask_of_another_type_is_named() -> None:
+    with pytest.raises(DataError, match=r"mask_N is torch\.float32; expected torch.bool"):
+        AdvantageInputs(
+            rewards_B=torch.ones(1), group_B=torch.zeros(1), mask_N=torch.ones(1), offsets_B1=torch.tensor([0, 1])
+        )
