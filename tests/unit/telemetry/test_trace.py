@@ -180,3 +180,20 @@ def test_the_trace_ends_at_its_limit_and_says_so(tmp_path: Path, caplog: pytest.
     assert "limit" in lines[-1]["name"]
     (record,) = caplog.records
     assert "20000 bytes" in record.getMessage()
+
+
+def test_a_script_that_forgets_to_close_has_a_complete_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    script = f"""
+import os
+from podium.telemetry import Note, emit
+from podium.telemetry.sinks import TraceSink
+TraceSink({str(path)!r}).attach()
+emit(Note("hello"))
+if os.fork() == 0:
+    raise SystemExit  # a child that exits in good order, with a copy of the buffer
+os.wait()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    names = [line["name"] for line in json.loads(path.read_text()) if line["ph"] == "i"]
+    assert names == ["hello", "end of the run"]

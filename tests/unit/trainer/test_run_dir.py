@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,16 @@ from pathlib import Path
 import pytest
 
 from podium.errors import CheckpointError, ConfigError
-from podium.telemetry import CheckpointSaved, Event, PhaseStarted, StepFinished, emit, subscribe
+from podium.telemetry import (
+    CheckpointSaved,
+    EvalFinished,
+    Event,
+    PhaseStarted,
+    StepFinished,
+    emit,
+    metrics,
+    subscribe,
+)
 from podium.telemetry.sinks import JsonlSink
 from podium.trainer.run_dir import (
     CompletionRecord,
@@ -328,3 +338,36 @@ def test_the_controllers_log_is_kept(run: RunDirectory) -> None:
     assert "INFO podium.trainer: step 1 took long" in path.read_text()
     assert "afterwards" not in path.read_text()
     assert (list(logging.getLogger().handlers), logging.getLogger("podium").level) == before
+
+
+# The page about it
+
+
+def test_the_examples_of_the_documentation_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    run.write_summary(Summary(task="copy", seed=0, steps=2, wall_s=1.0, tokens_per_s={"generate": 1000.0}))
+    with JsonlSink(run.metrics_path):
+        for step in (1, 2):
+            emit(StepFinished(step, {"reward/mean": 0.5, "policy/kl": 0.0, "tokens_per_s/step": 1000.0}))
+        emit(EvalFinished(2, 0.5, 500, 0.5))
+    record = CompletionRecord(group=0, prompt="?", completion="!", reward=0.0, finish_reason="length", version=1)
+    run.completions_writer().write(1, [record])
+    monkeypatch.chdir(run.path)
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 4
+    for example in examples:
+        exec(example, {"__name__": "example"})
+    assert capsys.readouterr().out == "step 40: accuracy 5%\n"
+
+
+def test_every_metric_of_the_documentation_exists_and_the_other_way_round() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    table = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.strip().splitlines()]
+    documented = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    named = {value for name, value in vars(metrics).items() if name.isupper()}
+    prefixes = {metrics.TIME_PREFIX, metrics.TOKENS_PER_S_PREFIX}
+    stages = {metrics.STEP_S, metrics.TOKENS_PER_S}
+    assert documented == named - prefixes - stages | {prefix + "STAGE" for prefix in prefixes}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -35,10 +37,11 @@ class Sink(ABC):
         """Write what is still held and let go of it; called once."""
 
     def attach(self) -> Self:
-        """Listen to the program's events from now on."""
+        """Listen to the program's events until ``close``, or until the program exits."""
         with self._lock:
             if self._unsubscribe is None and not self._closed:
                 self._unsubscribe = subscribe(self)
+                atexit.register(self._close_at_exit, os.getpid())
         return self
 
     def close(self) -> None:
@@ -49,7 +52,12 @@ class Sink(ABC):
                 self._unsubscribe = None
             if not self._closed:
                 self._closed = True
+                atexit.unregister(self._close_at_exit)
                 self.finish()
+
+    def _close_at_exit(self, attached_in: int) -> None:
+        if os.getpid() == attached_in:  # a forked child holds a copy of what its parent will write
+            self.close()
 
     def __call__(self, event: Event) -> None:
         with self._lock:
