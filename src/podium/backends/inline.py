@@ -86,8 +86,7 @@ class InlineBackend(Backend):
         return f"file://{self._directory.name}/rendezvous-{self._rendezvous}"
 
     def pack(self, value: Any, readers: int) -> _Copy:
-        data, buffers = encode(value)
-        return _Copy(data, [bytes(buffer.raw()) for buffer in buffers])  # now: the caller may change its tensors later
+        return _copy(value, "an argument")
 
     def unpack(self, payload: Any) -> Any:
         return payload.read() if isinstance(payload, _Copy) else payload
@@ -147,15 +146,20 @@ class _InlineHost(HostHandle):
         payload = outcome.value
         if outcome.status == "ok":
             try:
-                payload = self._backend.pack(payload if request.wants_result else None, 1)
+                payload = _copy(payload if request.wants_result else None, "the result")
             except SerializationError as error:
-                failure = Failure("SerializationError", f"the result: {error}", "", error, False)
+                failure = Failure("SerializationError", str(error), "", error, False)
                 return Reply("error", failure, outcome.started_ns, outcome.ended_ns)
         return Reply(outcome.status, payload, outcome.started_ns, outcome.ended_ns)
 
 
+def _copy(value: Any, where: str) -> _Copy:
+    data, buffers = encode(value, where)
+    return _Copy(data, [bytes(buffer.raw()) for buffer in buffers])  # now: the caller may change its tensors later
+
+
 def _explain(failure: Failure) -> None:
-    if "process group" in failure.message and failure.exception is not None:
+    if "process group" in failure.message and isinstance(failure.exception, BaseException):
         failure.exception.add_note("inline has no collectives over several ranks: use podium.connect('local')")
 
 

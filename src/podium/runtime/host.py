@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import pickle
 import sys
 import threading
 import time
@@ -38,15 +39,26 @@ _COLLECTIVE_HINTS = ("gloo", "nccl", "Connection closed by peer", "Connection re
 class Failure:
     """An exception that leaves a host.
 
-    ``exception`` is None where it does not pickle. ``secondary`` says that it looks like the consequence of another
-    rank's failure: a broken collective.
+    ``exception`` is the object itself, its pickle where it leaves the process, or None where it does not pickle: what
+    unpickling it runs is a user's code and must not stand in the way of the rest. ``secondary`` says that it looks like
+    the consequence of another rank's failure: a broken collective.
     """
 
     type_name: str
     message: str
     traceback: str
-    exception: BaseException | None
+    exception: BaseException | bytes | None
     secondary: bool
+
+    def original(self) -> BaseException | None:
+        """The exception, or None where it does not survive the way."""
+        if not isinstance(self.exception, bytes):
+            return self.exception
+        try:
+            found = pickle.loads(self.exception)
+        except Exception:  # noqa: BLE001 - a class may raise anything when it is made anew; the text is there already
+            return None
+        return found if isinstance(found, BaseException) else None
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Host:
     """Named workers and the requests that run on them.
 
     Args:
-        ships_exceptions: the outcome leaves this process, so an exception is kept only if it survives pickling.
+        ships_exceptions: the outcome leaves this process, so an exception is pickled.
     """
 
     def __init__(self, *, ships_exceptions: bool = True) -> None:
@@ -261,16 +273,15 @@ class Host:
         secondary = distributed or (
             isinstance(error, RuntimeError) and any(hint in message or hint in text for hint in _COLLECTIVE_HINTS)
         )
-        kept = error if not self._ships_exceptions or _survives_pickling(error) else None
+        kept = _pickled(error) if self._ships_exceptions else error
         return Failure(type(error).__name__, message, text, kept, secondary)
 
 
-def _survives_pickling(error: BaseException) -> bool:
+def _pickled(error: BaseException) -> bytes | None:
     try:
-        cloudpickle.loads(cloudpickle.dumps(error))  # pyright: ignore[reportUnknownMemberType]
+        return cloudpickle.dumps(error)  # pyright: ignore[reportUnknownMemberType]
     except Exception:  # noqa: BLE001 - a class may raise anything while it pickles; the text goes in its place
-        return False
-    return True
+        return None
 
 
 def _own_part(error: BaseException) -> TracebackType | None:

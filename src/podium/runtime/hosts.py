@@ -31,6 +31,7 @@ from podium.errors import (
     DeadlineExceeded,
     EndpointError,
     PodiumError,
+    SerializationError,
     WorkerDied,
     WorkerStartError,
 )
@@ -262,8 +263,11 @@ class HostSet:
         """
         self._refuse_if_unusable(call.label)
         ranks, wanted = out.ranks, out.wanted
-        shared = self.backend.pack(out.shared, len(ranks))
-        own = self._pack_own(out.own)
+        try:
+            shared = self.backend.pack(out.shared, len(ranks))
+            own = self._pack_own(out.own)
+        except SerializationError as error:
+            raise SerializationError(f"{call.label}: {error}") from error.__cause__
         call_id = next(_call_ids)
         places = {rank: place for place, rank in enumerate(ranks)}
 
@@ -348,7 +352,7 @@ class HostSet:
             role=flight.out.target or self.name,
             remote_traceback=failure.traceback,
         )
-        error.__cause__ = failure.exception
+        error.__cause__ = failure.original()
         flight.failed.append(rank)
         if len(flight.out.ranks) > 1 and flight.open:
             self.watch.later(BREAK_S, lambda: self._break(flight, rank, failure))

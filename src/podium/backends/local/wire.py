@@ -74,11 +74,13 @@ def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
         data, buffers = encode(value, where)
     raws = [buffer.raw() for buffer in buffers]
     table = struct.pack(f"<{len(raws)}Q", *[raw.nbytes for raw in raws])
-    total = len(table) + len(data) + sum(_aligned(raw.nbytes) for raw in raws) + ALIGN
+    total = _aligned(len(table) + len(data)) + sum(_aligned(raw.nbytes) for raw in raws)
     if total <= INLINE_LIMIT:
         if not raws:
             return Parcel(_PARCEL.pack(0, len(data), len(data), 0) + data, None)
-        body = b"".join([table, data, *(bytes(raw).ljust(_aligned(raw.nbytes), b"\0") for raw in raws)])
+        head = table + data
+        padded = (bytes(raw).ljust(_aligned(raw.nbytes), b"\0") for raw in raws)
+        body = b"".join([head.ljust(_aligned(len(head)), b"\0"), *padded])
         return Parcel(_PARCEL.pack(len(raws), len(data), len(body), 0) + body, None)
     try:
         lease = segments.take(total)
@@ -111,11 +113,10 @@ class Inbound:
             if not self._buffers:
                 return _CONSTANTS[self._body] if self._body in _CONSTANTS else decode(self._body, (), where)
             memory: Any = np.frombuffer(bytearray(self._body), dtype=np.uint8)
-            at = 8 * self._buffers + self._data
         else:
             release, self._release = self._release, None
             memory = map_segment(self._fd, self._total, release)
-            at = _aligned(8 * self._buffers + self._data)
+        at = _aligned(8 * self._buffers + self._data)
         view = memoryview(memory)
         sizes = struct.unpack_from(f"<{self._buffers}Q", view)
         data = view[8 * self._buffers : 8 * self._buffers + self._data]
