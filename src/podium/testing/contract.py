@@ -9,11 +9,12 @@ import pytest
 from podium.runtime import Cluster
 from podium.testing.dispatching import DispatchContract
 from podium.testing.target import Target
+from podium.testing.values import ValueContract
 
 __all__ = ["BackendContract"]
 
 
-class BackendContract(DispatchContract):
+class BackendContract(DispatchContract, ValueContract):
     """What every backend must do. Subclass it in a test module that has a fixture ``target``:
 
     >>> @pytest.fixture(scope="module", params=[Target("mine"), Target("mine", option=1)], ids=str)

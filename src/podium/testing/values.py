@@ -1,0 +1,223 @@
+"""Contract: what values survive the way to a worker and back, and that nobody else's copy changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from podium.data import Batch, Jagged
+from podium.errors import EndpointError, SerializationError
+from podium.runtime import Cluster
+from podium.testing.workers import Probe
+
+__all__ = ["ValueContract"]
+
+LARGE = 300_000  # elements: far above what any backend sends within a message
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A user's own record."""
+
+    name: str
+    values: Tensor
+
+
+class Unpicklable:
+    """A value that refuses to travel, and says why."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("holds a socket")
+
+
+def tensors() -> dict[str, Tensor]:
+    """Tensors of every kind that a user may send, small and large."""
+    return {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "bool": torch.tensor([True, False]),
+        "bfloat16": torch.arange(LARGE).to(torch.bfloat16),
+        "float16": torch.arange(8).to(torch.float16),
+        "float8": torch.arange(8.0).to(torch.float8_e4m3fn),
+        "int8": torch.arange(-4, 4, dtype=torch.int8),
+        "int64": torch.arange(LARGE),
+        "complex64": torch.complex(torch.arange(4.0), -torch.arange(4.0)),
+        "conjugated": torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
+        "negated view": torch.complex(torch.ones(4), torch.arange(4.0)).conj().imag,
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "strided": torch.arange(LARGE)[::2],
+        "row slice": torch.arange(float(LARGE)).reshape(-1, 10)[5:7],
+        "expanded": torch.ones(1).expand(4, 5),
+        "large": torch.arange(float(LARGE)).reshape(-1, 100),
+    }
+
+
+class ValueContract:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def echo(cls, cluster: Cluster) -> Probe:
+        return cluster.start(Probe.bind(), cluster.pool([2]), name="echo")
+
+    @pytest.mark.parametrize("name", sorted(tensors()))
+    def test_tensors_come_back_equal(self, echo: Probe, name: str) -> None:
+        sent = tensors()[name]
+        for got in echo.echo(sent):
+            assert got.dtype == sent.dtype
+            assert got.shape == sent.shape
+            assert torch.equal(got.to(torch.complex64), sent.to(torch.complex64))
+
+    def test_special_tensors_keep_their_nature(self, echo: Probe) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        frozen = torch.nn.Parameter(torch.ones(LARGE), requires_grad=False)
+        leaf = torch.ones(2, requires_grad=True)
+        sparse = torch.eye(3).to_sparse()
+        got = echo.echo_once([parameter, frozen, leaf, leaf * 2, sparse, torch.nn.Parameter(torch.empty(0))])
+        assert [type(value) for value in got[:3]] == [torch.nn.Parameter, torch.nn.Parameter, Tensor]
+        assert [value.requires_grad for value in got[:4]] == [True, False, True, False]
+        assert torch.equal(got[4].to_dense(), torch.eye(3))
+        assert isinstance(got[5], torch.nn.Parameter)
+
+    def test_a_state_dict_keeps_tied_weights_tied(self, echo: Probe) -> None:
+        shared = torch.nn.Parameter(torch.ones(LARGE))
+        got = echo.echo_once({"a": shared, "b": shared})
+        assert got["a"] is got["b"]
+
+    def test_numpy_arrays_come_back_equal_and_as_writable_as_they_were(self, echo: Probe) -> None:
+        arrays = [np.arange(LARGE), np.ones((2, 3), order="F"), np.empty(0), np.array(["a", None], dtype=object)]
+        frozen = np.arange(LARGE)
+        frozen.flags.writeable = False
+        got = echo.echo_once([*arrays, frozen])
+        for sent, back in zip([*arrays, frozen], got, strict=True):
+            assert back.dtype == sent.dtype
+            assert np.array_equal(back, sent)
+        for back in got[:2]:
+            back.flat[0] = 7
+            assert back.flat[0] == 7
+        assert not got[4].flags.writeable
+
+    def test_python_objects_of_any_size(self, echo: Probe) -> None:
+        large = {at: f"value {at}" for at in range(50_000)}
+        text = "é" * LARGE
+        values = [large, text, b"\0" * LARGE, {1, 2}, (1, [2, {"x": None}]), 2**100, OrderedDict(a=1), float("inf")]
+        assert echo.echo(values) == [values] * 2
+        for value in (None, True, "", 0, b"", [], {}, ()):
+            assert echo.echo(value) == [value] * 2
+
+    def test_records_batches_and_functions(self, echo: Probe) -> None:
+        record = Record("r", torch.arange(LARGE))
+        got = echo.echo_once(record)
+        assert type(got) is Record
+        assert torch.equal(got.values, record.values)
+        offset = 3
+        assert echo.echo_once(lambda x: x + offset)(4) == 7
+        batch = Batch({"t": Jagged.from_rows([torch.arange(3), torch.arange(0)]), "p": ["a", None]}, {"k": 1})
+        back = echo.echo_once(batch)
+        assert (len(back), back.meta, back.python("p")) == (2, {"k": 1}, ["a", None])
+        assert [row.tolist() for row in back.jagged("t").unbind()] == [[0, 1, 2], []]
+
+    @pytest.mark.parametrize("size", [4, LARGE])
+    def test_workers_that_write_to_what_they_got_harm_nobody(self, echo: Probe, size: int) -> None:
+        value = torch.ones(size)
+        for _ in range(2):  # the second time meets memory that was used before
+            assert echo.overwrite(value) == [2.0 * size, 3.0 * size]
+            assert torch.equal(value, torch.ones(size))
+
+    @pytest.mark.parametrize("size", [4, LARGE])
+    def test_results_can_be_written_and_are_separate(self, echo: Probe, size: int) -> None:
+        first, second = echo.echo(torch.zeros(size))
+        first += 1
+        second += 2
+        again = echo.echo(torch.zeros(size))
+        assert [float(value[0]) for value in (first, second, *again)] == [1, 2, 0, 0]
+
+    @pytest.mark.parametrize("size", [4, LARGE])
+    def test_what_the_caller_changes_after_submitting_is_not_seen(self, echo: Probe, size: int) -> None:
+        value = torch.zeros(size)
+        calls = [echo.echo_once.submit(value) for _ in range(3)]
+        value += 1
+        assert [float(call.result().sum()) for call in calls] == [0, 0, 0]
+
+    def test_results_outlive_the_calls_after_them(self, echo: Probe) -> None:
+        kept = [echo.echo_once(torch.full((LARGE,), at)) for at in range(8)]
+        assert [int(value[-1]) for value in kept] == list(range(8))
+
+    def test_tensors_are_aligned_for_their_type(self, echo: Probe) -> None:
+        """An odd number of pickle bytes must not shift the numbers behind it."""
+        for length in range(8):
+            _, value = echo.echo_once(("x" * length, torch.arange(4.0, dtype=torch.float64)))
+            assert value.data_ptr() % value.element_size() == 0
+
+    # -- what cannot travel ------------------------------------------------------------------------------------------
+
+    def test_an_argument_that_does_not_pickle_is_named_and_not_sent(self, cluster: Cluster) -> None:
+        probe = cluster.start(Probe.bind(), cluster.pool([2]), name="picky")
+        for value, place in ((Unpicklable(), "'value'"), ({"deep": [1, Unpicklable()]}, "'deep'")):
+            with pytest.raises(SerializationError, match=rf"picky\.echo.*{place}.*holds a socket"):
+                probe.echo(value)
+        assert probe.seen() == [0, 0]
+
+    def test_a_result_that_does_not_pickle_is_an_error_of_the_endpoint(self, echo: Probe) -> None:
+        with pytest.raises(EndpointError, match=r"echo\._make_unpicklable.*the result.*holds a socket") as caught:
+            echo.group.run(_make_unpicklable)
+        assert caught.value.rank in (0, 1)
+        assert echo.rank() == [0, 1]
+
+    @pytest.mark.parametrize("kind", ["plain", "needs arguments", "does not pickle", "does not unpickle here"])
+    def test_an_exception_arrives_whatever_its_class_does(self, echo: Probe, kind: str) -> None:
+        with pytest.raises(EndpointError, match=re.escape(kind)) as caught:
+            echo.group.run(_raise_strange, kind)
+        assert "Traceback" in caught.value.remote_traceback
+        assert "_raise_strange" in caught.value.remote_traceback
+        if kind == "plain":
+            assert isinstance(caught.value.__cause__, KeyError)
+        assert echo.rank() == [0, 1]
+
+
+def _make_unpicklable(worker: Probe) -> Unpicklable:
+    return Unpicklable()
+
+
+class _NeedsArguments(Exception):
+    def __init__(self, first: str, second: int) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class _DoesNotPickle(Exception):
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("this exception does not pickle")
+
+
+class _UnpicklesOnce(Exception):
+    """Unpickles in the process (or thread) that made it, and nowhere else."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import os
+        import threading
+
+        return _only_at_home, (os.getpid(), threading.get_ident(), str(self))
+
+
+def _only_at_home(pid: int, thread: int, message: str) -> Exception:
+    import os
+    import threading
+
+    if (pid, thread) != (os.getpid(), threading.get_ident()):
+        raise RuntimeError("this class cannot be made here")
+    return _UnpicklesOnce(message)
+
+
+def _raise_strange(worker: Probe, kind: str) -> None:
+    if kind == "plain":
+        raise KeyError("plain")
+    if kind == "needs arguments":
+        raise _NeedsArguments("needs arguments", 2)
+    if kind == "does not pickle":
+        raise _DoesNotPickle("does not pickle")
+    raise _UnpicklesOnce("does not unpickle here")
