@@ -176,6 +176,14 @@ def test_policy_loss_gradients() -> None:
     assert torch.autograd.gradcheck(loss, (normal(1).requires_grad_(), normal(6).abs().requires_grad_()))
 
 
+def test_policy_loss_moves_the_trained_policy_only() -> None:
+    config = AlgorithmConfig(importance_cap=1.5, kl_in="loss", kl_coef=0.1, entropy_coef=0.01)
+    inputs = policy_inputs(**{name: column.clone().requires_grad_() for name, column in vars(policy_inputs()).items()})
+    PolicyLoss(config)(inputs).loss_N.sum().backward()
+    moved = {name for name, column in vars(inputs).items() if column.grad is not None}
+    assert moved == {"logprobs_N", "entropy_N"}
+
+
 def test_without_old_log_probabilities_the_policy_is_its_own_predecessor() -> None:
     logp = normal(1).requires_grad_()
     fresh = PolicyLoss(AlgorithmConfig())(policy_inputs(logprobs_N=logp, old_logprobs_N=None))

@@ -68,7 +68,8 @@ class PolicyLoss:
             loss_N = loss_N + config.kl_coef * kl_N
             metrics[KL] = kl_N.detach()
         elif inputs.ref_logprobs_N is not None:
-            metrics[KL] = kl_estimate(inputs.logprobs_N, inputs.ref_logprobs_N, config.kl_estimator).detach()
+            reference_N = inputs.ref_logprobs_N.detach()
+            metrics[KL] = kl_estimate(inputs.logprobs_N.detach(), reference_N, config.kl_estimator)
         if config.entropy_coef:
             entropy_N = _required(inputs.entropy_N, "entropy", "algorithm.entropy_coef is not 0")
             loss_N = loss_N - config.entropy_coef * wide(entropy_N)
