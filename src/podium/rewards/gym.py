@@ -1,0 +1,34 @@
+"""The scorers of reasoning-gym's own tasks, some of which give partial credit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+import reasoning_gym as gym
+
+__all__ = ["reasoning_gym"]
+
+_TAGGED: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@lru_cache(maxsize=32)
+def _dataset(task: str, options: str) -> Any:
+    return gym.create_dataset(task, **json.loads(options))
+
+
+def reasoning_gym(completion: str, row: Mapping[str, Any]) -> float:
+    """The task's own score for what stands in the last ``<answer>…</answer>``, or for the whole text without one.
+
+    The row is one that ``reasoning_gym:TASK`` loaded: "metadata" says which task it is, "task_options" how it was set.
+    """
+    metadata = row.get("metadata")
+    if not isinstance(metadata, Mapping) or "source_dataset" not in metadata:
+        raise ValueError("the row is not of a reasoning_gym task (no metadata.source_dataset); use another reward")
+    tagged = _TAGGED.findall(completion)
+    answer = (tagged[-1] if tagged else completion).strip()
+    options = json.dumps(row.get("task_options") or {}, sort_keys=True)
+    return float(_dataset(metadata["source_dataset"], options).score_answer(answer, dict(row)))

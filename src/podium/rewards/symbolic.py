@@ -1,0 +1,46 @@
+"""Mathematical equality of final answers, judged by math-verify: ``1/2``, ``0.5`` and ``\\frac{1}{2}`` are the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final, cast
+
+import math_verify
+
+from podium.rewards.gsm8k import MARK
+from podium.rewards.text import answer_of
+
+__all__ = ["mathematics"]
+
+_LATEX_MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
+
+_NO_LIMIT: Final = cast(int, None)  # what math-verify takes for it, though it is annotated as int
+
+# math-verify guards itself with signal.alarm, which works in a main thread only and not below C code. The guards are
+# off here, because a grader's process is killed from outside; its warning that they are off would come twice an item.
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+@lru_cache(maxsize=4096)  # the completions of a group share their answer
+def _gold(answer: str) -> tuple[Any, ...]:
+    if MARK in answer:
+        answer = answer.rpartition(MARK)[2].strip()
+    if not any(mark in answer for mark in _LATEX_MARKS):
+        answer = f"\\boxed{{{answer}}}"
+    return tuple(math_verify.parse(answer, parsing_timeout=_NO_LIMIT))
+
+
+def mathematics(completion: str, row: Mapping[str, Any]) -> float:
+    """1 if the completion's last formula (boxed, if any is) equals the answer, else 0.
+
+    The answer may be plain (``1/2``), LaTeX, boxed, or end in ``#### 72``. May take 0.1 s and more, and may never end:
+    run it through a :class:`~podium.rewards.Grader`.
+    """
+    gold = _gold(answer_of(row))
+    if not gold:
+        raise ValueError(f"math-verify finds no mathematics in the answer {answer_of(row)[:80]!r}; repair the row")
+    given = math_verify.parse(completion, parsing_timeout=_NO_LIMIT)
+    return float(math_verify.verify(list(gold), given, timeout_seconds=None))

@@ -1,0 +1,439 @@
+"""Graders with real processes: what they return, what they survive, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError, RewardError
+from podium.rewards import Grade, Grader, RewardConfig
+from podium.rewards.helper import judge
+
+Row = Mapping[str, Any]
+LIMIT_S = 0.5
+
+
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(100)"]
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def fail() -> None:
+    raise ValueError("no such unit: parsec")
+
+
+def misbehave(completion: str, row: Row) -> Any:
+    """Does what the completion says, and is 1.0 otherwise."""
+    deeds: dict[str, Callable[[], Any]] = {
+        "spin": spin,
+        "spin in C": lambda: ctypes.PyDLL(None).sleep(100),  # holds the GIL, as a stuck regular expression does
+        "grandchild": lambda: subprocess.run([*SLEEPER, row["tag"]], check=False),
+        "orphan": lambda: (subprocess.Popen([*SLEEPER, row["tag"]]), os._exit(3)),
+        "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+        "exit": lambda: os._exit(3),
+        "sys.exit": lambda: sys.exit(4),
+        "raise": fail,
+        "print": lambda: sys.stdout.write("words of the reward\n"),
+        "slow": lambda: time.sleep(0.02),
+    }
+    deeds.get(completion, lambda: None)()
+    return 1.0
+
+
+def own_pid(completion: str, row: Row) -> float:
+    return float(os.getpid())
+
+
+def returns(completion: str, row: Row) -> Any:
+    return row["value"]
+
+
+def alive_with(tag: str) -> list[int]:
+    """Processes whose command line holds ``tag``."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if tag in (entry / "cmdline").read_bytes().decode(errors="replace"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def family_of(pid: int) -> dict[int, str]:
+    """The descendants of ``pid`` and their states."""
+    table: dict[int, tuple[int, str]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            table[int(entry.name)] = int(fields[1]), fields[0]
+    family: dict[int, str] = {}
+    frontier = {pid}
+    while frontier:
+        frontier = {child for child, (parent, _) in table.items() if parent in frontier}
+        family |= {child: table[child][1] for child in frontier}
+    return family
+
+
+def wait_until(condition: Any, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.fixture
+def tolerant() -> Iterator[Grader]:
+    config = RewardConfig(time_limit_s=LIMIT_S, on_error="score", failure_score=-1.0, processes=2)
+    with Grader(config, reward=misbehave) as grader:
+        yield grader
+
+
+@pytest.fixture
+def strict() -> Iterator[Grader]:
+    with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=2), reward=misbehave) as grader:
+        yield grader
+
+
+# -- what comes back -------------------------------------------------------------------------------------------------
+
+
+def test_grades_are_in_order_and_processes_are_reused() -> None:
+    with Grader(RewardConfig(name="gsm8k", processes=2)) as grader:
+        for _ in range(3):
+            numbers = list(range(300))
+            grades = grader.grade([str(n) for n in numbers], [{"answer": f"#### {n // 2 * 2}"} for n in numbers])
+            assert [grade.score for grade in grades] == [float(n % 2 == 0) for n in numbers]
+            assert [grade.correct for grade in grades] == [n % 2 == 0 for n in numbers]
+        assert grader.grade([], []) == []
+    with Grader(RewardConfig(processes=1), reward=own_pid) as grader:
+        pids = {grade.score for _ in range(3) for grade in grader.grade([""] * 50, [{}] * 50)}
+    assert len(pids) == 1
+
+
+def test_parts_and_the_threshold_of_correctness() -> None:
+    values = [True, 0.5, 1, Fraction(1, 2), {"score": 0.75, "format": True}, {"score": 0.25}]
+    with Grader(RewardConfig(correct_at=0.5), reward=returns) as grader:
+        grades = grader.grade([""] * len(values), [{"value": value} for value in values])
+    assert [grade.score for grade in grades] == [1.0, 0.5, 1.0, 0.5, 0.75, 0.25]
+    assert [grade.correct for grade in grades] == [True, True, True, True, True, False]
+    assert [dict(grade.parts) for grade in grades[-2:]] == [{"score": 0.75, "format": 1.0}, {"score": 0.25}]
+
+
+def test_numpy_and_torch_scalars_are_numbers() -> None:
+    import numpy as np
+    import torch  # here, because grading processes import this module, and it takes seconds
+
+    values = [np.float32(0.5), np.bool_(True), np.array(2.0), torch.tensor(0.25)]
+    results = [judge(returns, 3, "", {"value": value}) for value in values]
+    assert [result.score for result in results] == [0.5, 1.0, 2.0, 0.25]
+    assert judge(returns, 3, "", {"value": torch.ones(2)}).problem == "returned tensor([1., 1.]) (Tensor)"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, r"returned nan \(float\)"),
+        (-math.inf, r"returned -inf \(float\)"),
+        (None, r"returned None \(NoneType\)"),
+        ("1.0", r"returned '1.0' \(str\)"),
+        ([1.0], r"returned \[1.0\] \(list\)"),
+        ({"format": 1.0}, "returned a mapping without \"score\" \\(it has 'format'\\)"),
+        ({}, r"returned a mapping without \"score\" \(it has nothing\)"),
+        ({"score": 1.0, "format": math.nan}, r"returned nan \(float\) as part 'format'"),
+        (10**400, r"returned 1000"),
+    ],
+)
+def test_what_is_no_score_is_an_error_with_reward_item_completion_and_remedy(value: object, message: str) -> None:
+    with Grader(reward=returns) as grader, pytest.raises(RewardError, match=message) as caught:
+        grader.grade(["fine", "words " * 40], [{"value": 1.0}, {"value": value}])
+    text = str(caught.value)
+    assert "item 1" in text
+    assert "returns" in text, "the reward must be named"
+    assert repr(("words " * 40)[:80]) in text
+    assert "reward.on_error" in text
+
+
+def test_a_raising_reward_shows_its_own_traceback(strict: Grader) -> None:
+    with pytest.raises(RewardError, match="raised ValueError: no such unit: parsec") as caught:
+        strict.grade(["ok", "raise"], [{}, {}])
+    assert "in misbehave" in str(caught.value)
+    assert "helper.py" not in str(caught.value)
+    assert strict.grade(["ok"], [{}]) == [Grade(1.0, {}, True)], "the grader must be usable after an error"
+
+
+@pytest.mark.parametrize(("word", "cause"), [("segfault", "signal SIGSEGV"), ("exit", "exit code 3")])
+def test_a_reward_that_ends_its_process_raises(strict: Grader, word: str, cause: str) -> None:
+    with pytest.raises(RewardError, match=f"item 2, completion '{word}': .* ended its process \\({cause}\\)"):
+        strict.grade(["ok", "ok", word, "ok"], [{}] * 4)
+
+
+# -- what it survives ------------------------------------------------------------------------------------------------
+
+
+def test_one_bad_item_harms_no_other(tolerant: Grader) -> None:
+    words = ["ok", "raise", "ok", "segfault", "ok", "exit", "sys.exit", "ok"] * 5
+    grades = tolerant.grade(words, [{}] * len(words))
+    assert [grade.score for grade in grades] == [1.0 if word == "ok" else -1.0 for word in words]
+    assert not any(grade.correct or grade.timed_out for grade in grades if grade.score < 0)
+    errors = {word: grade.error for word, grade in zip(words, grades, strict=True)}
+    assert errors == {
+        "ok": None,
+        "raise": "raised ValueError: no such unit: parsec",
+        "segfault": "ended its process (signal SIGSEGV)",
+        "exit": "ended its process (exit code 3)",
+        "sys.exit": "raised SystemExit: 4",
+    }
+
+
+@pytest.mark.parametrize("word", ["spin", "spin in C"])
+def test_what_runs_over_its_limit_is_killed_and_the_rest_goes_on(strict: Grader, word: str) -> None:
+    words = ["ok"] * 40
+    words[7] = words[30] = word
+    strict.start()
+    started = time.monotonic()
+    grades = strict.grade(words, [{}] * len(words))
+    assert time.monotonic() - started < 2 * LIMIT_S + 1.5
+    assert [index for index, grade in enumerate(grades) if grade.timed_out] == [7, 30]
+    assert grades[7] == Grade(0.0, {}, False, f"ran over {LIMIT_S:g} s", True)
+    assert sum(grade.score for grade in grades) == 38
+
+
+def test_the_limit_is_for_an_item_and_not_for_a_batch() -> None:
+    with Grader(RewardConfig(time_limit_s=0.2, processes=1), reward=misbehave) as grader:
+        grades = grader.grade(["slow"] * 30, [{}] * 30)  # 0.6 s in all
+    assert not any(grade.timed_out for grade in grades)
+
+
+def test_results_from_before_a_kill_are_kept(tmp_path: Path) -> None:
+    log = tmp_path / "graded"
+
+    def count(completion: str, row: Row) -> float:
+        with log.open("a") as file:
+            file.write(completion + "\n")
+        if completion == "19":
+            time.sleep(100)
+        return 1.0
+
+    with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=1), reward=count) as grader:
+        grades = grader.grade([str(n) for n in range(40)], [{}] * 40)
+    assert [index for index, grade in enumerate(grades) if grade.timed_out] == [19]
+    assert sorted(map(int, log.read_text().split())) == list(range(40)), "each item must be graded exactly once"
+
+
+def test_killed_and_dead_processes_leave_no_child_of_theirs(tolerant: Grader) -> None:
+    tag = f"tag-{os.getpid()}-{time.monotonic_ns()}"
+    grades = tolerant.grade(["grandchild", "orphan", "ok"], [{"tag": tag}] * 3)
+    assert [grade.score for grade in grades] == [-1.0, -1.0, 1.0]
+    assert wait_until(lambda: not alive_with(tag))
+    assert wait_until(lambda: "Z" not in family_of(os.getpid()).values())
+
+
+def test_several_threads_may_use_one_grader(tolerant: Grader) -> None:
+    results: dict[int, list[float]] = {}
+
+    def work(worker: int) -> None:
+        for _ in range(5):
+            words = ["ok", "raise"] * 10 + ["ok"] * worker
+            results[worker] = [grade.score for grade in tolerant.grade(words, [{}] * len(words))]
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {worker: [1.0, -1.0] * 10 + [1.0] * worker for worker in range(4)}
+
+
+def helper() -> int:
+    """The process between this one and its grader's children."""
+    (pid,) = set(alive_with("podium.rewards.helper")) & set(family_of(os.getpid()))
+    return pid
+
+
+def test_a_helper_that_is_killed_between_calls_is_replaced(strict: Grader) -> None:
+    strict.grade(["ok"], [{}])
+    first = helper()
+    children = family_of(first)
+    os.kill(first, signal.SIGKILL)
+    assert children
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children)), "they must die with it"
+    assert strict.grade(["ok"], [{}])[0].score == 1.0
+    assert helper() != first
+
+
+def test_a_helper_that_is_killed_at_work_is_named_and_the_next_call_starts_anew(strict: Grader) -> None:
+    strict.grade(["ok"], [{}])
+    killer = threading.Timer(0.1, os.kill, [helper(), signal.SIGKILL])
+    killer.start()
+    with pytest.raises(RewardError, match=r"ended \(signal SIGKILL\).*reward\.processes"):
+        strict.grade(["spin"], [{}])
+    killer.join()
+    assert strict.grade(["ok"], [{}])[0].score == 1.0
+
+
+# -- starting and ending ---------------------------------------------------------------------------------------------
+
+
+def test_grading_processes_are_free_of_torch(tmp_path: Path) -> None:
+    assert __import__("torch") is sys.modules["torch"]
+    (tmp_path / "look.py").write_text("import sys\ndef score(text, row): return float('torch' in sys.modules)\n")
+    with Grader(RewardConfig(name=f"{tmp_path}/look.py:score")) as grader:
+        assert grader.grade([""], [{}])[0].score == 0.0
+
+
+def test_a_reward_in_a_file_and_one_from_a_closure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewards.py").write_text("from helpers import double\ndef score(text, row): return double(row['x'])\n")
+    (tmp_path / "helpers.py").write_text("def double(x): return 2 * x\n")
+    monkeypatch.chdir(tmp_path)
+    with Grader(RewardConfig(name="rewards.py:score")) as grader:
+        assert grader.grade([""], [{"x": 2}])[0].score == 4.0
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Grader(RewardConfig(name="rewards:score")) as grader:
+        assert grader.grade([""], [{"x": 3}])[0].score == 6.0
+    bonus = 0.5
+    with Grader(reward=lambda text, row: len(text) + bonus) as grader:
+        assert grader.grade(["ab"], [{}])[0].score == 2.5
+
+
+def test_mistakes_show_at_start(tmp_path: Path) -> None:
+    with Grader(RewardConfig(name="gsm8")) as grader, pytest.raises(ConfigError, match="did you mean gsm8k"):
+        grader.start()
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no licence')\n")
+    with (
+        Grader(RewardConfig(name=f"{tmp_path}/broken.py:score")) as grader,
+        pytest.raises(RewardError, match="RuntimeError: no licence"),
+    ):
+        grader.start()
+    lock = threading.Lock()
+    with Grader(reward=lambda *_: float(lock.locked())) as grader, pytest.raises(RewardError, match="cannot be sent"):
+        grader.start()
+    with Grader(reward=misbehave) as grader, pytest.raises(RewardError, match="items 0 to 0 cannot be sent"):
+        grader.grade(["ok"], [{"lock": lock}])
+    with Grader(reward=misbehave) as grader, pytest.raises(ConfigError, match="2 completions and 1 examples"):
+        grader.grade(["ok", "ok"], [{}])
+    with pytest.raises(ConfigError, match="closed"):
+        grader.grade(["ok"], [{}])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("name", " "),
+        ("time_limit_s", 0.0),
+        ("time_limit_s", math.inf),
+        ("processes", -1),
+        ("failure_score", math.nan),
+        ("on_error", "ignore"),
+        ("correct_at", math.nan),
+    ],
+)
+def test_a_wrong_setting_is_named(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"reward.{setting} = "):
+        RewardConfig(**{setting: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_the_rewards_output_goes_to_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "reward.log"
+    with Grader(RewardConfig(on_error="score"), reward=misbehave, log_path=log) as grader:
+        grader.grade(["print", "segfault"], [{}] * 2)
+    text = log.read_text()
+    assert "Segmentation fault" in text, "the log must say where a reward crashed"
+    with Grader(reward=misbehave, log_path=log) as grader:
+        grader.grade(["print"], [{}])
+    assert log.read_text().startswith(text), "a log is appended to"
+    assert "words of the reward\n" in log.read_text()
+
+
+def test_closing_ends_every_process_even_a_busy_one() -> None:
+    before = set(family_of(os.getpid()))
+    grader = Grader(RewardConfig(time_limit_s=60, processes=2), reward=misbehave)
+    grader.grade(["ok"] * 4, [{}] * 4)
+    mine = set(family_of(os.getpid())) - before
+    assert len(mine) >= 2, "a helper and at least one child"
+    errors: list[BaseException] = []
+
+    def interrupt_soon() -> None:
+        wait_until(lambda: any(state == "R" for pid, state in family_of(os.getpid()).items() if pid in mine))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_soon)
+    thread.start()
+    try:
+        grader.grade(["spin"], [{}])
+    except KeyboardInterrupt as error:
+        errors.append(error)
+    thread.join()
+    assert errors, "Ctrl-C must reach the caller"
+    assert not mine & set(family_of(os.getpid()))
+    with pytest.raises(ConfigError, match="closed"):
+        grader.grade(["ok"], [{}])
+
+
+CONTROLLER = """
+import sys, time
+from podium.rewards import Grader, RewardConfig
+
+def spin(text, row):
+    open(row["path"], "w").close()
+    while True:
+        pass
+
+grader = Grader(RewardConfig(time_limit_s=1000, processes=2), reward=spin)
+grader.grade(["", ""], [{"path": path} for path in sys.argv[1:3]])
+"""
+
+
+def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
+    marks = [tmp_path / "first", tmp_path / "second"]
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, *map(str, marks)])
+    try:
+        assert wait_until(lambda: all(mark.exists() for mark in marks), seconds=20)
+        family = set(family_of(controller.pid))
+        assert len(family) == 3, "a helper and two children"
+    finally:
+        controller.kill()
+        controller.wait()
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), seconds=2)
+
+
+def test_a_forgotten_grader_ends_with_its_script() -> None:
+    script = "from podium.rewards import Grader\ng = Grader()\nprint(g.grade(['1'], [{'answer': '1'}])[0].score)\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert (done.stdout, done.stderr) == ("1.0\n", "")
+
+
+def test_the_cost_of_a_cheap_item_is_small() -> None:
+    count = 5000
+    rows = [{"answer": str(n), "question": "x" * 200} for n in range(count)]
+    with Grader(RewardConfig(processes=1)) as grader:
+        grader.grade(["warm"] * 64, rows[:64])
+        times: list[float] = []
+        for _ in range(3):
+            started = time.perf_counter()
+            grader.grade([row["answer"] for row in rows], rows)
+            times.append(time.perf_counter() - started)
+    assert min(times) / count < 50e-6, "seconds an item; 8e-6 on an idle machine"

@@ -1,0 +1,145 @@
+"""The rewards that Podium brings, on answers as models and data sets really write them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.rewards import resolve_reward
+from podium.rewards.gsm8k import final_number
+
+GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "exact", "fraction"),
+    [
+        ("123", "123", 1.0, 1.0),
+        (" 123\n", "123", 1.0, 1.0),
+        ("129", "123", 0.0, 2 / 3),
+        ("1234", "123", 0.0, 3 / 4),
+        ("", "123", 0.0, 0.0),
+        ("231", "123", 0.0, 0.0),
+        ("7", 7, 1.0, 1.0),
+        ("", "", 1.0, 1.0),
+    ],
+)
+def test_exact_and_fraction(completion: str, answer: object, exact: float, fraction: float) -> None:
+    assert resolve_reward("exact")(completion, {"answer": answer}) == exact
+    assert resolve_reward("fraction")(completion, {"answer": answer}) == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize("name", ["exact", "fraction", "gsm8k", "math"])
+def test_a_row_without_an_answer_says_which_setting_to_change(name: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.answer_column"):
+        resolve_reward(name)("1", {"question": "?"})
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7.", "7"),
+        ("#### 72", "72"),
+        ("#### $1,234.50 in all, of 3 parts", "1234.50"),
+        ("6 #### 5 #### 4 3", "4"),
+        ("####", None),
+        ("no number", None),
+        ("10-5", "5"),
+        ("5 - 3", "3"),
+        ("it is -5", "-5"),
+        ("it is \u22125", "-5"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("x=-3", "-3"),
+        ("1,2", "2"),
+        ("1,234,567", "1234567"),
+        ("50%", "50"),
+        (".5", ".5"),
+        ("€ 18 per day", "18"),
+    ],
+)
+def test_final_number(text: str, number: str | None) -> None:
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("The answer is 5.0", "#### 5", 1.0),
+        ("5", "2 + 3 = <<2+3=5>>5\n#### 5", 1.0),
+        ("$1,000", "#### 1000", 1.0),
+        ("0.3333333", "#### 0.33333333", 1.0),
+        ("0.3", "#### 0.33", 0.0),
+        ("6", "#### 5", 0.0),
+        ("I do not know", "#### 5", 0.0),
+        ("I think 5. #### 6", "#### 5", 0.0),
+    ],
+)
+def test_gsm8k(completion: str, answer: str, score: float) -> None:
+    assert resolve_reward("gsm8k")(completion, {"answer": answer}) == score
+
+
+def test_gsm8k_refuses_an_answer_without_a_number() -> None:
+    with pytest.raises(ValueError, match="holds no number"):
+        resolve_reward("gsm8k")("5", {"answer": "five"})
+
+
+def test_gsm8k_reads_every_answer_of_the_data_set() -> None:
+    if not GSM8K.exists():
+        pytest.skip("the GSM8K files are not beside the repository (../shared/data/gsm8k)")
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    reward = resolve_reward("gsm8k")
+    assert len(rows) == 1319
+    assert all(reward(row["answer"], row) == 1.0 for row in rows)
+    assert all(reward(row["answer"] + "0", row) == 0.0 for row in rows if not row["answer"].endswith("#### 0"))
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        (r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"thus $\frac{1}{2}$", "1/2", 1.0),
+        ("$1+x^2$", "x^2+1", 1.0),
+        ("it is 72.", "48 + 24 = 72\n#### 72", 1.0),
+        (r"\boxed{\{2,1\}}", r"$\{1,2\}$", 1.0),
+        (r"\boxed{3}", "x=3", 1.0),
+        (r"\boxed{4}", "3", 0.0),
+        ("no idea", "3", 0.0),
+    ],
+)
+def test_math(completion: str, answer: str, score: float) -> None:
+    assert resolve_reward("math")(completion, {"answer": answer}) == score
+
+
+def test_math_works_in_a_thread_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    scores: list[object] = []
+    reward = resolve_reward("math")
+    thread = threading.Thread(target=lambda: scores.append(reward(r"\boxed{1/2}", {"answer": "0.5"})))
+    thread.start()
+    thread.join()
+    assert scores == [1.0]
+    assert caplog.records == []
+
+
+def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
+    import reasoning_gym
+
+    reward = resolve_reward("reasoning_gym")
+    options: dict[str, Any] = {"min_terms": 2, "max_terms": 2}
+    row: dict[str, Any] = {**reasoning_gym.create_dataset("chain_sum", size=1, seed=3, **options)[0]}
+    row["task_options"] = options
+    answer: str = row["answer"]
+    assert reward(answer, row) == 1.0
+    assert reward(f"<think>hm 1</think> <answer> {answer} </answer> I hope", row) == 1.0
+    assert reward("no number", row) == 0.0
+    assert reward(f"<answer>{answer}</answer> no: <answer>x</answer>", row) == 0.0
+
+
+def test_reasoning_gym_refuses_rows_of_other_data() -> None:
+    with pytest.raises(ValueError, match="not of a reasoning_gym task"):
+        resolve_reward("reasoning_gym")("5", {"question": "2+3", "answer": "5"})
