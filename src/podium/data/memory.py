@@ -13,23 +13,26 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 __all__ = ["concat_tensors"]
 
+Bytes = npt.NDArray[np.uint8]
+
 SMALLEST = 1 << 20  # bytes; below it the allocator is as good
-KEPT_IDLE = 1 << 30  # bytes kept while nobody uses them
+KEPT_IDLE = 1 << 30  # bytes kept while nobody uses them; the longest idle go first
 
 
 class _Blocks:
     """Idle blocks, and the return of blocks whose last user is gone."""
 
     def __init__(self) -> None:
-        self._idle: list[np.ndarray] = []
+        self._idle: list[Bytes] = []
         self._lock = threading.RLock()  # a collection within the lock may return a block
 
-    def take(self, nbytes: int) -> Tensor:
+    def take(self, nbytes: int) -> Bytes:
         """uint8 ``[nbytes]``, uninitialised."""
         with self._lock:
             fits = [at for at, block in enumerate(self._idle) if nbytes <= block.nbytes <= 2 * nbytes]
@@ -37,26 +40,41 @@ class _Blocks:
             block = np.empty(nbytes, dtype=np.uint8) if best is None else self._idle.pop(best)
         lent = block[:nbytes]
         weakref.finalize(lent, self._give_back, block)
-        return torch.from_numpy(lent)  # pyright: ignore[reportUnknownMemberType]
+        return lent
 
-    def _give_back(self, block: np.ndarray) -> None:
+    def _give_back(self, block: Bytes) -> None:
         with self._lock:
-            if sum(idle.nbytes for idle in self._idle) + block.nbytes <= KEPT_IDLE:
-                self._idle.append(block)
+            self._idle.append(block)
+            while sum(idle.nbytes for idle in self._idle) > KEPT_IDLE:
+                self._idle.pop(0)
 
 
 _blocks = _Blocks()
 
 
 def concat_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat`` along the first dimension; a large result on the CPU lands in memory used before."""
+    """``torch.cat`` along the first dimension; a large result on the CPU lands in memory used before.
+
+    The copies are made by one thread: a second one gains little where memory is the limit, and where workers are busy
+    on the other cores its waiting costs far more.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
-    rows = sum(len(part) for part in parts)
-    shape = (rows, *first.shape[1:])
+    shape = (sum(len(part) for part in parts), *first.shape[1:])
     nbytes = math.prod(shape) * first.element_size()
-    plain = all(part.dtype == first.dtype and not part.requires_grad and not part.is_cuda for part in parts)
-    if nbytes < SMALLEST or not plain:
+    alike = all(part.dtype == first.dtype and part.shape[1:] == first.shape[1:] for part in parts)
+    plain = all(part.device.type == "cpu" and not part.requires_grad and part.is_contiguous() for part in parts)
+    if nbytes < SMALLEST or not alike or not plain:
         return torch.cat(list(parts))
-    return torch.cat(list(parts), out=_blocks.take(nbytes).view(first.dtype).view(shape))
+    joined = _blocks.take(nbytes)
+    at = 0
+    for part in parts:
+        if part.nbytes:
+            np.copyto(joined[at : at + part.nbytes], _bytes_of(part))
+        at += part.nbytes
+    return torch.from_numpy(joined).view(first.dtype).view(shape)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -21,6 +21,10 @@ T = TypeVar("T")
 FIRST_NAP_S, LAST_NAP_S = 0.0005, 0.1  # between two offers to deliver replies for the backend
 
 
+def _nothing() -> None:
+    return None
+
+
 class Call(Generic[T]):
     """The result of an endpoint that may still be running.
 
@@ -47,7 +51,7 @@ class Call(Generic[T]):
         self._error: BaseException | None = None
         self._value: T | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._on_cancel: Callable[[], None] = lambda: None
+        self._on_cancel: Callable[[], None] = _nothing
 
     # -- for the caller ------------------------------------------------------------------------------------------
 
@@ -70,9 +74,10 @@ class Call(Generic[T]):
     def cancel(self) -> bool:
         """Give the call up; False if it had ended. A queued call is dropped, an async endpoint gets CancelledError,
         a running sync endpoint goes on unheard."""
+        tell = self._on_cancel
         if not self.fail(CallCancelled(f"{self.label} was cancelled")):
             return False
-        self._on_cancel()
+        tell()
         return True
 
     def arg(self) -> T:
@@ -152,6 +157,7 @@ class Call(Generic[T]):
 
     def _end(self) -> None:
         self._ended = True
+        self._on_cancel = _nothing  # it holds what holds this call: a cycle would keep large results until a collection
         self._gate.release()
 
     def _run_callbacks(self) -> None:

@@ -45,10 +45,12 @@ class Worker:
 
     ctx: WorkerContext
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:  # noqa: ANN401, ARG004, PYI034, RUF100 - passed on to __init__
-        worker = super().__new__(cls)
-        worker.ctx = current_context.get() or WorkerContext()
-        return worker
+    if not TYPE_CHECKING:  # a type checker takes the constructor's signature from __init__
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+            worker = super().__new__(cls)
+            worker.ctx = current_context.get() or WorkerContext()
+            return worker
 
     @classmethod
     def bind(cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Bound[W]:  # pyright: ignore[reportGeneralTypeIssues]

@@ -6,7 +6,8 @@ itself, its own and others'. The I/O thread polls while nobody drives, and stays
 did.
 
     result() ──drive──▶ has the turn? poll, take in, until its call has ended     (another's call ended: its gate opens)
-             └─ no turn: sleep on the call's own gate, and try again now and then
+             ├─ the I/O thread has it: wake it, it gives the turn away
+             └─ another caller has it: sleep on the call's own gate, and try again now and then
     I/O thread ── every TICK_S: nobody drives and nobody did for HOT_S? take the turn and poll
 """
 
@@ -25,6 +26,7 @@ __all__ = ["IoLoop"]
 
 TICK_S = 0.004
 HOT_S = 0.004
+TAKE_OVER_S = 0.05
 
 
 class IoLoop:
@@ -37,6 +39,7 @@ class IoLoop:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._turn = threading.Lock()
+        self._in_thread = False
         self._wanted = False
         self._driven_at = 0.0
         self._stopping = threading.Event()
@@ -72,8 +75,7 @@ class IoLoop:
 
     def drive(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
         """Poll in this thread until ``ended()`` or ``timeout_s``; False at once if another thread polls."""
-        if not self._turn.acquire(blocking=False):
-            self._wanted = True
+        if not self._turn.acquire(blocking=False) and not self._take_over():
             return False
         try:
             main = threading.get_ident() == threading.main_thread().ident
@@ -91,6 +93,14 @@ class IoLoop:
             self._driven_at = time.monotonic()
             self._turn.release()
         return True
+
+    def _take_over(self) -> bool:
+        """Ask the I/O thread for the turn. False if another caller has it: its own wait may be long."""
+        if not self._in_thread:
+            return False
+        self._wanted = True
+        self.wake()
+        return self._turn.acquire(timeout=TAKE_OVER_S)
 
     def stop(self) -> None:
         """End the thread and free everything."""
@@ -112,10 +122,12 @@ class IoLoop:
                 continue
             try:
                 self._wanted = False
+                self._in_thread = True
                 while not self._wanted and not self._stopping.is_set():
                     self._take_in(self._epoll.poll())
                 self._driven_at = time.monotonic()  # somebody wants the turn: leave it to them
             finally:
+                self._in_thread = False
                 self._turn.release()
 
     def _take_in(self, ready: list[tuple[int, int]]) -> None:

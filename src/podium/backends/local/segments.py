@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 __all__ = ["Lease", "Segment", "SegmentPool", "map_segment"]
 
-KEPT_IDLE = 1 << 30  # bytes of idle segments that a process keeps
+KEPT_IDLE = 1 << 30  # bytes of idle segments that a process keeps; the longest idle go first
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -107,10 +107,9 @@ class SegmentPool:
         if segment.holders:
             return
         del self._used[segment.number]
-        if sum(idle.nbytes for idle in self._idle) + segment.nbytes <= KEPT_IDLE:
-            self._idle.append(segment)
-        else:
-            segment.free()
+        self._idle.append(segment)
+        while sum(idle.nbytes for idle in self._idle) > KEPT_IDLE:
+            self._idle.pop(0).free()
 
 
 class Lease:
@@ -143,6 +142,6 @@ def map_segment(fd: int, nbytes: int, release: Callable[[], Any]) -> Bytes:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to a page, and to an eighth of the next power of two, so that similar sizes share segments."""
-    step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 4))
+    """Up to a page, and to a sixteenth of the next power of two, so that similar sizes share segments."""
+    step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 5))
     return -(-nbytes // step) * step
