@@ -1,0 +1,1 @@
+"""From prompts to completions: loading and encoding prompts, sampling, and the engines that generate."""
