@@ -7,7 +7,7 @@ from typing import Literal
 
 from podium.errors import ConfigError
 
-__all__ = ["BatchConfig", "EvalConfig", "PlacementConfig", "RunConfig", "SaveConfig"]
+__all__ = ["CriticConfig", "EvalConfig", "ExampleBatch", "PlacementConfig", "PromptBatch", "RunConfig", "SaveConfig"]
 
 
 def _at_least(section: str, name: str, value: float, least: float) -> None:
@@ -37,16 +37,35 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig:
-    """How much data a step takes, and how it is cut. A row is one completion (GRPO, PPO) or one example (SFT)."""
+class PromptBatch:
+    """How much a GRPO or PPO step takes. Each prompt gets ``sampling.n`` completions; each completion is a row."""
 
-    prompts: int = 16  # prompts a step (SFT: examples); each gets sampling.n completions
-    minibatches: int = 1  # optimizer steps over the rows of one training step
-    epochs: int = 1  # times that those minibatches are gone through
+    prompts: int = 16  # prompts a step
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "minibatches", "epochs"):
-            _at_least("batch", name, getattr(self, name), 1)
+        _at_least("batch", "prompts", self.prompts, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleBatch:
+    """How much an SFT step takes."""
+
+    examples: int = 32  # examples a step, all of them in one optimizer step
+
+    def __post_init__(self) -> None:
+        _at_least("batch", "examples", self.examples, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic, where the advantage estimator reads values; what is not here it shares with the policy."""
+
+    path: str = ""  # directory or hub name of its model; empty: as the policy starts
+    lr: float = 1e-5  # its learning rate
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ConfigError(f"critic.lr = {self.lr}: expected a number that is not negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +75,6 @@ class PlacementConfig:
     layout: Literal["colocated", "split"] = "colocated"  # all roles on the same ranks, or the generator on its own
     ranks: int = 1  # data-parallel ranks of the policy and the roles beside it
     generator_ranks: int | None = None  # ranks of the generator when split; null: 1 when split
-    strategy: Literal["replicate", "fsdp2"] = "replicate"  # each rank a whole model, or a shard of it
 
     def __post_init__(self) -> None:
         _at_least("placement", "ranks", self.ranks, 1)
@@ -77,7 +95,7 @@ class PlacementConfig:
     @property
     def slots(self) -> int:
         """Host processes in all."""
-        return self.ranks + (self.generators if self.layout == "split" else 0)
+        return self.ranks if self.layout == "colocated" else self.ranks + self.generators
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,214 @@
+"""GRPO, PPO and their kin: one loop, with or without a critic.
+
+One step, from the controller; each line is a call to workers or a few tensor operations:
+
+    sample prompts ─▶ generate ─▶ score ─▶ log-probabilities ─▶ values ─▶ advantages ─▶ update ─▶ publish
+                      generator   grader   policy, reference    critic    here          policy,   generator
+                                                                                        critic
+
+Legend: B rows (completions) of a step, N tokens over all rows, P prompts, n completions a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+
+from podium.algorithms import (
+    AdvantageInputs,
+    compute_advantages,
+    kl_estimate,
+    loss_weights,
+    make_kl_controller,
+    penalise,
+)
+from podium.data import Batch, fields
+from podium.errors import RewardError
+from podium.rewards import RewardFn
+from podium.runtime import Cluster
+from podium.telemetry import CompletionsSampled, emit
+from podium.telemetry import metrics as names
+from podium.trainer.completions import CompletionsLog, Judged
+from podium.trainer.config import PPOConfig
+from podium.trainer.fitting import Trainer
+from podium.trainer.metrics import join_updates, mismatch, rollout_metrics
+from podium.trainer.prompts import Prompts
+from podium.trainer.roles import RoleWorkers
+from podium.trainer.seeds import completion_seeds, row_order
+
+__all__ = ["PPOTrainer"]
+
+_MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.KEPT)
+_UPDATE_INPUTS = (
+    *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS),
+    *(fields.VALUES, fields.RETURNS),
+)
+
+
+class PPOTrainer(Trainer[PPOConfig]):
+    """Trains a policy by reinforcement: GRPO and its kin, or PPO where the advantage estimator reads a critic.
+
+    >>> PPOTrainer(GRPOConfig(model=..., data=...), cluster="local").fit().accuracy_after  # doctest: +SKIP
+
+    Args:
+        config: a :class:`GRPOConfig` or :class:`PPOConfig`.
+        cluster: a connected cluster, which stays open, or the name of a backend to connect to for this run.
+        workers: a class of your own for any role ("policy", "reference", "critic", "generator"), or ``Mine.bind(...)``.
+        reward: a function to use in place of ``config.reward.name``.
+        show: progress and report on the terminal.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        cluster: Cluster | str = "local",
+        workers: RoleWorkers | None = None,
+        reward: RewardFn | None = None,
+        show: bool = True,
+    ) -> None:
+        super().__init__(config, cluster=cluster, workers=workers, reward=reward, show=show)
+        self.recipe = "ppo" if config.has_critic else config.algorithm.advantage.rpartition(":")[2]
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self, step: int) -> Mapping[str, float]:
+        """Train once. Returns the step's metrics, by their names in :mod:`podium.telemetry.metrics`."""
+        stage = self.clock.stage
+        with stage("prompts"):
+            prompts = self.prompts.take(self.config.batch.prompts)
+        with stage("generate"):
+            batch = self.generate(prompts, step)
+        with stage("score"):
+            judged = self.score(batch, prompts, step)
+            batch = batch.with_columns({fields.REWARDS: judged.rewards_B})
+        with stage("logprobs"):
+            batch = self.logprobs(batch)
+        with stage("values"):
+            batch = self.values(batch)
+        with stage("advantages"):
+            batch = self.advantages(batch)
+        with stage("update"):
+            updates = self.update(batch, step)
+        with stage("publish"):
+            self.roles.publish(step)
+        with stage("record"):
+            self.completions.write(step, judged, batch.jagged(fields.ADVANTAGES))
+            metrics = self.measure(batch, judged, updates)
+        return metrics
+
+    def generate(self, prompts: Prompts, step: int) -> Batch:
+        """``sampling.n`` completions of each prompt."""
+        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
+        return self.generator.generate(prompts.batch(seeds), self.sampling)
+
+    def score(self, batch: Batch, prompts: Prompts, step: int) -> Judged:
+        """Grades of the completions. If the reward fails, they are written before the error ends the run."""
+        ungraded = prompts.judged(batch, self.tokenizer)
+        try:
+            judged = prompts.graded(ungraded, self.grader)
+        except RewardError:
+            self.completions.write(step, ungraded, None)
+            self.completions.flush()
+            raise
+        if self.config.run.show_samples:
+            emit(CompletionsSampled(step, judged.samples(self.config.run.show_samples)))
+        return judged
+
+    def logprobs(self, batch: Batch) -> Batch:
+        """Log-probabilities under the policy before its update, and under the reference."""
+        inputs = _select(batch, _MODEL_INPUTS)
+        if self._needs_old_logprobs:
+            batch = batch.merge(self.roles.policy.logprobs(inputs))
+        if self.roles.reference is not None:
+            batch = batch.merge(self.roles.reference.logprobs(inputs))
+        return batch
+
+    def values(self, batch: Batch) -> Batch:
+        """The critic's value before each token, if there is a critic."""
+        critic = self.roles.critic
+        return batch if critic is None else batch.merge(critic.values(_select(batch, _MODEL_INPUTS)))
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Advantages, and with a critic returns, from rewards and the KL that counts as one."""
+        tokens, mask_N = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values
+        token_rewards_N = None
+        if self.config.algorithm.kl_in == "reward":
+            old_N, ref_N = batch.jagged(fields.OLD_LOGPROBS).values, batch.jagged(fields.REF_LOGPROBS).values
+            kl_N = kl_estimate(old_N, ref_N, self.config.algorithm.kl_estimator)
+            token_rewards_N = penalise(old_N.new_zeros(len(old_N)), kl_N, mask_N, self.kl.coef)
+        outputs = compute_advantages(
+            AdvantageInputs(
+                rewards_B=batch.dense(fields.REWARDS),
+                group_B=batch.dense(fields.GROUP),
+                mask_N=mask_N,
+                offsets_B1=tokens.offsets,
+                token_rewards_N=token_rewards_N,
+                values_N=batch.jagged(fields.VALUES).values if fields.VALUES in batch else None,
+            ),
+            self.config.algorithm,
+        )
+        batch = batch.with_columns({fields.ADVANTAGES: tokens.like(outputs.advantages_N.float())})
+        if outputs.returns_N is not None:
+            batch = batch.with_columns({fields.RETURNS: tokens.like(outputs.returns_N.float())})
+        return batch
+
+    def update(self, batch: Batch, step: int) -> list[Mapping[str, float]]:
+        """``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one."""
+        updates: list[Mapping[str, float]] = []
+        for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
+            pending = [self.roles.policy.update.submit(minibatch)]
+            if self.roles.critic is not None:
+                pending.append(self.roles.critic.update.submit(minibatch))
+            updates += [call.result() for call in pending]
+        return updates
+
+    def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
+        """The step's rows in the order in which they train, each with weights over the whole of its minibatch."""
+        algorithm = self.config.algorithm
+        size = len(batch) // algorithm.minibatches
+        for epoch in range(algorithm.epochs):
+            order = row_order(self.config.run.seed, step, epoch, len(batch))
+            for start in range(0, len(batch), size):
+                part = batch if size == len(batch) else batch.take(order[start : start + size])
+                mask = part.jagged(fields.LOSS_MASK)
+                weights_N = loss_weights(
+                    mask.values, mask.offsets, algorithm.aggregation, constant=self.sampling.max_new_tokens
+                )
+                yield part.with_columns({fields.LOSS_WEIGHTS: mask.like(weights_N)})
+
+    def measure(self, batch: Batch, judged: Judged, updates: list[Mapping[str, float]]) -> dict[str, float]:
+        """The step's metrics, and the next coefficient of the KL."""
+        metrics = rollout_metrics(batch, judged.correct_B, self.sampling.n) | join_updates(updates)
+        if fields.OLD_LOGPROBS in batch:  # after several updates theirs would compare a policy that has moved
+            metrics |= mismatch(batch)
+        metrics["policy/kl_coef"] = self.kl.coef
+        self.kl = self.kl.next(metrics.get(names.KL, 0.0))
+        return metrics
+
+    def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Tokens that each stage of a step dealt with; "generate" counts the sampled ones."""
+        stages = ["update", "step"]
+        stages += ["logprobs"] if self._needs_old_logprobs or self.roles.reference is not None else []
+        stages += ["values"] if self.roles.critic is not None else []
+        return {
+            "generate": metrics[names.LENGTH_MEAN] * self.config.rows,
+            **dict.fromkeys(stages, metrics[names.TOKENS]),
+        }
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """With one optimizer step a batch the policy is still the one that sampled, so the update's own
+        log-probabilities, detached, are the old ones: a forward pass saved. A KL in the reward needs them before."""
+        return self.config.algorithm.updates > 1 or self.config.algorithm.kl_in == "reward"
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def prepare(self, stack: ExitStack) -> None:
+        super().prepare(stack)
+        self.kl = make_kl_controller(self.config.algorithm)
+        self.completions = stack.enter_context(CompletionsLog(self.session.directory.completions_writer()))
+
+
+def _select(batch: Batch, columns: tuple[str, ...]) -> Batch:
+    return batch.select(*(name for name in columns if name in batch))

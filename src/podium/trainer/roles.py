@@ -1,0 +1,137 @@
+"""The roles of a run on their ranks: who is started where, and how new weights reach the generator.
+
+colocated   hosts 0..R-1: policy [reference] [critic] generator        the generator reads the policy's weights
+split       hosts 0..R-1: policy [reference] [critic]
+            hosts R..   : generator                                    weights are sent after each step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from podium.algorithms import PolicyLoss, SFTLoss, ValueLoss
+from podium.errors import ConfigError
+from podium.runtime import Bound, Cluster, ResourcePool, Worker, colocate
+from podium.trainer.config import PPOConfig, SFTConfig
+from podium.workers import Critic, Generator, Policy, Reference
+
+__all__ = ["ROLES", "Roles", "RoleWorkers", "bind_roles", "start_roles"]
+
+ROLES: Mapping[str, type[Worker]] = {
+    "policy": Policy,
+    "reference": Reference,
+    "critic": Critic,
+    "generator": Generator,
+}
+
+RoleWorkers = Mapping[str, type[Worker] | Bound[Any]]
+"""A user's own class for a role, or ``MyPolicy.bind(...)`` where its constructor takes other arguments."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Handles of the roles of one run, and the pools that they stand on."""
+
+    policy: Policy
+    generator: Generator | None = None
+    reference: Reference | None = None
+    critic: Critic | None = None
+    split: bool = False
+    pool: ResourcePool | None = None
+
+    def publish(self, version: int) -> None:
+        """Make the policy's weights, as they are now, those that the generator draws from."""
+        if self.generator is None:
+            return
+        if self.split:
+            # The call itself is the argument: it starts when the weights are there, and fails if they do not come.
+            self.generator.load_weights(self.policy.weights.submit().arg(), version)
+        else:
+            self.generator.refresh(version)
+
+    def close(self, cluster: Cluster) -> None:
+        """End the workers and give their slots back."""
+        for handle in (self.generator, self.critic, self.reference, self.policy):
+            if handle is not None:
+                handle.group.close()
+        if self.pool is not None:
+            cluster.release(self.pool)
+
+
+def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None) -> dict[str, Bound[Any]]:
+    """Each role of this configuration with its constructor's arguments, in the order in which they are made.
+
+    Raises:
+        ConfigError: ``workers`` names a role that there is not, or that this configuration does not use.
+    """
+    given = dict(workers or {})
+    arguments = _arguments(config)
+    for role in given:
+        if role not in arguments:
+            raise ConfigError(f"workers[{role!r}]: this run has no such role; its roles are {', '.join(arguments)}")
+    bound: dict[str, Bound[Any]] = {}
+    for role, kwargs in arguments.items():
+        worker = given.get(role, ROLES[role])
+        bound[role] = worker if isinstance(worker, Bound) else worker.bind(**kwargs)
+    return bound
+
+
+def start_roles(cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None) -> Roles:
+    """Start every role where ``config.placement`` puts it.
+
+    Raises:
+        PlacementError: the ranks or their devices cannot be had.
+        WorkerStartError: a constructor raised.
+    """
+    bound = bind_roles(config, workers)
+    placement = config.placement
+    parts = [dict(bound)]
+    if placement.layout == "split" and "generator" in bound:
+        parts = [{role: worker for role, worker in bound.items() if role != "generator"}]
+        parts.append({"generator": bound["generator"]})
+    ranks = [placement.ranks, placement.generators][: len(parts)]
+    pool = _pool(cluster, sum(ranks))
+    started: dict[str, Any] = {}
+    try:
+        for part, place in zip(parts, pool.split(ranks), strict=True):
+            started.update(cluster.start(colocate(**part), place, timeout_s=config.run.timeout_s))
+    except BaseException:
+        for handle in started.values():
+            handle.group.close()
+        cluster.release(pool)
+        raise
+    return Roles(**started, split=len(parts) > 1, pool=pool)
+
+
+def _arguments(config: PPOConfig | SFTConfig) -> dict[str, dict[str, Any]]:
+    model, parallel = config.model, config.parallel
+    if isinstance(config, SFTConfig):
+        roles: dict[str, dict[str, Any]] = {
+            "policy": {"model": model, "optim": config.optim, "parallel": parallel, "loss": SFTLoss()}
+        }
+        if config.eval.items:
+            roles["generator"] = {"model": model, "engine": config.engine}
+        return roles
+    roles = {
+        "policy": {"model": model, "optim": config.optim, "parallel": parallel, "loss": PolicyLoss(config.algorithm)}
+    }
+    if config.algorithm.needs_reference:
+        roles["reference"] = {"model": model, "parallel": parallel}
+    if config.has_critic:
+        own = replace(model, path=config.critic.path, config={}) if config.critic.path else model
+        roles["critic"] = {
+            "model": replace(own, lora=None),
+            "optim": replace(config.optim, lr=config.critic.lr),
+            "parallel": parallel,
+            "loss": ValueLoss(config.algorithm),
+        }
+    roles["generator"] = {"model": model, "engine": config.engine}
+    return roles
+
+
+def _pool(cluster: Cluster, slots: int) -> ResourcePool:
+    """One accelerator a slot where this cluster has them, else a share of the cores."""
+    gpus = max((node.resources.get("gpu", 0) for node in cluster.nodes), default=0)
+    return cluster.pool([slots], gpus=1 if gpus >= slots else 0)

@@ -1,0 +1,90 @@
+"""What a run holds open from its first moment to its last: directory, cluster, sinks, and an ear for signals."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from podium.errors import ConfigError
+from podium.runtime import Cluster, connect
+from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
+from podium.trainer.config import PPOConfig, SFTConfig
+from podium.trainer.interrupt import StopRequest, listen_for_stop
+from podium.trainer.loading import config_to_dict, config_to_yaml
+from podium.trainer.run_dir import RunDirectory
+
+__all__ = ["PRELOAD", "Session", "open_session", "run_config_path"]
+
+PRELOAD = ("torch", "transformers", "podium.workers")
+"""What local's fork server imports once, so that every worker has it at once."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """An open run. ``shown`` says whether the terminal shows it."""
+
+    directory: RunDirectory
+    cluster: Cluster
+    stop: StopRequest
+    shown: bool
+
+
+@contextmanager
+def open_session(
+    config: PPOConfig | SFTConfig, recipe: str, cluster: Cluster | str, *, show: bool
+) -> Iterator[Session]:
+    """Open everything a run needs, and close it in the reverse order, whatever happens.
+
+    Args:
+        cluster: a connected one, which stays open, or a backend's name, connected here with its logs in the run.
+        show: progress, events and log records on the terminal.
+
+    Raises:
+        ConfigError: the directory is another run's, a tracker is not installed, or there is no such backend.
+    """
+    with ExitStack() as stack:
+        directory = stack.enter_context(RunDirectory(_path(config, recipe), resume=bool(config.run.resume)))
+        directory.write_config(config_to_yaml(config))
+        stack.enter_context(directory.controller_log())
+        for sink in _sinks(config, directory, show=show):
+            stack.enter_context(sink)
+        if isinstance(cluster, str):
+            cluster = stack.enter_context(connect(cluster, log_dir=directory.logs.absolute(), preload=PRELOAD))
+        yield Session(directory, cluster, stack.enter_context(listen_for_stop()), show)
+
+
+def run_config_path(run: str) -> Path:
+    """The configuration of the run in directory ``run``. Raises ConfigError if there is none."""
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"no run at {run}: it has no config.yaml; give the directory of a run, such as runs/NAME")
+    return path
+
+
+def _path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
+    if config.run.resume:
+        return Path(config.run.resume)
+    if config.run.name:
+        return Path(config.run.dir) / config.run.name
+    stamp = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-{recipe}"
+    taken = [stamp, *(f"{stamp}-{number}" for number in range(2, 100))]
+    return next(path for name in taken if not (path := Path(config.run.dir) / name).exists())
+
+
+def _sinks(config: PPOConfig | SFTConfig, directory: RunDirectory, *, show: bool) -> Iterator[Sink]:
+    yield JsonlSink(directory.metrics_path)
+    yield TraceSink(directory.trace_path)
+    if show:
+        yield ConsoleSink()
+    name = directory.path.name
+    for tracker in config.run.trackers:
+        match tracker:
+            case "tensorboard":
+                yield TensorBoardSink(directory.path / "tensorboard")
+            case "wandb":
+                yield WandbSink("podium", name=name, config=config_to_dict(config), folder=directory.path)
+            case "trackio":
+                yield TrackioSink("podium", name=name, config=config_to_dict(config))
