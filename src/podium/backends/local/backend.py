@@ -39,6 +39,7 @@ from podium.backends.local.server import Spawn
 from podium.backends.local.wire import (
     ANSWER,
     CALL,
+    EMPTY,
     RELEASE,
     STATUSES,
     Inbound,
@@ -98,7 +99,7 @@ class LocalBackend(Backend):
         self._echo = LogEcho() if echo else None
         self._tokens = itertools.count(1)
         self._hosts: dict[int, _LocalHost] = {}
-        self._empty = pack({}, self.segments)
+        self._empty = Parcel(EMPTY, None)
         self._closed = False
         self._server_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server = _start_server(theirs, list(preload), self._private)
@@ -133,13 +134,7 @@ class LocalBackend(Backend):
         return f"file://{self._private}/rendezvous-{next(self._tokens)}"
 
     def pack(self, value: Any, readers: int) -> Parcel:
-        return (
-            pack(value, self.segments, "an argument")
-            if value
-            else self._empty
-            if value == {}
-            else pack(value, self.segments, "an argument")
-        )
+        return self._empty if value == {} else pack(value, self.segments, "an argument")
 
     def unpack(self, payload: Inbound) -> Any:
         return payload.read("the result")

@@ -21,6 +21,7 @@ from podium.backends.local.segments import SegmentPool
 from podium.backends.local.wire import (
     ANSWER,
     CALL,
+    EMPTY,
     RELEASE,
     STATUSES,
     Receiver,
@@ -126,6 +127,8 @@ class _HostProcess:
         if known is None:
             known = self._headers[header] = pickle.loads(header)
         target, method, wants, has_own = known
+        if not has_own and len(message) == at + len(EMPTY) and bytes(message[at:]) == EMPTY:
+            return call_id, target, method, wants, {}
         shared, at = read_parcel(message, at, fds, self._releases)
         own = read_parcel(message, at, fds, self._releases)[0] if has_own else None
         try:

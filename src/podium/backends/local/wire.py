@@ -27,7 +27,18 @@ from podium.backends.local.segments import Lease, SegmentPool, map_segment
 from podium.errors import SerializationError
 from podium.runtime.codec import decode, encode
 
-__all__ = ["ANSWER", "CALL", "INLINE_LIMIT", "RELEASE", "STATUSES", "Inbound", "Parcel", "Receiver", "Releases"]
+__all__ = [
+    "ANSWER",
+    "CALL",
+    "EMPTY",
+    "INLINE_LIMIT",
+    "RELEASE",
+    "STATUSES",
+    "Inbound",
+    "Parcel",
+    "Receiver",
+    "Releases",
+]
 __all__ += ["pack", "read_answer", "read_parcel", "released", "send_message"]
 
 INLINE_LIMIT = 32 << 10  # bytes of a parcel that still go in the message; below it, descriptors cost more than copies
@@ -50,6 +61,10 @@ _PARCEL = struct.Struct("<IIQQ")  # number of buffers, bytes of pickle, bytes of
 
 
 _CONSTANTS: dict[bytes, Any] = {pickle.dumps(value, 5): value for value in (None, True, False)}
+
+
+_NO_ARGUMENTS = pickle.dumps({}, 5)
+EMPTY = _PARCEL.pack(0, len(_NO_ARGUMENTS), len(_NO_ARGUMENTS), 0) + _NO_ARGUMENTS  # the parcel of a call without any
 
 
 class Parcel:
