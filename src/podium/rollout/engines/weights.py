@@ -72,6 +72,7 @@ def _empty_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     device = next(model.parameters()).device
     with torch.inference_mode(False), no_init_weights(), torch.device(device):
         twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    twin.tie_weights()
     return twin.eval().requires_grad_(False)
 
 

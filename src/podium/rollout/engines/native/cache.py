@@ -22,12 +22,13 @@ from torch import Tensor
 
 from podium.rollout.engines.native.weights import DecoderWeights
 
-__all__ = ["ROW_QUANTUM", "TIME_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class"]
+__all__ = ["ROW_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class"]
 
-# Results of a row depend on neither the number of rows nor the span of positions as long as both are multiples of
-# these: below 16 rows, and for spans that are no multiple of 16, BLAS takes kernels that sum in another order.
+# Results of a row depend on neither the number of rows nor the span of positions as long as both are multiples of 16
+# and the span is at least 32: elsewhere BLAS takes kernels that sum in another order.
 ROW_QUANTUM = 16
-TIME_QUANTUM = 16
+_TIME_QUANTUM = 16
+_SHORTEST_SPAN = 32
 
 
 class KVCache(ABC):
@@ -80,6 +81,9 @@ class KVCache(ABC):
         for tensor in (self._keys_by_time(), self.values):
             tensor[:, target, :, :until] = tensor[:, source, :, :until]
 
+    def _rounded(self, until: int) -> int:
+        return min(max(-(-until // _TIME_QUANTUM) * _TIME_QUANTUM, _SHORTEST_SPAN), self.length)
+
     @abstractmethod
     def _keys_by_time(self) -> Tensor:
         """The keys as a view ``[L, slot, kv, T, D]``."""
@@ -95,6 +99,9 @@ class GemmCache(KVCache):
         self.keys = torch.zeros(*shape, weights.head_dim, length, device=self.device)
         self.values = torch.zeros(*shape, length, weights.head_dim, device=self.device)
         self._dtype = weights.dtype
+        self._never = torch.tensor(float("-inf"), device=self.device)
+        self._views: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._views_for = (0, 0)
 
     @staticmethod
     def element_size(weights: DecoderWeights) -> int:
@@ -104,24 +111,37 @@ class GemmCache(KVCache):
         return self.keys.transpose(-1, -2)
 
     def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        until = min(-(-until // TIME_QUANTUM) * TIME_QUANTUM, self.length)
+        until = self._rounded(until)
         active, kv, group, dim = len(positions_A), self.kv_heads, self.group, self.head_dim
-        rows = self._rows[:active]
-        later = self._times[:until] > positions_A.view(active, 1, 1, 1)
-        bias = torch.zeros(later.shape).masked_fill_(later, float("-inf"))
-        bias = bias.expand(active, kv, 1, until).reshape(active * kv, 1, until)
-        scale, dtype = self._scale, self._dtype
+        views = self._views_of(active, until)
+        later = self._times[:until] > positions_A.view(active, 1, 1, 1).expand(active, kv, 1, 1)
+        bias = torch.where(later, self._never, 0.0).view(active * kv, 1, until)
+        place = (self._rows[:active], slice(None), slice(None), positions_A)
+        place_value = (self._rows[:active], slice(None), positions_A)
+        scale, cast = self._scale, self._dtype != torch.float32
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.keys[layer], self.values[layer]
-            keys[rows, :, :, positions_A] = key.float()
-            values[rows, :, positions_A] = value.float()
-            query = query.reshape(active * kv, group, dim).float()
-            scores = torch.baddbmm(bias, query, keys.flatten(0, 1)[: active * kv, :, :until], alpha=scale)
-            mixed = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1)[: active * kv, :until])
-            return mixed.view(active, kv * group * dim).to(dtype)
+            keys, values, seen_keys, seen_values = views[layer]
+            if cast:
+                query, key, value = query.float(), key.float(), value.float()
+            keys[place] = key
+            values[place_value] = value
+            scores = torch.baddbmm(bias, query.reshape(active * kv, group, dim), seen_keys, alpha=scale)
+            mixed = torch.bmm(torch.softmax(scores, -1), seen_values).view(active, kv * group * dim)
+            return mixed.to(self._dtype) if cast else mixed
 
         return attend
+
+    def _views_of(self, active: int, until: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of each layer: all keys, all values, and the part of them that is read, as batches of matrices."""
+        if self._views_for != (active, until):
+            self._views_for = (active, until)
+            rows = active * self.kv_heads
+            self._views = [
+                (keys, values, keys.flatten(0, 1)[:rows, :, :until], values.flatten(0, 1)[:rows, :until])
+                for keys, values in zip(self.keys, self.values, strict=True)
+            ]
+        return self._views
 
     def place(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
         until = keys.shape[3]
@@ -146,7 +166,7 @@ class SdpaCache(KVCache):
         return self.keys
 
     def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        until = min(-(-until // TIME_QUANTUM) * TIME_QUANTUM, self.length)
+        until = self._rounded(until)
         active, kv, group, dim = len(positions_A), self.kv_heads, self.group, self.head_dim
         rows = self._rows[:active]
         seen = self._times[:until] <= positions_A.view(active, 1, 1, 1)

@@ -35,9 +35,9 @@ class Decoder:
 
     def __init__(self, weights: DecoderWeights) -> None:
         self.weights = weights
-        self._qk_heads = weights.heads + weights.kv_heads
         self._q_size = weights.heads * weights.head_dim
-        self._qk_size = self._qk_heads * weights.head_dim
+        self._q_and_k = [weights.heads, weights.kv_heads]
+        self._qk_and_v = [weights.heads + weights.kv_heads, weights.kv_heads]
         # The norms' own short path pays in float32 on the CPU; elsewhere torch's rms_norm is one kernel, or as fast.
         self._short_norm = weights.dtype == torch.float32 and weights.device.type == "cpu"
         self._eps = torch.full((1, 1), weights.norm_eps, device=weights.device)
@@ -107,18 +107,18 @@ class Decoder:
         weights = self.weights
         layer = weights.layers[index]
         qkv = _apply(self._norm(hidden, layer.input_norm), layer.qkv)
-        qk = qkv[:, : self._qk_size].view(len(qkv), self._qk_heads, weights.head_dim)
+        qk, value = qkv.view(len(qkv), -1, weights.head_dim).split_with_sizes(self._qk_and_v, 1)
         if layer.qk_norm is not None:
             qk = self._head_norm(qk, layer.qk_norm)
         qk = torch.addcmul(qk * cos, qk.roll(weights.head_dim // 2, -1), sin)
-        value = qkv[:, self._qk_size :].view(len(qkv), weights.kv_heads, weights.head_dim)
-        return qk[:, : weights.heads], qk[:, weights.heads :], value
+        query, key = qk.split_with_sizes(self._q_and_k, 1)
+        return query, key, value
 
     def _feed_forward(self, hidden: Tensor, index: int) -> Tensor:
         layer = self.weights.layers[index]
         gate_up = _apply(self._norm(hidden, layer.mlp_norm), layer.gate_up)
-        size = gate_up.shape[1] // 2
-        return _add(hidden, self.weights.activation(gate_up[:, :size]).mul_(gate_up[:, size:]), layer.down)
+        gate, up = gate_up.chunk(2, 1)
+        return _add(hidden, self.weights.activation(gate).mul_(up), layer.down)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return _apply(self._norm(hidden, self.weights.final_norm), self.weights.head).float()
@@ -141,7 +141,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 
 def _apply(x: Tensor, dense: Dense) -> Tensor:
-    return x @ dense.weight_t if dense.bias is None else torch.addmm(dense.bias, x, dense.weight_t)
+    return torch.mm(x, dense.weight_t) if dense.bias is None else torch.addmm(dense.bias, x, dense.weight_t)
 
 
 def _add(residual: Tensor, x: Tensor, dense: Dense) -> Tensor:

@@ -113,11 +113,15 @@ class SlotLoop:
         longest = int(self._bases[live].max())
         stops = bool(self._params.stop_token_ids)
         while self._step_number < soonest:
-            if stops and self._step_number % interval == 0 and bool(self._stopped.any()):
+            if stops and self._step_number % interval == 0 and bool((self._host_stopped() & live).any()):
                 break
             self._step(longest + self._step_number + 1)
             self._step_number += 1
         self._retire()
+
+    def _host_stopped(self) -> np.ndarray:
+        """Which slots have drawn a stop token; free slots draw too, and may have."""
+        return self._stopped.cpu().numpy()
 
     def _step(self, until: int) -> None:
         tokens, positions, drawn, owners = self._views
@@ -146,7 +150,7 @@ class SlotLoop:
         live = self._live()
         finished = live & (self._ends <= self._step_number)
         if len(self._stops):
-            finished |= live & self._stopped.cpu().numpy()
+            finished |= live & self._host_stopped()
         slots = finished.nonzero()[0]
         if len(slots):
             self._free(slots)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from podium.rollout.engines.native.fusion import joined
@@ -110,7 +111,7 @@ def read_weights(model: Any) -> DecoderWeights:
         layers=tuple(_read_layer(layer, heads, kv_heads) for layer in decoder.layers),
         final_norm=decoder.norm.weight.data,
         head=_dense(model.lm_head),
-        activation=decoder.layers[0].mlp.act_fn,
+        activation=F.silu if config.hidden_act == "silu" else decoder.layers[0].mlp.act_fn,
         rotary=tables,
         heads=heads,
         kv_heads=kv_heads,

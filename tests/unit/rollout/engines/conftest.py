@@ -1,0 +1,113 @@
+"""Tiny models of each family, and what a training forward pass says about completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from podium.rollout.sampling import Completion
+
+VOCABULARY = 97
+MakeModel = Callable[..., Any]
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def _llama(**changes: Any) -> Any:
+    shape = {**_SHAPE, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
+    return LlamaForCausalLM(LlamaConfig(**{**shape, "rope_parameters": _LLAMA3_ROPE, **changes}))
+
+
+def _qwen2(**changes: Any) -> Any:
+    return Qwen2ForCausalLM(Qwen2Config(**{**_SHAPE, "num_key_value_heads": 4, **changes}))
+
+
+def _qwen3(**changes: Any) -> Any:
+    shape = {**_SHAPE, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
+    return Qwen3ForCausalLM(Qwen3Config(**{**shape, **changes}))
+
+
+def _gpt2(**changes: Any) -> Any:
+    shape = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    return GPT2LMHeadModel(GPT2Config(**{**shape, "bos_token_id": None, "eos_token_id": None, **changes}))
+
+
+_FAMILIES: dict[str, MakeModel] = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gpt2": _gpt2}
+
+
+@pytest.fixture
+def make_model() -> MakeModel:
+    """``make_model(family, seed=0, **config)``: random weights, biases and norms far from their defaults."""
+
+    def make(family: str, seed: int = 0, **changes: Any) -> Any:
+        torch.manual_seed(seed)
+        model = _FAMILIES[family](**changes).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3 if "norm" in name else 0.05)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    """Ten prompts of 2 to 29 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(2, 30, (10,), generator=generator).tolist()
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def trained_logprobs(model: Any, prompt: Sequence[int], completion: Completion, temperature: float) -> Tensor:
+    """Log-probabilities of a completion by one forward pass over the whole sequence, as a trainer computes them."""
+    sequence = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(sequence, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+    if completion.kept is not None:
+        outside = torch.ones_like(logits, dtype=torch.bool)
+        for position in range(len(completion)):
+            outside[position, completion.kept.at(position)] = False
+        logits = logits.masked_fill(outside, float("-inf"))
+    return torch.log_softmax(logits, -1).gather(1, completion.token_ids.unsqueeze(1)).squeeze(1)
+
+
+def same(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
+    """Whether two lists of completions are equal bit by bit."""
+    return len(first) == len(second) and all(
+        torch.equal(a.token_ids, b.token_ids)
+        and torch.equal(a.logprobs, b.logprobs)
+        and a.finish_reason == b.finish_reason
+        for a, b in zip(first, second, strict=True)
+    )
