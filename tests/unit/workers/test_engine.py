@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from podium.algorithms import PartialMetrics, SFTLoss, SFTLossInputs, loss_weights, partial_metrics
+from podium.data import Batch
+from podium.errors import ConfigError, PodiumError
+from podium.workers import MicroLoss, OptimConfig, ParallelConfig, StepResult, TrainEngine, load_model
+from podium.workers.micro_batches import MicroBatch
+from podium.workers.models import ModelConfig
+from podium.workers.scoring import score_tokens
+from tests.unit.workers.tiny import TINY, oracle_logprobs, recorded
+
+NOTHING = PartialMetrics(torch.zeros(()), {}, {})
+
+
+def make_engine(optim: OptimConfig | None = None, model: ModelConfig = TINY, **parallel: Any) -> TrainEngine:
+    return TrainEngine(
+        load_model(model),
+        optim=optim or OptimConfig(lr=1e-2),
+        parallel=ParallelConfig(**parallel),
+        device=torch.device("cpu"),
+    )
+
+
+def sft_step(engine: TrainEngine, batch: Batch, scale: float = 1.0) -> StepResult:
+    def compute(micro: MicroBatch) -> MicroLoss:
+        loss = SFTLoss()(SFTLossInputs(logprobs_N=score_tokens(engine.model, micro).logprobs))
+        weights = micro.columns["loss_weights"]
+        return MicroLoss((weights * loss.loss_N).sum() * scale, partial_metrics(loss, weights))
+
+    return engine.step(batch, compute, NOTHING, columns=("loss_weights",))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"micro_batch_tokens": 30}, {"layout": "packed"}, {"layout": "packed", "micro_batch_tokens": 30}],
+    ids=["padded-30", "packed", "packed-30"],
+)
+def test_steps_do_not_depend_on_how_the_batch_is_cut(parallel: dict[str, Any]) -> None:
+    whole, parts, batch = make_engine(), make_engine(**parallel), recorded()
+    for _ in range(5):
+        one, other = sft_step(whole, batch), sft_step(parts, batch)
+        assert other.loss == pytest.approx(one.loss, abs=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+
+
+def test_a_step_is_adamw_on_the_weighted_sum() -> None:
+    engine, batch, oracle = make_engine(OptimConfig(lr=1e-2, grad_clip=0.5)), recorded(), load_model(TINY)
+    optimizer = torch.optim.AdamW(oracle.parameters(), lr=1e-2, weight_decay=0.0)
+    weights = batch.jagged("loss_weights")
+    for _ in range(3):
+        terms: list[Tensor] = []
+        for row, weight in zip(batch.jagged("tokens").unbind(), weights.unbind(), strict=True):
+            logits = oracle(row[None]).logits[0, :-1]
+            terms.append((weight[1:] * torch.nn.functional.cross_entropy(logits, row[1:], reduction="none")).sum())
+        loss = torch.stack(terms).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        optimizer.step()
+        result = sft_step(engine, batch)
+        assert result.loss == pytest.approx(float(loss.detach()), abs=1e-5)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
+        assert result.grad_norm > 0.5  # so that clipping took part
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    plain = make_engine()
+    checkpointed = make_engine(model=ModelConfig(**{**vars(TINY), "gradient_checkpointing": True}))
+    for _ in range(3):
+        assert sft_step(checkpointed, recorded()).loss == pytest.approx(sft_step(plain, recorded()).loss, abs=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted() -> None:
+    engine = make_engine()
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    result = sft_step(engine, recorded(), scale=math.inf)
+    assert result.skipped
+    assert not math.isfinite(result.grad_norm)
+    assert (engine.step_count, engine.skipped_count) == (1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+    assert not sft_step(engine, recorded()).skipped  # and the next step is a good one
+    assert engine.skipped_count == 1
+    with pytest.raises(PodiumError, match="not finite"):
+        sft_step(make_engine(OptimConfig(non_finite="error")), recorded(), scale=math.inf)
+
+
+def test_the_learning_rate_follows_the_step() -> None:
+    engine = make_engine(OptimConfig(lr=1.0, warmup_steps=2))
+    assert [sft_step(engine, recorded()).learning_rate for _ in range(3)] == [0.5, 1.0, 1.0]
+
+
+def test_an_empty_batch_is_a_step_of_loss_zero() -> None:
+    engine = make_engine()
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    result = sft_step(engine, recorded().slice(0, 0))
+    assert (result.loss, result.grad_norm, result.metrics) == (0.0, 0.0, {})
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+
+
+def test_evaluation_fills_token_columns_and_leaves_no_gradient() -> None:
+    engine, batch = make_engine(micro_batch_tokens=30), recorded()
+    out = engine.evaluate(batch, lambda micro: {"logprobs": score_tokens(engine.model, micro).logprobs}, ("logprobs",))
+    mask = batch.jagged("loss_mask").values
+    alone = torch.cat([oracle_logprobs(engine.model, row) for row in batch.jagged("tokens").unbind()]) * mask
+    assert torch.allclose(out["logprobs"].values, alone, atol=1e-5)
+    assert all(p.grad is None for p in engine.model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean", "sequence-sum-constant"])
+def test_weights_made_here_are_those_of_the_algorithm(mode: Any) -> None:
+    batch = recorded()
+    got = make_engine().loss_weights(batch, mode, constant=7.0)
+    expected = loss_weights(batch.jagged("loss_mask").values, batch.jagged("tokens").offsets, mode, constant=7.0)
+    assert torch.allclose(got.values, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_compiled_layers_give_the_same_steps() -> None:
+    plain, compiled = make_engine(), make_engine(compile=True)
+    for _ in range(2):
+        assert sft_step(compiled, recorded()).loss == pytest.approx(sft_step(plain, recorded()).loss, abs=1e-5)
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.strategy='ddp'"):
+        ParallelConfig(strategy="ddp")
+    with pytest.raises(ConfigError, match=r"parallel\.layout='dense'"):
+        ParallelConfig(layout="dense")
+    with pytest.raises(ConfigError, match=r"precision='fp8'"):
+        ParallelConfig(precision="fp8")
+    with pytest.raises(ConfigError, match=r"torch\.distributed"):
+        make_engine(strategy="fsdp2")
+    with pytest.raises(PodiumError, match="only evaluates"):
+        engine = TrainEngine(load_model(TINY), optim=None, parallel=ParallelConfig(), device=torch.device("cpu"))
+        sft_step(engine, recorded())

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from podium.errors import ConfigError
+from podium.workers import LoraConfig, ModelConfig, load_model
+from podium.workers.models import save_pretrained
+from podium.workers.tokenizers import load_tokenizer
+from podium.workers.weights import copy_weights, full_weights, is_plain
+from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY
+
+IDS = torch.tensor([[4, 9, 15, 7, 7, 12]])
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_from_scratch_follows_the_seed_alone_and_leaves_torchs_generator() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = load_model(TINY)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert same(first, load_model(TINY))
+    assert not same(first, load_model(replace(TINY, seed=4)))
+
+
+def test_from_scratch_takes_vocabulary_and_special_tokens_from_the_tokenizer() -> None:
+    config = load_model(TINY).config
+    assert (config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id) == (16, 0, 1, 2)
+    assert load_model(replace(TINY, config={**SHAPE, "vocab_size": 40})).config.vocab_size == 40
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "qwen33"}, "did you mean 'qwen3'"),
+        ({**SHAPE, "hiden_size": 8}, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
+    ],
+)
+def test_wrong_architectures_name_the_key_and_the_nearest(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model(replace(TINY, config=config))
+
+
+def test_wrong_settings_fail_where_they_are_built(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"either model\.path"):
+        ModelConfig()
+    with pytest.raises(ConfigError, match=r"needs model\.tokenizer"):
+        ModelConfig(config=SHAPE)
+    with pytest.raises(ConfigError, match=r"model\.dtype='float31'"):
+        ModelConfig(path="x", dtype="float31")
+    with pytest.raises(ConfigError, match="nothing-here"):
+        load_model(ModelConfig(path=str(tmp_path / "nothing-here")))
+    with pytest.raises(ConfigError, match=r"model\.lora"):
+        load_model(replace(TINY, lora=LoraConfig(targets=("no_such_layer",))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_models_load_with_transformers_in_the_dtype_they_had(tmp_path: Path, dtype: str) -> None:
+    model = load_model(replace(TINY, dtype=dtype))
+    save_pretrained(model, dict(full_weights(model)), tmp_path, load_tokenizer(TINY.tokenizer))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == getattr(torch, dtype)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("1+2") == [5, 14, 6]
+    again = load_model(ModelConfig(path=str(tmp_path), dtype=dtype))
+    assert same(again, model)
+
+
+def test_adapters_train_alone_and_merge_into_the_weights(tmp_path: Path) -> None:
+    model = load_model(ADAPTED)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if "lora_" in name
+    }
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    merged = load_model(TINY)
+    plain = merged(IDS).logits
+    copy_weights(full_weights(model), merged)
+    assert torch.allclose(merged(IDS).logits, model(IDS).logits, atol=1e-4)
+    assert not torch.allclose(merged(IDS).logits, plain, atol=1e-2)
+    assert is_plain(merged)
+    assert not is_plain(model)
+    save_pretrained(model, dict(full_weights(model)), tmp_path, None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.allclose(loaded(IDS).logits, merged(IDS).logits, atol=1e-5)
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    from podium.errors import CheckpointError
+
+    model = load_model(TINY)
+    weights = dict(full_weights(model))
+    with pytest.raises(CheckpointError, match=r"leave out 1 .*model\.norm\.weight"):
+        copy_weights({name: value for name, value in weights.items() if name != "model.norm.weight"}, model)
+    with pytest.raises(CheckpointError, match="extra"):
+        copy_weights({**weights, "extra": torch.zeros(1)}, model)

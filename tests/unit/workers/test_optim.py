@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from podium.errors import ConfigError
+from podium.workers import OptimConfig, learning_rate, load_model
+from podium.workers.optim import build_optimizer
+from tests.unit.workers.tiny import TINY
+
+
+def rates(config: OptimConfig, steps: int) -> list[float]:
+    return [learning_rate(config, step) for step in range(steps)]
+
+
+def test_warm_up_rises_to_the_peak_and_stays_there() -> None:
+    assert rates(OptimConfig(lr=1.0, warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_and_cosine_reach_zero_at_the_end_and_stay_there() -> None:
+    linear = rates(OptimConfig(lr=1.0, schedule="linear", warmup_steps=1, total_steps=5), 8)
+    assert linear == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]
+    cosine = rates(OptimConfig(lr=2.0, schedule="cosine", total_steps=4), 6)
+    assert cosine == pytest.approx([2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, r"optim\.lr=-1"),
+        ({"betas": (0.9, 1.0)}, r"optim\.betas"),
+        ({"schedule": "cosin"}, r"optim\.schedule='cosin'.*cosine"),
+        ({"schedule": "linear"}, r"optim\.total_steps=0"),
+        ({"non_finite": "ignore"}, r"optim\.non_finite='ignore'"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimConfig(**settings)
+
+
+def test_weight_decay_spares_norms() -> None:
+    model = load_model(TINY)
+    optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.1))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 0.95 if parameter.dim() >= 2 else 1.0
+        assert torch.allclose(parameter, before[name] * factor), name

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from podium.algorithms import AlgorithmConfig, PolicyLoss, SFTLoss
+from podium.data import Batch, Jagged
+from podium.errors import CheckpointError, ConfigError, DataError
+from podium.rollout.sampling import SamplingParams
+from podium.workers import Critic, Generator, ModelConfig, OptimConfig, ParallelConfig, Policy, Reference
+from tests.unit.workers.tiny import ADAPTED, TINY, oracle_logprobs, recorded
+
+OPTIM = OptimConfig(lr=3e-3)
+PROMPTS = Batch(
+    {
+        "prompt_tokens": Jagged.from_rows([torch.tensor([5, 14, 6, 15]), torch.tensor([9, 15])]),
+        "seed": torch.arange(6).view(2, 3),
+        "group": torch.tensor([7, 4]),
+    }
+)
+SAMPLING = SamplingParams(max_new_tokens=12, n=3, temperature=0.7, stop_token_ids=(2,))
+
+
+def values_of(batch: Batch, name: str) -> torch.Tensor:
+    return batch.jagged(name).values
+
+
+def colocated(worker: Any, **others: Any) -> Any:
+    worker.ctx = replace(worker.ctx, colocated=MappingProxyType(others))
+    return worker
+
+
+def test_logprobs_are_those_of_the_model_at_the_batchs_temperature() -> None:
+    policy, batch = Policy(TINY), recorded(temperature=0.7)
+    out = policy.logprobs(batch)
+    alone = torch.cat([oracle_logprobs(policy.model, row, 0.7) for row in batch.jagged("tokens").unbind()])
+    assert torch.allclose(values_of(out, "old_logprobs"), alone * values_of(batch, "loss_mask"), atol=1e-5)
+    entropy = values_of(out, "entropy")[values_of(batch, "loss_mask")]
+    assert bool((entropy > 0).all())
+    assert float(entropy.max()) <= float(torch.tensor(16.0).log()) + 1e-5
+
+
+def test_sft_lowers_the_loss_and_knows_no_advantages() -> None:
+    policy = Policy(TINY, OPTIM, loss=SFTLoss())
+    batch = recorded().select("tokens", "loss_mask", "loss_weights")
+    losses = [policy.update(batch)["loss"] for _ in range(8)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_a_policy_update_reports_the_whole_minibatch() -> None:
+    policy = Policy(TINY, OPTIM, loss=PolicyLoss(AlgorithmConfig(kl_in="loss", kl_coef=0.1)))
+    batch = recorded()
+    batch = batch.merge(policy.logprobs(batch))
+    metrics = policy.update(batch)
+    mask = values_of(batch, "loss_mask")
+    old, rollout = values_of(batch, "old_logprobs")[mask], values_of(batch, "rollout_logprobs")[mask]
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch/mean"] == pytest.approx(float((old - rollout).abs().mean()), rel=1e-4)
+    assert metrics["mismatch/max"] == pytest.approx(float((old - rollout).abs().max()), rel=1e-4)
+    assert metrics["policy/entropy"] == pytest.approx(float(values_of(batch, "entropy")[mask].mean()), rel=1e-4)
+    assert metrics["policy/learning_rate"] == OPTIM.lr
+    assert metrics["policy/grad_norm"] > 0
+    assert metrics["policy/skipped_steps"] == 0.0
+    again = policy.update(batch)
+    assert again["policy/ratio_max"] > 1.0
+    assert again["policy/approx_kl"] > 0
+
+
+def test_without_old_logprobs_the_first_step_is_that_of_the_unchanged_policy() -> None:
+    batch = recorded()
+    one, other = Policy(TINY, OPTIM), Policy(TINY, OPTIM)
+    first = one.update(batch.merge(one.logprobs(batch)))
+    second = other.update(batch.drop("old_logprobs"))
+    assert second["loss"] == pytest.approx(first["loss"], abs=1e-6)
+    assert second["policy/grad_norm"] == pytest.approx(first["policy/grad_norm"], rel=1e-5)
+
+
+def test_weights_are_made_when_the_batch_has_none() -> None:
+    batch, loss = recorded(), PolicyLoss(AlgorithmConfig(aggregation="token-mean"))
+    given = Policy(TINY, OPTIM, loss=loss).update(batch)
+    made = Policy(TINY, OPTIM, loss=loss).update(batch.drop("loss_weights"))
+    assert made["loss"] == pytest.approx(given["loss"], abs=1e-6)
+
+
+def test_a_missing_column_is_named() -> None:
+    with pytest.raises(DataError, match="'advantages'"):
+        Policy(TINY, OPTIM).update(recorded().drop("advantages"))
+
+
+def test_an_entropy_bonus_raises_the_entropy() -> None:
+    batch = recorded().with_columns(advantages=recorded().jagged("advantages").like(torch.zeros(101)))
+    policy = Policy(TINY, OptimConfig(lr=1e-2), loss=PolicyLoss(AlgorithmConfig(entropy_coef=1.0)))
+    entropies = [policy.update(batch.drop("old_logprobs", "rollout_logprobs"))["policy/entropy"] for _ in range(6)]
+    assert entropies[-1] > entropies[0] + 0.02
+
+
+def test_the_critic_starts_at_zero_and_learns_the_returns() -> None:
+    critic, batch = Critic(TINY, OptimConfig(lr=1e-2)), recorded()
+    values = critic.values(batch)
+    assert not values_of(values, "values").any()
+    first = critic.update(batch.merge(values))
+    returns = values_of(batch, "returns")[values_of(batch, "loss_mask")]
+    assert first["value/loss"] == pytest.approx(float(returns.square().mean()) / 2, rel=1e-4)
+    assert first["value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    for _ in range(30):
+        batch = batch.merge(critic.values(batch))
+        last = critic.update(batch)
+    assert last["value/explained_variance"] > 0.2
+    assert last["value/loss"] < first["value/loss"]
+
+
+def test_the_reference_stays_and_shares_an_adapted_policys_weights() -> None:
+    batch = recorded()
+    own = values_of(Reference(TINY).logprobs(batch), "ref_logprobs")
+    policy = Policy(ADAPTED, OptimConfig(lr=1e-2))
+    reference = Reference.__new__(Reference, TINY)
+    colocated(reference, policy=policy).__init__(ADAPTED)
+    for _ in range(2):
+        policy.update(batch)
+        assert torch.allclose(values_of(reference.logprobs(batch), "ref_logprobs"), own, atol=1e-5)
+    assert not torch.allclose(values_of(policy.logprobs(batch), "old_logprobs"), own, atol=1e-3)
+    assert reference.engine is policy.engine
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, top_p=0.8, top_k=6)], ids=["all", "top-p"])
+@pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["plain", "lora"])
+def test_a_colocated_generator_samples_from_the_policy_as_it_is_now(model: ModelConfig, sampling: SamplingParams) -> None:
+    policy = Policy(model, OptimConfig(lr=1e-2))
+    generator = colocated(Generator(model), policy=policy)
+    for version in range(3):
+        generator.refresh(version)
+        out = generator.generate(PROMPTS, sampling)
+        trained = values_of(policy.logprobs(out), "old_logprobs")
+        assert torch.allclose(values_of(out, "rollout_logprobs"), trained, atol=1e-5)
+        mask = values_of(out, "loss_mask")
+        assert values_of(out, "versions")[mask].unique().tolist() == [version]
+        policy.update(out.with_columns(advantages=out.jagged("tokens").like(torch.randn(len(mask)) * mask)))
+
+
+def test_generated_rows_hold_prompt_and_completion_and_their_group() -> None:
+    out = Generator(TINY).generate(PROMPTS, SAMPLING)
+    assert len(out) == 6
+    assert out.dense("group").tolist() == [7, 7, 7, 4, 4, 4]
+    assert out.meta["temperature"] == 0.7
+    heads = PROMPTS.jagged("prompt_tokens").unbind()
+    for row, (ids, mask) in enumerate(zip(out.jagged("tokens").unbind(), out.jagged("loss_mask").unbind(), strict=True)):
+        head = heads[row // 3]
+        assert torch.equal(ids[: len(head)], head)
+        assert mask.tolist() == [False] * len(head) + [True] * (len(ids) - len(head))
+        assert out.python("finish_reason")[row] == ("stop" if int(ids[-1]) == 2 else "length")
+    assert len(Generator(TINY).generate(PROMPTS.slice(0, 0), SAMPLING)) == 0
+
+
+def test_a_split_generator_takes_weights_that_are_sent() -> None:
+    policy = Policy(replace(TINY, seed=9), OPTIM)
+    generator = Generator(TINY)
+    generator.load_weights(policy.weights(), 4)
+    out = generator.generate(PROMPTS, SAMPLING)
+    trained = values_of(policy.logprobs(out), "old_logprobs")
+    assert torch.allclose(values_of(out, "rollout_logprobs"), trained, atol=1e-5)
+    assert int(values_of(out, "versions").max()) == 4
+    with pytest.raises(ConfigError, match="colocated policy"):
+        generator.refresh(5)
+    with pytest.raises(ConfigError, match="refresh"):
+        colocated(Generator(TINY), policy=policy).load_weights(policy.weights(), 5)
+    with pytest.raises(DataError, match="seed"):
+        generator.generate(PROMPTS, replace(SAMPLING, n=2))
+
+
+@pytest.mark.parametrize("kind", [Policy, Critic])
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, kind: type[Policy | Critic]) -> None:
+    optim = OptimConfig(lr=3e-3, schedule="cosine", warmup_steps=2, total_steps=10)
+    whole, batch = kind(TINY, optim), recorded()
+    for _ in range(3):
+        whole.update(batch)
+    whole.save(str(tmp_path / "at3"))
+    random = torch.get_rng_state()
+    expected = [whole.update(batch) for _ in range(3)]
+    torch.manual_seed(123)
+    resumed = kind(replace(TINY, seed=77), optim)
+    resumed.load(str(tmp_path / "at3"))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [resumed.update(batch) for _ in range(3)] == expected
+
+
+def test_checkpoints_that_are_missing_or_of_another_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        Policy(TINY, OPTIM).load(str(tmp_path / "nowhere"))
+    Policy(TINY, OPTIM).save(str(tmp_path / "policy"))
+    with pytest.raises(CheckpointError, match="another model"):
+        Critic(TINY, OPTIM).load(str(tmp_path / "policy"))
+
+
+def test_save_pretrained_is_a_model_to_start_from(tmp_path: Path) -> None:
+    policy, batch = Policy(ADAPTED, OptimConfig(lr=1e-2)), recorded()
+    policy.update(batch)
+    policy.save_pretrained(str(tmp_path))
+    again = Policy(ModelConfig(path=str(tmp_path)), parallel=ParallelConfig(layout="packed"))
+    one, other = (values_of(p.logprobs(batch), "old_logprobs") for p in (policy, again))
+    assert torch.allclose(one, other, atol=1e-5)
