@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError, DeadlineExceeded
 from podium.runtime.call import Call
 from podium.runtime.dispatch import World
 from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of
@@ -19,6 +20,8 @@ __all__ = ["Colocated", "WorkerGroup", "WorkerHandle"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+SOON_S = 2.0  # deadlines below it are not left to the watch's next tick
 
 
 class WorkerGroup:
@@ -32,6 +35,7 @@ class WorkerGroup:
         self.timeout_s = timeout_s
         self._waiting: deque[tuple[Call[Any], EndpointSpec, tuple[Any, ...], dict[str, Any]]] = deque()
         self._waiting_lock = threading.RLock()
+        self._forget_tick: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.world_size}]"
@@ -102,12 +106,15 @@ class WorkerGroup:
         """Submit one call of an endpoint; a call whose arguments are unfinished calls waits for them, and so do the
         calls behind it."""
         call: Call[Any] = Call(f"{self.name}.{spec.name}", timeout_s or self.timeout_s)
-        unfinished = [v.call for v in (*args, *kwargs.values()) if type(v) is CallArgument and not v.call.done()]
+        unfinished = _unfinished(args, kwargs)
         if not unfinished and not self._waiting:
             self._launch(call, spec, args, kwargs)
             return call
         with self._waiting_lock:
             self._waiting.append((call, spec, args, kwargs))
+            self._forget_tick = self._forget_tick or self._hosts.watch.every_tick(self._tick)
+        if call.timeout_s < SOON_S:
+            self._hosts.watch.later(call.timeout_s, lambda: self._tick(time.monotonic()))
         call.when_done(self._advance)
         for producer in unfinished:
             producer.when_done(self._advance)
@@ -124,17 +131,30 @@ class WorkerGroup:
         with self._waiting_lock:
             while self._waiting:
                 call, spec, args, kwargs = self._waiting[0]
-                if not call.done() and any(
-                    type(v) is CallArgument and not v.call.done() for v in (*args, *kwargs.values())
-                ):
+                if not call.done() and _unfinished(args, kwargs):
                     return
                 self._waiting.popleft()
                 if call.done():
                     continue
                 try:
                     self._launch(call, spec, args, kwargs)
-                except PodiumError as error:
+                except Exception as error:  # noqa: BLE001 - nobody waits here: it belongs to the call, whatever it is
                     call.fail(error)
+            if self._forget_tick is not None:
+                self._forget_tick()
+                self._forget_tick = None
+
+    def _tick(self, now: float) -> None:
+        """Waiting for an argument counts: a deadline is fixed at submission."""
+        for call, spec, args, kwargs in list(self._waiting):
+            if now >= call.deadline and not call.done():
+                waits_for = ", ".join(producer.label for producer in _unfinished(args, kwargs)) or "the calls before it"
+                call.fail(
+                    DeadlineExceeded(
+                        f"{call.label} passed its deadline of {call.timeout_s:g} s while it waited for {waits_for}",
+                        method=spec.name,
+                    )
+                )
 
     def _launch(self, call: Call[Any], spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args or kwargs:
@@ -144,6 +164,11 @@ class WorkerGroup:
         wanted = spec.collect.ranks(split)
         out = Outgoing(self.name, spec.name, split.ranks, split.shared, split.own, wanted, spec.concurrent)
         self._hosts.launch(call, out, lambda results: spec.collect.collect(call.label, results, split))
+
+
+def _unfinished(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call[Any]]:
+    """The calls among the arguments that are not done."""
+    return [v.call for v in (*args, *kwargs.values()) if type(v) is CallArgument and not v.call.done()]
 
 
 class WorkerHandle:

@@ -32,6 +32,8 @@ from podium.runtime.worker import Bound, Worker
 
 __all__ = ["Failure", "Host", "Outcome", "Status"]
 
+LOOP_END_S = 1.0  # for async endpoints that still run when their host shuts down
+
 _COLLECTIVE_HINTS = ("gloo", "nccl", "Connection closed by peer", "Connection reset", "ProcessGroup", "Broken pipe")
 
 
@@ -78,13 +80,15 @@ class Outcome(NamedTuple):
 
 
 class _Running:
-    __slots__ = ("label", "since", "task", "thread")
+    __slots__ = ("cancelled", "coroutine", "label", "since", "task", "thread")
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.since = time.monotonic()
         self.thread = threading.get_ident()
         self.task: asyncio.Task[Any] | None = None
+        self.coroutine: Coroutine[Any, Any, Any] | None = None
+        self.cancelled = False
 
 
 class Host:
@@ -100,6 +104,7 @@ class Host:
         self._running: dict[int, _Running] = {}
         self._cancelled: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._functions: dict[tuple[str, str], tuple[Callable[..., Any], WorkerContext | None]] = {}
         self._owns_process_group = False
@@ -156,19 +161,29 @@ class Host:
     def _await(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="podium-loop", daemon=True).start()
+            self._loop_thread = threading.Thread(target=_run_loop, args=(self._loop,), name="podium-loop", daemon=True)
+            self._loop_thread.start()
 
-        async def watched() -> Any:
-            running.task = asyncio.current_task()
-            return await coroutine
+        async def watched() -> tuple[Any, BaseException | None]:
+            running.task, running.coroutine = asyncio.current_task(), coroutine
+            running.thread = threading.get_ident()
+            if running.cancelled:
+                raise asyncio.CancelledError
+            try:
+                return await coroutine, None
+            except (SystemExit, KeyboardInterrupt) as error:  # raised in a task, either would end the loop's thread
+                return None, error
 
         future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         try:
-            return future.result()
+            result, left = future.result()
         except BaseException as error:
             if future.cancelled():
                 raise asyncio.CancelledError from error
             raise
+        if left is not None:
+            raise left
+        return result
 
     # -- what the controller asks of the host itself ---------------------------------------------------------------
 
@@ -210,8 +225,9 @@ class Host:
                 logging.getLogger("podium").exception("close() of worker %r raised", name)
         if self._owns_process_group:
             self.do_break_collectives()
-        if self._loop is not None:
+        if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join(LOOP_END_S)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -233,7 +249,9 @@ class Host:
         running = self._running.get(cancelled)
         if running is None:
             self._cancelled.add(cancelled)
-        elif running.task is not None and self._loop is not None:
+            return
+        running.cancelled = True  # where its task does not run yet
+        if running.task is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(running.task.cancel)
 
     def do_break_collectives(self) -> bool:
@@ -277,6 +295,20 @@ class Host:
         return Failure(type(error).__name__, message, text, kept, secondary)
 
 
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Serve until stopped; then what still runs is cancelled and the loop's sockets are closed."""
+    loop.run_forever()
+    loop.run_until_complete(_cancel_others())
+    loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 def _pickled(error: BaseException) -> bytes | None:
     try:
         return cloudpickle.dumps(error)  # pyright: ignore[reportUnknownMemberType]
@@ -295,9 +327,13 @@ def _own_part(error: BaseException) -> TracebackType | None:
 
 
 def _stack(running: _Running, frames: Mapping[int, FrameType]) -> str:
-    if running.task is not None:
-        lines = [line for frame in running.task.get_stack() for line in traceback.format_stack(frame, 1)]
-        return "".join(lines[1:] or lines)
+    waiting: Any = running.coroutine
+    if waiting is not None and not waiting.cr_running:  # suspended: it is on no thread's stack
+        lines: list[str] = []
+        while (frame := getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)) is not None:
+            lines += traceback.format_stack(frame, 1)
+            waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+        return "".join(lines)
     frame = frames.get(running.thread)
     if frame is None:
         return ""
