@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from podium.runtime import Cluster
+from podium.testing.calls import CallContract
 from podium.testing.dispatching import DispatchContract
 from podium.testing.target import Target
 from podium.testing.values import ValueContract
@@ -14,7 +15,7 @@ from podium.testing.values import ValueContract
 __all__ = ["BackendContract"]
 
 
-class BackendContract(DispatchContract, ValueContract):
+class BackendContract(DispatchContract, ValueContract, CallContract):
     """What every backend must do. Subclass it in a test module that has a fixture ``target``:
 
     >>> @pytest.fixture(scope="module", params=[Target("mine"), Target("mine", option=1)], ids=str)

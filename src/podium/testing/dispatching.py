@@ -43,18 +43,20 @@ class DispatchContract:
     @pytest.fixture(scope="class")
     @classmethod
     def probe(cls, cluster: Cluster) -> Probe:
-        return cluster.start(Probe.bind(bias=2.0), cluster.pool([3]), name="probe")
+        return cluster.start(Probe.bind(bias=2.0), cluster.pool([3]), name="shared_probe")
 
     @pytest.fixture(scope="class")
     @classmethod
     def rows(cls, cluster: Cluster) -> Rows:
-        return cluster.start(Rows.bind(), cluster.pool([3]), name="rows")
+        return cluster.start(Rows.bind(), cluster.pool([3]), name="shared_rows")
 
     @pytest.fixture(scope="class")
     @classmethod
     def grid(cls, cluster: Cluster) -> Rows:
         mesh = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
-        return cluster.start(Rows.bind(), cluster.pool([8]), name="grid", meshes={"grid": mesh}, distributed=False)
+        return cluster.start(
+            Rows.bind(), cluster.pool([8]), name="shared_grid", meshes={"grid": mesh}, distributed=False
+        )
 
     # -- broadcast, only, scatter ----------------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class DispatchContract:
         assert same_batch(rows.same_padded(batch), batch)
 
     def test_padding_an_empty_batch_is_refused(self, rows: Rows) -> None:
-        with pytest.raises(ConfigError, match=r"rows\.padded.*empty"):
+        with pytest.raises(ConfigError, match=r"shared_rows\.padded.*empty"):
             rows.padded([])
 
     def test_named_arguments_are_split_and_the_others_broadcast(self, rows: Rows) -> None:
@@ -177,14 +179,14 @@ class DispatchContract:
     @pytest.mark.parametrize(
         ("method", "args", "kwargs", "says"),
         [
-            ("echo", (), {}, r"probe\.echo\(\) misses \['value'\]"),
-            ("echo", (1, 2), {}, r"probe\.echo\(\) takes 1 positional arguments and got 2"),
-            ("echo", (1,), {"value": 2}, r"probe\.echo\(\) got \['value'\] twice"),
-            ("echo", (1,), {"wrong": 2}, r"probe\.echo\(\) has no parameter \['wrong'\]"),
-            ("echo", (per_rank([1, 2, 3]),), {}, r"probe\.echo: argument 'value' is per_rank"),
-            ("scattered", (per_rank([1, 2]),), {}, r"probe\.scattered: argument 'own' has 2 values for 3 ranks"),
-            ("scattered", (1,), {}, r"probe\.scattered scatters: wrap at least one argument in per_rank"),
-            ("describe", (per_rank([1, 2, 3]),), {}, r"probe\.describe: argument 'value'"),
+            ("echo", (), {}, r"shared_probe\.echo\(\) misses \['value'\]"),
+            ("echo", (1, 2), {}, r"shared_probe\.echo\(\) takes 1 positional arguments and got 2"),
+            ("echo", (1,), {"value": 2}, r"shared_probe\.echo\(\) got \['value'\] twice"),
+            ("echo", (1,), {"wrong": 2}, r"shared_probe\.echo\(\) has no parameter \['wrong'\]"),
+            ("echo", (per_rank([1, 2, 3]),), {}, r"shared_probe\.echo: argument 'value' is per_rank"),
+            ("scattered", (per_rank([1, 2]),), {}, r"shared_probe\.scattered: argument 'own' has 2 values for 3 ranks"),
+            ("scattered", (1,), {}, r"shared_probe\.scattered scatters: wrap at least one argument in per_rank"),
+            ("describe", (per_rank([1, 2, 3]),), {}, r"shared_probe\.describe: argument 'value'"),
         ],
         ids=lambda value: value if isinstance(value, str) and "\\" not in value else "",
     )
@@ -199,7 +201,7 @@ class DispatchContract:
     @pytest.mark.parametrize(
         ("method", "args", "says"),
         [
-            ("same", (5,), r"rows\.same: argument 'rows' cannot be sharded: it is int"),
+            ("same", (5,), r"shared_rows\.same: argument 'rows' cannot be sharded: it is int"),
             ("same", ("abc",), r"argument 'rows' cannot be sharded: it is str"),
             ("same", (torch.tensor(1.0),), r"argument 'rows' cannot be sharded"),
             ("same", ({"a": [1], "b": [1, 2]},), r"argument 'rows' cannot be sharded: its entries have"),
@@ -215,11 +217,11 @@ class DispatchContract:
             getattr(rows, method).submit(*args)
 
     def test_results_that_cannot_be_joined_are_named(self, rows: Rows) -> None:
-        with pytest.raises(ConfigError, match=r"rows\.no_rows returned int, which has no rows"):
+        with pytest.raises(ConfigError, match=r"shared_rows\.no_rows returned int, which has no rows"):
             rows.no_rows([1, 2, 3])
 
     def test_what_is_no_endpoint_is_named_with_what_there_is(self, probe: Probe) -> None:
         with pytest.raises(AttributeError, match=r"'helper' is no endpoint of Probe; its endpoints are .*'echo'"):
             probe.helper()
-        with pytest.raises(AttributeError, match=r"probe\.group\.restart"):
+        with pytest.raises(AttributeError, match=r"shared_probe\.group\.restart"):
             probe.restart()  # pyright: ignore[reportAttributeAccessIssue] - the point: it is not there

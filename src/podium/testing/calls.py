@@ -1,0 +1,362 @@
+"""Contract: calls in flight: order, overlap, waiting, cancelling, deadlines, calls as arguments, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import time
+
+import pytest
+
+from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError
+from podium.runtime import Cluster, Worker, endpoint, first
+from podium.testing.target import need
+from podium.testing.workers import Counter, Keeper, Probe, Sleeper
+
+__all__ = ["CallContract"]
+
+SOON_S = 5.0  # "does not wait for the minute that a sibling sleeps", with room for a slow machine
+
+
+class CallContract:
+    @pytest.fixture
+    @classmethod
+    def sleeper(cls, cluster: Cluster) -> Sleeper:
+        return cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def test_submit_gives_a_call_and_result_its_value(self, sleeper: Sleeper) -> None:
+        call = sleeper.double.submit(4)
+        assert call.result() == [8, 8]
+        assert call.done()
+        assert call.result() == [8, 8]
+        assert not call.cancel()
+        assert "sleeper" in repr(call)
+        assert "double" in repr(call)
+
+    def test_waiting_less_long_does_not_cancel(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        call = sleeper.sleep.submit(0.3)
+        with pytest.raises(TimeoutError, match=r"sleeper.*\.sleep has no result after 0\.05 s"):
+            call.result(timeout_s=0.05)
+        assert not call.done()
+        assert call.result() == ["sync", "sync"]
+
+    def test_submitting_does_not_wait(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        started = time.monotonic()
+        calls = [sleeper.sleep.submit(0.1, str(at)) for at in range(5)]
+        assert time.monotonic() - started < 0.4
+        assert [call.result() for call in calls] == [[str(at)] * 2 for at in range(5)]
+
+    def test_a_call_can_be_awaited(self, sleeper: Sleeper) -> None:
+        async def main() -> list[list[str]]:
+            return await asyncio.gather(*[sleeper.nap.submit(0.01, str(at)) for at in range(3)])
+
+        assert asyncio.run(main()) == [[str(at)] * 2 for at in range(3)]
+
+    def test_an_awaited_call_raises_what_it_raised(self, cluster: Cluster) -> None:
+        probe = cluster.start(Probe.bind(), distributed=False)
+
+        async def main() -> None:
+            await probe.fail.submit([0], KeyError("awaited"))
+
+        with pytest.raises(EndpointError, match="awaited"):
+            asyncio.run(main())
+
+    def test_the_event_loop_goes_on_while_a_call_is_awaited(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+
+        async def main() -> int:
+            ticks = 0
+            task = asyncio.ensure_future(sleeper.sleep.submit(0.3))
+            while not task.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            return ticks
+
+        assert asyncio.run(main()) >= 5
+
+    def test_the_synchronous_api_works_inside_a_running_loop(self, cluster: Cluster) -> None:
+        async def main() -> list[int]:
+            counter = cluster.start(Counter.bind(), cluster.pool([2]), distributed=False)
+            try:
+                return counter.add(2)
+            finally:
+                counter.group.close()
+
+        assert asyncio.run(main()) == [2, 2]
+
+    # -- order and overlap -------------------------------------------------------------------------------------------
+
+    def test_calls_run_in_the_order_submitted(self, sleeper: Sleeper) -> None:
+        calls = [sleeper.note.submit(str(at)) if at % 3 else sleeper.nap.submit(0.0, str(at)) for at in range(200)]
+        for call in calls:
+            call.result()
+        assert sleeper.history() == [[str(at) for at in range(200)]] * 2
+
+    def test_each_thread_of_the_caller_keeps_its_order(self, sleeper: Sleeper) -> None:
+        def submit(name: str) -> None:
+            for call in [sleeper.note.submit(f"{name}{at}") for at in range(100)]:
+                call.result()
+
+        threads = [threading.Thread(target=submit, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        first_rank, second_rank = sleeper.history()
+        assert first_rank == second_rank, "ranks that see calls in different orders deadlock in their collectives"
+        for name in "abcd":
+            assert [label for label in first_rank if label[0] == name] == [f"{name}{at}" for at in range(100)]
+
+    def test_one_call_runs_at_a_time(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        calls = [sleeper.sleep.submit(0.1, "first"), sleeper.nap.submit(0.1, "second"), sleeper.note.submit("third")]
+        for call in calls:
+            call.result()
+        assert sleeper.history() == [["first", "second", "third"]] * 2
+
+    def test_concurrent_endpoints_overlap_with_a_running_call(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        for free_it in (sleeper.set_event, sleeper.set_event_async):
+            waiting = sleeper.wait_for_event.submit(20.0)
+            free_it()
+            assert waiting.result(10.0) == [True, True]
+            sleeper.group.run(_clear_event)
+
+    def test_concurrent_endpoints_answer_without_overlap_too(self, sleeper: Sleeper) -> None:
+        sleeper.note("a")
+        assert sleeper.peek() == [["a"], ["a"]]
+
+    # -- cancelling and deadlines ------------------------------------------------------------------------------------
+
+    def test_a_queued_call_is_dropped(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        busy = sleeper.sleep.submit(0.3, "busy")
+        queued = sleeper.note.submit("queued")
+        assert queued.cancel()
+        assert not queued.cancel()
+        with pytest.raises(CallCancelled, match=r"\.note was cancelled"):
+            queued.result()
+        busy.result()
+        assert sleeper.history() == [["busy"], ["busy"]]
+
+    def test_a_running_async_endpoint_is_cancelled(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        running = sleeper.nap.submit(60.0, "nap")
+        _wait_until_running(sleeper)
+        assert running.cancel()
+        started = time.monotonic()
+        assert sleeper.history() == [["nap cancelled"], ["nap cancelled"]]
+        assert time.monotonic() - started < SOON_S
+
+    def test_a_running_sync_endpoint_goes_on_unheard(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        running = sleeper.sleep.submit(0.4, "goes on")
+        _wait_until_running(sleeper)
+        assert running.cancel()
+        with pytest.raises(CallCancelled):
+            running.result()
+        assert sleeper.history() == [["goes on"], ["goes on"]]
+
+    def test_a_deadline_names_the_ranks_the_method_and_the_stack(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded) as caught:
+            sleeper.sleep.within(timeout_s=0.3)(1.5)
+        assert time.monotonic() - started < 1.4
+        assert isinstance(caught.value, TimeoutError)
+        assert caught.value.running == (0, 1)
+        assert caught.value.method == "sleep"
+        text = str(caught.value)
+        assert "deadline of 0.3 s" in text
+        assert "rank 1" in text
+        assert "time.sleep(seconds)" in text
+        assert "sleeper" in text
+
+    def test_a_deadline_cancels_an_async_endpoint(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        with pytest.raises(DeadlineExceeded, match=r"await asyncio\.sleep"):
+            sleeper.nap.within(timeout_s=0.2)(60.0, "nap")
+        assert sleeper.history() == [["nap cancelled"], ["nap cancelled"]]
+
+    def test_behind_a_stuck_call_the_deadline_says_who_is_busy(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        stuck = sleeper.sleep.submit(1.5)
+        with pytest.raises(DeadlineExceeded, match=r"\.note passed its deadline(.|\n)*runs sleeper\S*\.sleep since"):
+            sleeper.note.within(timeout_s=0.2)("late")
+        stuck.result()
+        assert sleeper.history() == [["sync"], ["sync"]], "a queued call whose deadline passed is dropped"
+
+    def test_a_deadline_holds_where_calls_run_at_once_too(self, sleeper: Sleeper) -> None:
+        with pytest.raises(DeadlineExceeded, match=r"\.sleep"):
+            sleeper.sleep.within(timeout_s=0.1)(0.6)
+        assert sleeper.double(2) == [4, 4]
+
+    def test_a_groups_deadline_is_the_default_of_its_calls(self, cluster: Cluster) -> None:
+        sleeper = cluster.start(Sleeper.bind(), timeout_s=0.1, distributed=False)
+        with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.1 s"):
+            sleeper.sleep(0.6)
+        assert sleeper.sleep.within(timeout_s=30.0)(0.2) == ["sync"]
+
+    def test_a_deadline_is_a_positive_number(self, sleeper: Sleeper) -> None:
+        for wrong in (0, -1, float("nan")):
+            with pytest.raises(ConfigError, match="positive number of seconds"):
+                sleeper.sleep.within(timeout_s=wrong)
+
+    # -- calls as arguments ------------------------------------------------------------------------------------------
+
+    def test_a_finished_call_is_an_argument(self, sleeper: Sleeper) -> None:
+        done = sleeper.double.submit([1])
+        done.result()
+        assert sleeper.double(done.arg()) == [[[1, 1], [1, 1]] * 2] * 2
+
+    def test_an_unfinished_call_is_an_argument_and_order_holds_behind_it(self, cluster: Cluster) -> None:
+        producer = cluster.start(_Producer.bind(), cluster.pool([1]), name="producer", distributed=False)
+        consumer = cluster.start(Sleeper.bind(), cluster.pool([2]), name="consumer", distributed=False)
+        made = producer.make.submit(0.2, "from the producer")
+        calls = [consumer.note.submit(made.arg()), consumer.note.submit("behind it")]
+        calls.append(consumer.note.submit(label=producer.make.submit(0.0, "third").arg()))
+        for call in calls:
+            call.result(30.0)
+        assert consumer.history() == [["from the producer", "behind it", "third"]] * 2
+
+    def test_calls_can_form_a_chain(self, cluster: Cluster) -> None:
+        producer = cluster.start(_Producer.bind(), distributed=False)
+        call = producer.make.submit(0.05, "x")
+        for _ in range(20):
+            call = producer.make.submit(0.0, call.arg())
+        assert call.result(30.0) == "x"
+
+    def test_the_failure_of_a_producer_is_its_consumers(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        probe = cluster.start(Probe.bind(), name="failing", distributed=False)
+        broken = probe.fail.submit([0], ValueError("no value"))
+        consumer = None
+        with pytest.raises(EndpointError, match=r"failing\.fail raised ValueError.*no value"):
+            consumer = sleeper.double.submit(broken.arg())
+            consumer.result(30.0)
+        assert sleeper.double(3) == [6, 6]
+
+    def test_a_slow_producer_does_not_stretch_its_consumers_deadline(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        producer = cluster.start(_Producer.bind(), name="slow", distributed=False)
+        slow = producer.make.submit(2.0, "late")
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"\.double.*slow\.make"):
+            sleeper.double.within(timeout_s=0.2)(slow.arg())
+        assert time.monotonic() - started < 1.8
+        assert sleeper.double("x") == ["xx", "xx"]
+        assert slow.result() == "late"
+
+    def test_a_consumer_that_is_cancelled_lets_those_behind_it_go(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        producer = cluster.start(_Producer.bind(), distributed=False)
+        slow = producer.make.submit(2.0, "late")
+        consumer, behind = sleeper.double.submit(slow.arg()), sleeper.double.submit(1)
+        assert consumer.cancel()
+        assert behind.result(1.5) == [2, 2]
+
+    def test_wrong_arguments_behind_an_unfinished_call_fail_the_call(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        need(cluster, "concurrent")
+        producer = cluster.start(_Producer.bind(), distributed=False)
+        slow = producer.make.submit(0.2, "late")
+        wrong = sleeper.double.submit(slow.arg(), 2)  # pyright: ignore[reportCallIssue] - the point: one too many
+        with pytest.raises(ConfigError, match=r"\.double\(\) takes 1 positional"):
+            wrong.result(30.0)
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    def test_an_error_names_method_and_rank_and_brings_its_traceback(self, cluster: Cluster) -> None:
+        probe = cluster.start(Probe.bind(), cluster.pool([3]), name="probe_e", distributed=False)
+        with pytest.raises(EndpointError) as caught:
+            probe.fail([1], KeyError("the cause"))
+        error = caught.value
+        assert (error.method, error.rank, error.role) == ("fail", 1, "probe_e")
+        assert isinstance(error.__cause__, KeyError)
+        assert error.__cause__.args == ("the cause",)
+        assert "raise error" in error.remote_traceback
+        assert "host.py" not in error.remote_traceback, "the runtime's own frames are no help"
+        again = pickle.loads(pickle.dumps(error))
+        assert (again.method, again.rank, again.remote_traceback, str(again)) == (
+            error.method,
+            error.rank,
+            error.remote_traceback,
+            str(error),
+        )
+
+    def test_a_group_whose_ranks_all_raise_alike_stays_usable(self, cluster: Cluster) -> None:
+        probe = cluster.start(Probe.bind(), cluster.pool([3]))
+        for _ in range(3):
+            with pytest.raises(EndpointError, match="ValueError"):
+                probe.fail([0, 1, 2], ValueError("alike"))
+            assert probe.rank() == [0, 1, 2]
+
+    def test_every_error_is_a_podium_error(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        with pytest.raises(PodiumError):
+            sleeper.sleep("a while")  # pyright: ignore[reportArgumentType] - the point: not a number
+
+    @pytest.mark.parametrize("where", ["sync", "async"])
+    def test_leaving_python_in_an_endpoint_is_an_error_of_it(self, cluster: Cluster, where: str) -> None:
+        leaver = cluster.start(_Leaver.bind(), distributed=False)
+        for _ in range(2):
+            with pytest.raises(EndpointError, match="SystemExit") as caught:
+                (leaver.leave if where == "sync" else leaver.leave_async)(3)
+            assert isinstance(caught.value.__cause__, SystemExit)
+        assert leaver.still_here.within(timeout_s=10.0)() == [True]
+
+    # -- nested workers and shipped functions -------------------------------------------------------------------------
+
+    def test_a_worker_inside_a_worker_is_an_ordinary_object(self, cluster: Cluster) -> None:
+        keeper = cluster.start(Keeper.bind(10), cluster.pool([2]), distributed=False)
+        assert keeper.inner_add(5) == [(15, 0, [2, 4]), (16, 1, [2, 4])]
+
+    def test_functions_are_shipped_to_all_ranks_or_one(self, cluster: Cluster) -> None:
+        counter = cluster.start(Counter.bind(1), cluster.pool([2]), distributed=False)
+        offset = 10
+        assert counter.group.run(lambda worker, x: worker.count + x + offset, 5) == [16, 16]
+        assert counter.group.run(_add_as_method, amount=2) == [3, 3]
+        assert counter.group.run_on(1, _add_as_method, 4) == 7
+        assert counter.group.run_on(-1, lambda worker: worker.ctx.rank) == 1
+        with pytest.raises(ConfigError, match=r"run_on\(rank=2\)"):
+            counter.group.run_on(2, _add_as_method, 4)
+        with pytest.raises(EndpointError, match="ZeroDivisionError"):
+            counter.group.run(lambda worker: 1 // 0)
+
+
+class _Producer(Worker):
+    @endpoint(collect=first())
+    def make(self, seconds: float, value: str) -> str:
+        time.sleep(seconds)
+        return value
+
+
+class _Leaver(Worker):
+    @endpoint
+    def leave(self, code: int) -> None:
+        raise SystemExit(code)
+
+    @endpoint
+    async def leave_async(self, code: int) -> None:
+        raise SystemExit(code)
+
+    @endpoint
+    async def still_here(self) -> bool:
+        return True
+
+
+def _add_as_method(worker: Counter, amount: int) -> int:
+    worker.count += amount
+    return worker.count
+
+
+def _clear_event(worker: Sleeper) -> None:
+    worker.event.clear()
+
+
+def _wait_until_running(sleeper: Sleeper) -> None:
+    """A call that was submitted just now has begun on every rank."""
+    time.sleep(0.1)
+    sleeper.peek()
