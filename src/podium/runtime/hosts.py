@@ -35,7 +35,7 @@ from podium.errors import (
     WorkerDied,
     WorkerStartError,
 )
-from podium.runtime.backend import Backend, Death, HostHandle, HostSpec, Reply, Request
+from podium.runtime.backend import Backend, Death, HostHandle, HostSpec, Packed, Reply, Request
 from podium.runtime.call import Call
 from podium.runtime.context import WorkerContext
 from podium.runtime.host import Failure, Status
@@ -280,16 +280,26 @@ class HostSet:
         call.on_cancel(lambda: self._tell_cancelled(flight))
         if call.timeout_s < 2.0:
             self.watch.later(call.timeout_s, lambda: self._tick(time.monotonic()))
+        try:
+            with self._send:  # every rank sees two callers' calls in the same order, or collectives would deadlock
+                self._send_to_all(flight, shared, own)
+        except SerializationError as error:  # no room to store an argument: some ranks may have begun
+            call.fail(SerializationError(f"{call.label}: {error}"))
+            self._tell_cancelled(flight)
+        for rank, death in list(self.dead.items()):  # it died since we looked, and may have missed this flight
+            self._lose(flight, rank, death)
+
+    def _send_to_all(self, flight: _Flight, shared: Packed, own: Sequence[Packed] | None) -> None:
+        out = flight.out
         common: dict[bool, Request] = {}
-        with self._send:  # every rank sees two callers' calls in the same order, or their collectives would deadlock
-            for place, rank in enumerate(ranks):
-                wants = rank in wanted
-                request = common.get(wants) if own is None else None
-                if request is None:
-                    mine = None if own is None else own[place]
-                    request = Request(call_id, out.target, out.method, shared, mine, wants, out.concurrent)
-                    common[wants] = request
-                self._handles[rank].invoke(request, lambda reply, p=place, r=rank: self._on_reply(flight, p, r, reply))
+        for place, rank in enumerate(out.ranks):
+            wants = rank in out.wanted
+            request = common.get(wants) if own is None else None
+            if request is None:
+                mine = None if own is None else own[place]
+                request = Request(flight.call_id, out.target, out.method, shared, mine, wants, out.concurrent)
+                common[wants] = request
+            self._handles[rank].invoke(request, lambda reply, p=place, r=rank: self._on_reply(flight, p, r, reply))
 
     def _pack_own(self, own: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
         if own is None:
@@ -372,6 +382,10 @@ class HostSet:
         if not waiting:
             _log.warning("%s rank %d (%s) ended: %s", self.name, rank, self.pool[rank].node, death.cause)
         for flight in waiting:
+            self._lose(flight, rank, death)
+
+    def _lose(self, flight: _Flight, rank: int, death: Death) -> None:
+        if rank in flight.open:
             flight.open.discard(rank)
             flight.call.fail(self._died(flight.call.label, rank, death, "ended while this call waited for it"))
             if not flight.open:

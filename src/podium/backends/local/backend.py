@@ -39,7 +39,6 @@ from podium.backends.local.server import Spawn
 from podium.backends.local.wire import (
     ANSWER,
     CALL,
-    EMPTY,
     RELEASE,
     STATUSES,
     Inbound,
@@ -99,7 +98,7 @@ class LocalBackend(Backend):
         self._echo = LogEcho() if echo else None
         self._tokens = itertools.count(1)
         self._hosts: dict[int, _LocalHost] = {}
-        self._empty = Parcel(EMPTY, None)
+        self._empty = pack({}, self.segments)
         self._closed = False
         self._server_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server = _start_server(theirs, list(preload), self._private)
@@ -372,7 +371,8 @@ def _encode(request: Request) -> tuple[bytes, list[Lease]]:
     """The message for a request, the same for every host it goes to; see wire.py."""
     header = pickle.dumps((request.target, request.method, request.wants_result, request.own is not None), 5)
     parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
-    message = b"".join([CALL.pack(b"C", request.call_id, len(header)), header, *(parcel.wire for parcel in parcels)])
+    wires = [parcel.wire for parcel in parcels]
+    message = b"".join([CALL.pack(b"C", request.call_id, len(header)), header, *wires])
     return message, [parcel.lease for parcel in parcels if parcel.lease is not None]
 
 

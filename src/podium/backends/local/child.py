@@ -144,13 +144,15 @@ class _HostProcess:
                 parcel = self._none
             else:
                 parcel = pack(value, self._segments, "the result")
+            wire = parcel.wire
         except SerializationError as error:
             status, parcel = "error", pack(Failure("SerializationError", str(error), "", error, False), self._segments)
+            wire = parcel.wire
         fds: list[int] = []
+        message = ANSWER.pack(b"A", call_id, STATUSES.index(status), started, ended) + wire
         if parcel.lease is not None:
             self._segments.hold(parcel.lease.segment, "controller")
             fds.append(parcel.lease.segment.fd)
-        message = ANSWER.pack(b"A", call_id, STATUSES.index(status), started, ended) + parcel.wire
         try:
             send_message(self._calls, message, fds, wait=True)
         except OSError:

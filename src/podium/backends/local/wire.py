@@ -68,47 +68,69 @@ EMPTY = _PARCEL.pack(0, len(_NO_ARGUMENTS), len(_NO_ARGUMENTS), 0) + _NO_ARGUMEN
 
 
 class Parcel:
-    """A value ready to be sent any number of times."""
+    """A value ready to be sent any number of times.
 
-    __slots__ = ("lease", "wire")
+    A small one is its bytes. A large one is copied into its segment when it is first sent, so that the first of several
+    hosts is at work while the next one's part is copied.
+    """
 
-    def __init__(self, wire: bytes, lease: Lease | None) -> None:
-        self.wire = wire
-        self.lease = lease
+    __slots__ = ("_data", "_raws", "_segments", "_total", "_wire", "lease", "where")
+
+    def __init__(
+        self, data: bytes, raws: Sequence[memoryview], segments: SegmentPool | None = None, where: str = "a value"
+    ) -> None:
+        self._data, self._raws, self._segments, self.where = data, raws, segments, where
+        self._total = _aligned(8 * len(raws) + len(data)) + sum(_aligned(raw.nbytes) for raw in raws)
+        self._wire = b""
+        self.lease: Lease | None = None
+
+    @property
+    def wire(self) -> bytes:
+        """What goes into the message; ``lease`` is the segment that goes with it, if any.
+
+        Raises:
+            SerializationError: there is no memory left for its segment.
+        """
+        if not self._wire:
+            self._wire = self._in_message() if self._total <= INLINE_LIMIT else self._in_segment()
+            self._data, self._raws = b"", ()
+        return self._wire
+
+    def _head(self) -> bytes:
+        head = struct.pack(f"<{len(self._raws)}Q", *[raw.nbytes for raw in self._raws]) + self._data
+        return head.ljust(_aligned(len(head)), b"\0") if self._raws else head
+
+    def _in_message(self) -> bytes:
+        padded = (bytes(raw).ljust(_aligned(raw.nbytes), b"\0") for raw in self._raws)
+        body = b"".join([self._head(), *padded])
+        return _PARCEL.pack(len(self._raws), len(self._data), len(body), 0) + body
+
+    def _in_segment(self) -> bytes:
+        assert self._segments is not None
+        try:
+            self.lease = self._segments.take(self._total)
+        except OSError as error:
+            raise SerializationError(f"no shared memory for {self.where} of {self._total} bytes: {error}") from error
+        memory = self.lease.segment.memory
+        head = self._head()
+        memory[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+        at = _aligned(len(head))
+        for raw in self._raws:
+            np.copyto(memory[at : at + raw.nbytes], np.frombuffer(raw, dtype=np.uint8))
+            at += _aligned(raw.nbytes)
+        return _PARCEL.pack(len(self._raws), len(self._data), at, self.lease.segment.number)
 
 
 def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
-    """Pickle ``value``; one copy of its buffers is made, into a segment if it is large.
+    """Pickle ``value``, its buffers aside.
 
     Raises:
-        SerializationError: it does not pickle, or there is no memory left for its segment.
+        SerializationError: it does not pickle.
     """
     if type(value) in PLAIN and (not isinstance(value, str | bytes) or len(value) < INLINE_LIMIT):
-        data, buffers = pickle.dumps(value, 5), ()
-    else:
-        data, buffers = encode(value, where)
-    raws = [buffer.raw() for buffer in buffers]
-    table = struct.pack(f"<{len(raws)}Q", *[raw.nbytes for raw in raws])
-    total = _aligned(len(table) + len(data)) + sum(_aligned(raw.nbytes) for raw in raws)
-    if total <= INLINE_LIMIT:
-        if not raws:
-            return Parcel(_PARCEL.pack(0, len(data), len(data), 0) + data, None)
-        head = table + data
-        padded = (bytes(raw).ljust(_aligned(raw.nbytes), b"\0") for raw in raws)
-        body = b"".join([head.ljust(_aligned(len(head)), b"\0"), *padded])
-        return Parcel(_PARCEL.pack(len(raws), len(data), len(body), 0) + body, None)
-    try:
-        lease = segments.take(total)
-    except OSError as error:
-        raise SerializationError(f"no shared memory for {where} of {total} bytes: {error}") from error
-    memory = lease.segment.memory
-    head = table + data
-    memory[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-    at = _aligned(len(head))
-    for raw in raws:
-        np.copyto(memory[at : at + raw.nbytes], np.frombuffer(raw, dtype=np.uint8))
-        at += _aligned(raw.nbytes)
-    return Parcel(_PARCEL.pack(len(raws), len(data), at, lease.segment.number), lease)
+        return Parcel(pickle.dumps(value, 5), ())
+    data, buffers = encode(value, where)
+    return Parcel(data, [buffer.raw() for buffer in buffers], segments, where)
 
 
 class Inbound:
