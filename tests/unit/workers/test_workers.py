@@ -108,6 +108,7 @@ def test_the_critic_starts_at_zero_and_learns_the_returns() -> None:
     returns = values_of(batch, "returns")[values_of(batch, "loss_mask")]
     assert first["value/loss"] == pytest.approx(float(returns.square().mean()) / 2, rel=1e-4)
     assert first["value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    last = first
     for _ in range(30):
         batch = batch.merge(critic.values(batch))
         last = critic.update(batch)
@@ -119,8 +120,8 @@ def test_the_reference_stays_and_shares_an_adapted_policys_weights() -> None:
     batch = recorded()
     own = values_of(Reference(TINY).logprobs(batch), "ref_logprobs")
     policy = Policy(ADAPTED, OptimConfig(lr=1e-2))
-    reference = Reference.__new__(Reference, TINY)
-    colocated(reference, policy=policy).__init__(ADAPTED)
+    reference = colocated(Reference.__new__(Reference), policy=policy)
+    reference.__init__(ADAPTED)
     for _ in range(2):
         policy.update(batch)
         assert torch.allclose(values_of(reference.logprobs(batch), "ref_logprobs"), own, atol=1e-5)
@@ -130,7 +131,9 @@ def test_the_reference_stays_and_shares_an_adapted_policys_weights() -> None:
 
 @pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, top_p=0.8, top_k=6)], ids=["all", "top-p"])
 @pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["plain", "lora"])
-def test_a_colocated_generator_samples_from_the_policy_as_it_is_now(model: ModelConfig, sampling: SamplingParams) -> None:
+def test_a_colocated_generator_samples_from_the_policy_as_it_is_now(
+    model: ModelConfig, sampling: SamplingParams
+) -> None:
     policy = Policy(model, OptimConfig(lr=1e-2))
     generator = colocated(Generator(model), policy=policy)
     for version in range(3):
@@ -149,7 +152,9 @@ def test_generated_rows_hold_prompt_and_completion_and_their_group() -> None:
     assert out.dense("group").tolist() == [7, 7, 7, 4, 4, 4]
     assert out.meta["temperature"] == 0.7
     heads = PROMPTS.jagged("prompt_tokens").unbind()
-    for row, (ids, mask) in enumerate(zip(out.jagged("tokens").unbind(), out.jagged("loss_mask").unbind(), strict=True)):
+    for row, (ids, mask) in enumerate(
+        zip(out.jagged("tokens").unbind(), out.jagged("loss_mask").unbind(), strict=True)
+    ):
         head = heads[row // 3]
         assert torch.equal(ids[: len(head)], head)
         assert mask.tolist() == [False] * len(head) + [True] * (len(ids) - len(head))

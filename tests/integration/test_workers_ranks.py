@@ -1,0 +1,161 @@
+"""Training gives the same losses however ranks and micro-batches cut the work, on processes of the local backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from podium.algorithms import AlgorithmConfig, PolicyLoss, SFTLoss
+from podium.data import Batch, Jagged
+from podium.rollout.sampling import SamplingParams
+from podium.runtime import Bound, Cluster, colocate, connect
+from podium.workers import Critic, Generator, OptimConfig, ParallelConfig, Policy, load_model
+from podium.workers.micro_batches import plan
+from podium.workers.weights import copy_weights
+from tests.unit.workers.tiny import LENGTHS, TINY, recorded
+
+STEPS = 20
+WHOLE, QUARTERS = 1000, 36  # token budgets that cut the recorded rows into 1 and 4 micro-batches on one rank
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=3)
+GRPO = AlgorithmConfig(kl_in="loss", kl_coef=0.05, entropy_coef=0.01, importance_cap=2.0, aggregation="sequence-mean")
+PPO = AlgorithmConfig(advantage="gae")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with connect("local", log_dir=tmp_path_factory.mktemp("logs"), preload=["podium.workers"]) as running:
+        yield running
+
+
+@contextmanager
+def started(cluster: Cluster, ranks: int, **workers: Bound[Any]) -> Iterator[Any]:
+    """The workers in the same hosts, closed at the end, so that one test's failure is not the next one's."""
+    group = cluster.start(colocate(**workers), cluster.pool([ranks]))
+    try:
+        yield group
+    finally:
+        for name in workers:
+            group[name].group.close()
+
+
+def sft(cluster: Cluster, ranks: int, parallel: ParallelConfig) -> list[float]:
+    batch = recorded().select("tokens", "loss_mask", "loss_weights")
+    with started(cluster, ranks, policy=Policy.bind(TINY, OPTIM, parallel, SFTLoss())) as group:
+        return [group.policy.update(batch)["loss"] for _ in range(STEPS)]
+
+
+def grpo(cluster: Cluster, ranks: int, parallel: ParallelConfig) -> list[float]:
+    """Four steps on each of five recorded batches, as with several epochs, so that ratios leave 1 and clipping acts."""
+    losses: list[float] = []
+    with started(cluster, ranks, policy=Policy.bind(TINY, OPTIM, parallel, PolicyLoss(GRPO))) as group:
+        for number in range(STEPS // 4):
+            batch = recorded(seed=number).drop("loss_weights")
+            batch = batch.merge(group.policy.logprobs(batch))
+            losses += [group.policy.update(batch)["loss"] for _ in range(4)]
+    return losses
+
+
+def ppo(cluster: Cluster, ranks: int, parallel: ParallelConfig) -> list[float]:
+    losses: list[float] = []
+    policy = Policy.bind(TINY, OPTIM, parallel, PolicyLoss(PPO))
+    with started(cluster, ranks, policy=policy, critic=Critic.bind(TINY, OPTIM, parallel)) as group:
+        for number in range(STEPS):
+            batch = recorded(seed=number)
+            batch = batch.merge(group.policy.logprobs(batch)).merge(group.critic.values(batch))
+            losses += [group.policy.update(batch)["loss"], group.critic.update(batch)["value/loss"]]
+    return losses
+
+
+@pytest.mark.parametrize("run", [sft, grpo, ppo])
+def test_losses_do_not_depend_on_ranks_or_micro_batches(
+    cluster: Cluster, run: Callable[[Cluster, int, ParallelConfig], list[float]]
+) -> None:
+    assert len(plan([length - 1 for length in LENGTHS], QUARTERS, packed=False)) == 4
+    expected = run(cluster, 1, ParallelConfig(micro_batch_tokens=WHOLE))
+    for ranks, budget, strategy in [
+        (1, QUARTERS, "replicate"),
+        (2, WHOLE, "replicate"),
+        (2, QUARTERS, "replicate"),
+        (2, QUARTERS, "fsdp2"),
+    ]:
+        got = run(cluster, ranks, ParallelConfig(micro_batch_tokens=budget, strategy=strategy))
+        assert got == pytest.approx(expected, abs=1e-5), f"{ranks} ranks, {budget} tokens a micro-batch, {strategy}"
+
+
+def test_ranks_without_rows_take_part(cluster: Cluster) -> None:
+    batch = recorded().slice(2, 3)
+    losses: list[list[float]] = []
+    for ranks, strategy in [(1, "replicate"), (2, "replicate"), (2, "fsdp2")]:
+        with started(cluster, ranks, policy=Policy.bind(TINY, OPTIM, ParallelConfig(strategy=strategy))) as group:
+            losses.append([group.policy.update(batch)["loss"] for _ in range(2)])
+            assert torch.isfinite(group.policy.logprobs(batch).jagged("old_logprobs").values).all()
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, "replicate"), (2, "fsdp2")), ((2, "fsdp2"), (1, "replicate")), ((2, "replicate"), (2, "fsdp2"))],
+)
+@pytest.mark.parametrize(("kind", "loss"), [(Policy, "loss"), (Critic, "value/loss")])
+def test_a_checkpoint_goes_on_with_other_ranks(
+    cluster: Cluster,
+    tmp_path: Path,
+    kind: type[Policy | Critic],
+    loss: str,
+    before: tuple[int, str],
+    after: tuple[int, str],
+) -> None:
+    batch, path = recorded(), str(tmp_path / "checkpoint")
+
+    def start(ranks: int, strategy: str) -> AbstractContextManager[Any]:
+        return started(cluster, ranks, worker=kind.bind(TINY, OPTIM, ParallelConfig(strategy=strategy)))
+
+    with start(*before) as first:
+        for _ in range(3):
+            first.worker.update(batch)
+        first.worker.save(path)
+        expected = [first.worker.update(batch)[loss] for _ in range(3)]
+    with start(*after) as second:
+        second.worker.load(path)
+        assert [second.worker.update(batch)[loss] for _ in range(3)] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
+def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
+    """Colocated by reference or gathered, split by sending, and saved: all are the weights that were trained."""
+    prompts = Batch(
+        {
+            "prompt_tokens": Jagged.from_rows([torch.tensor([5, 14, 6, 15]), torch.tensor([9, 15]), torch.tensor([4])]),
+            "seed": torch.arange(6).view(3, 2),
+            "group": torch.arange(3),
+        }
+    )
+    sampling = SamplingParams(max_new_tokens=8, n=2)
+    policy = Policy.bind(TINY, OptimConfig(lr=1e-2), ParallelConfig(strategy=strategy))
+    with (
+        started(cluster, 2, policy=policy, generator=Generator.bind(TINY)) as both,
+        started(cluster, 1, split=Generator.bind(TINY)) as other,
+    ):
+        for version in range(1, 3):
+            both.policy.update(recorded(seed=version))
+            both.generator.refresh(version)
+            other.split.load_weights(both.policy.weights(), version)
+            out = both.generator.generate(prompts, sampling)
+            sent = other.split.generate(prompts, sampling)
+            trained = both.policy.logprobs(out).jagged("old_logprobs").values
+            assert torch.allclose(out.jagged("rollout_logprobs").values, trained, atol=1e-5)
+            assert torch.equal(out.jagged("tokens").values, sent.jagged("tokens").values)
+            assert out.jagged("versions").values.max() == version
+        both.policy.save_pretrained(str(tmp_path))
+        weights = both.policy.weights()
+    model = load_model(TINY)
+    copy_weights(weights, model)
+    ids = torch.tensor([[4, 5, 6, 7]])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
