@@ -13,7 +13,7 @@ from rich.console import Console
 from bench.context import Context
 from bench.measure import Row
 from bench.report import show, write
-from bench.suites import generation, runtime
+from bench.suites import generation, grpo, runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"
@@ -26,6 +26,7 @@ SUITES: dict[str, Callable[[Context], Iterator[Row]]] = {
     "broadcast": runtime.broadcast,
     "startup": runtime.startup,
     "generate": generation.generate,
+    "grpo": grpo.grpo,
 }
 
 

@@ -6,11 +6,13 @@ Standard library only: peers get these numbers over their protocol, and build th
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=<>()[]{}.,:;!?@#$%&_|~"
-PAD, EOS = "\x00", "\x01"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+-*/=<>()[]{}.,:;!?@#$%&"
+SPECIALS = 4  # ids below the alphabet's: padding is 0, the others never occur in a prompt
+assert len(ALPHABET) == 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +45,11 @@ class Shape:
         }
 
 
-# Parameters: 0.85 million, 9.8 million, 95 million. The vocabulary of the smallest is the alphabet and padding.
+# Parameters: 0.85 million, 9.8 million, 95 million. The smallest knows the alphabet and the special ids.
 SHAPES = {
-    "1m": Shape(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=416, vocabulary=len(ALPHABET) + 1),
+    "1m": Shape(
+        hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=416, vocabulary=SPECIALS + len(ALPHABET)
+    ),
     "10m": Shape(hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, intermediate=1024, vocabulary=1024),
     "100m": Shape(hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, intermediate=2304, vocabulary=16384),
 }
@@ -65,13 +69,18 @@ class StepLoad:
     seed: int = 0
 
     @property
+    def unused_id(self) -> int:
+        """An id beyond the vocabulary: as the end of sequence it lets every completion run to its full length."""
+        return SHAPES[self.shape].vocabulary
+
+    @property
     def tokens(self) -> int:
         """Completion tokens of one step."""
         return self.prompts * self.completions * self.new_tokens
 
     def as_arguments(self) -> dict[str, Any]:
         """What a peer needs, as JSON."""
-        return {**asdict(self), "config": SHAPES[self.shape].config(), "alphabet": ALPHABET}
+        return {**asdict(self), "config": SHAPES[self.shape].config(), "alphabet": ALPHABET, "specials": SPECIALS}
 
 
 def prompt_texts(count: int, length: int, seed: int = 0) -> list[str]:
@@ -80,6 +89,7 @@ def prompt_texts(count: int, length: int, seed: int = 0) -> list[str]:
     return ["".join(source.choices(ALPHABET, k=length)) for _ in range(count)]
 
 
-def reward(completion: str) -> float:
+def reward(completion: str, example: Mapping[str, Any]) -> float:
     """The share of letters `a`: something to learn that costs nothing to score."""
+    del example
     return completion.count("a") / max(len(completion), 1)

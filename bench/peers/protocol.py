@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
@@ -52,3 +53,38 @@ class Peer:
             else:
                 self.reply(result)
         sys.stderr.flush()
+
+
+class Pacer:
+    """Lets a training loop run in blocks: as many steps as the bench asks for, then it waits while others run.
+
+    `details` is asked after each block, with its first and last moment (monotonic nanoseconds), for what else to tell.
+    """
+
+    def __init__(self, peer: Peer, details: Callable[[int, int], Mapping[str, Any]]) -> None:
+        self._peer = peer
+        self._details = details
+        self._left = 0
+        self._began_ns = 0
+        self._ends_ns: list[int] = []
+
+    def wait(self) -> bool:
+        """Block until the next steps are asked for; False when the bench has closed its end."""
+        request = self._peer.next_request()
+        if request is None:
+            return False
+        self._left = request[1]["count"]
+        self._ends_ns = []
+        self._began_ns = time.monotonic_ns()
+        return True
+
+    def step_ended(self) -> bool:
+        """Note a step; after the last one of a block, answer and wait. False when the bench has closed its end."""
+        self._ends_ns.append(time.monotonic_ns())
+        self._left -= 1
+        if self._left:
+            return True
+        starts_ns = [self._began_ns, *self._ends_ns]
+        step_s = [(end - start) / 1e9 for start, end in zip(starts_ns, self._ends_ns, strict=False)]
+        self._peer.reply({"step_s": step_s, **self._details(self._began_ns, self._ends_ns[-1])})
+        return self.wait()

@@ -14,57 +14,47 @@ import time
 from typing import Any
 
 import torch
-from protocol import Peer
+from protocol import Pacer, Peer
 
-PAUSE_EVERY_STEPS = 1_000_000
+MANY_STEPS = 1_000_000
 
 
-def build_tokenizer(alphabet: str) -> Any:
-    """One token a letter; padding is 0, and the end of sequence lies outside the model's vocabulary."""
+def build_tokenizer(alphabet: str, specials: int, eos: int) -> Any:
+    """One token a letter, with the ids of Podium's; the end of sequence lies outside the model's vocabulary."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<pad>": 0, **{letter: index + 1 for index, letter in enumerate(alphabet)}}
-    vocabulary["<eos>"] = len(vocabulary)
+    names = ["<pad>", *(f"<special {place}>" for place in range(1, specials)), *alphabet]
+    vocabulary = {name: place for place, name in enumerate(names)} | {"<eos>": eos}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-class Pacer:
-    """Runs as many steps as the bench asks for, then waits for its next request."""
+class Generation:
+    """What `generate` cost since it was last asked: seconds and completion tokens of each call."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._left = 0
-        self._started = 0.0
-        self._step_s: list[float] = []
-        self.generate_s: list[float] = []
-        self.tokens: list[int] = []
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._tokens: list[int] = []
 
-    def wait(self) -> bool:
-        """Block until the next block of steps is asked for; False when the bench is done."""
-        request = self._peer.next_request()
-        if request is None:
-            return False
-        self._left = request[1]["count"]
-        self._step_s, self.generate_s, self.tokens = [], [], []
-        self._started = time.perf_counter()
-        return True
+    def wrap(self, generate: Any, prompt_tokens: int) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            output = generate(*args, **kwargs)
+            self._seconds.append(time.perf_counter() - started)
+            self._tokens.append(output.shape[0] * (output.shape[1] - prompt_tokens))
+            return output
 
-    def step_ended(self) -> bool:
-        """Note the step; False when the bench is done."""
-        now = time.perf_counter()
-        self._step_s.append(now - self._started)
-        self._started = now
-        self._left -= 1
-        if self._left:
-            return True
-        self._peer.reply({"step_s": self._step_s, "generate_s": self.generate_s, "tokens": self.tokens})
-        return self.wait()
+        return timed
+
+    def details(self, began_ns: int, ended_ns: int) -> dict[str, Any]:
+        told = {"generate_s": self._seconds, "tokens": self._tokens}
+        self._seconds, self._tokens = [], []
+        return told
 
 
-def build_trainer(load: dict[str, Any], pacer: Pacer, *, gradient_checkpointing: bool) -> Any:
+def build_trainer(load: dict[str, Any], pacer: Pacer, generation: Generation, *, gradient_checkpointing: bool) -> Any:
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -90,7 +80,7 @@ def build_trainer(load: dict[str, Any], pacer: Pacer, *, gradient_checkpointing:
             lr_scheduler_type="constant",
             beta=0.0,
             gradient_checkpointing=gradient_checkpointing,
-            max_steps=PAUSE_EVERY_STEPS,
+            max_steps=MANY_STEPS,
             bf16=False,
             use_cpu=True,
             report_to="none",
@@ -101,19 +91,10 @@ def build_trainer(load: dict[str, Any], pacer: Pacer, *, gradient_checkpointing:
             seed=load["seed"],
         ),
         train_dataset=Dataset.from_dict({"prompt": texts}),
-        processing_class=build_tokenizer(load["alphabet"]),
+        processing_class=build_tokenizer(load["alphabet"], load["specials"], load["config"]["vocab_size"]),
         callbacks=[Turns()],
     )
-    generate = trainer.model.generate
-
-    def timed_generate(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        output = generate(*args, **kwargs)
-        pacer.generate_s.append(time.perf_counter() - started)
-        pacer.tokens.append(output.shape[0] * (output.shape[1] - load["prompt_tokens"]))
-        return output
-
-    trainer.model.generate = timed_generate
+    trainer.model.generate = generation.wrap(trainer.model.generate, load["prompt_tokens"])
     return trainer
 
 
@@ -124,9 +105,11 @@ def main() -> None:
         return
     arguments = request[1]
     torch.set_num_threads(arguments["threads"])
-    pacer = Pacer(peer)
+    generation = Generation()
+    pacer = Pacer(peer, generation.details)
+    load, checkpointing = arguments["load"], arguments["gradient_checkpointing"]
     try:
-        trainer = build_trainer(arguments["load"], pacer, gradient_checkpointing=arguments["gradient_checkpointing"])
+        trainer = build_trainer(load, pacer, generation, gradient_checkpointing=checkpointing)
         peer.reply({"parameters": sum(weight.numel() for weight in trainer.model.parameters())})
         if pacer.wait():
             trainer.train()
