@@ -15,7 +15,7 @@ import pytest
 import podium
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "ray", "pydantic", "rich", "numpy", "datasets")
+HEAVY = ("torch", "transformers", "ray", "pydantic", "rich", "datasets")
 LIGHT_MODULES = ("podium", "podium.errors", "podium.telemetry", "podium.runtime", "podium.backends.local")
 IMPORT_LIMIT_S = 0.3
 
