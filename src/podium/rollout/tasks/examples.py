@@ -1,0 +1,227 @@
+"""From a specification to examples: rows are read, columns are mapped, and held-out items are kept apart.
+
+    files ─┐
+    hub ───┼─▶ (place, row) ─▶ Example ─▶ training side or held-out side ─▶ at most `limit`
+    gym ───┘
+
+Which side an example is on depends on its prompt's text alone: on no seed, no order and no other row. So the sides are
+disjoint however often, in whatever run, and with whatever seed either is loaded, and equal prompts are on one side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from podium.errors import ConfigError, DataError
+from podium.rollout.tasks import gym, hub
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.rows import PlacedRow, columns_hint, find_files, is_file_spec, read_rows
+from podium.telemetry import Note, emit
+
+__all__ = ["Example", "Messages", "load_examples"]
+
+Messages = list[dict[str, str]]
+"""A conversation: each entry has "role" and "content"."""
+
+GENERATED_ITEMS: Final = 10_000  # training examples of a generated task, unless data.train_items says otherwise
+_PATIENCE: Final = 200  # so many problems of a side without a new one among them: the task is exhausted
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One prompt and what is known about it.
+
+    Attributes:
+        prompt: text, or chat messages.
+        answer: the answer as text, None where there is none.
+        row: all columns of the data, with "prompt" and "answer" beside them: what a reward gets.
+    """
+
+    prompt: str | Messages
+    answer: str | None
+    row: Mapping[str, Any]
+
+
+def load_examples(
+    spec: str,
+    config: DataConfig,
+    split: Literal["train", "test"] = "train",
+    seed: int = 0,
+    limit: int | None = None,
+) -> list[Example]:
+    """The examples of one side of the data.
+
+    Args:
+        spec: what to load, written as ``config.train`` is.
+        config: columns, template, options, and what is held out.
+        split: "train", or "test" for held-out examples. These come from ``config.eval`` where that is set; else from
+            ``config.eval_split`` of a hub dataset that has it; else they are the share ``config.holdout`` of ``spec``,
+            which "train" leaves out.
+        seed: of generated tasks. Other data come in their own order.
+        limit: at most so many: the first of "train", a fixed pseudo-random choice of "test".
+
+    Raises:
+        ConfigError: the specification or the options are wrong.
+        DataError: a file, a column or a row is missing or malformed, or nothing is left; names file and line.
+    """
+    held_out = split == "test"
+    source = config.eval if held_out and config.eval else spec
+    if not source:
+        raise ConfigError("data.train is not set: expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK")
+    if limit is None and not held_out:
+        limit = config.train_items
+    if source.startswith(gym.PREFIX):
+        shared = config.eval in ("", spec)  # both sides are picked from one task
+        side = (config.holdout if held_out else 1 - config.holdout) if shared else 1.0
+        examples = _generated(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
+    else:
+        examples = _stored(source, config, held_out, limit)
+    if not examples:
+        raise DataError(_nothing(source, config, held_out))
+    return examples
+
+
+def _generated(spec: str, config: DataConfig, held_out: bool, side: float, seed: int, wanted: int) -> list[Example]:
+    """Different problems of a side that takes the share ``side`` of all, until ``wanted`` or no new ones come."""
+    found: dict[str, Example] = {}
+    since = 0
+    for place, row in gym.generated_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
+        prompt = _fill(config.template, row, place) if config.template else row["question"]
+        since += 1
+        if prompt not in found and (side == 1 or _is_held_out(prompt, config.holdout) == held_out):
+            found[prompt] = _example(prompt, row["answer"], row)
+            since = 0
+        if len(found) == wanted or since > _PATIENCE / side:
+            break
+    if held_out and 0 < len(found) < wanted:
+        emit(
+            Note(
+                f"{spec} is small: {len(found)} different held-out problems were found where {wanted} were asked for; "
+                "widen data.options or raise data.holdout"
+            )
+        )
+    return list(found.values())
+
+
+def _stored(spec: str, config: DataConfig, held_out: bool, limit: int | None) -> list[Example]:
+    rows, shared = _open(spec, config, held_out)
+    examples = (_map_columns(place, row, config) for place, row in rows)
+    if not shared:
+        return _first(examples, limit) if not held_out else _choice(list(examples), limit)
+    everything = list(examples)
+    mine = [e for e in everything if _is_held_out(_text(e.prompt), config.holdout) == held_out]
+    if held_out:
+        return _choice(mine, limit)
+    emit(
+        Note(
+            f"{len(everything) - len(mine)} of the {len(everything)} examples of {spec} are held out for evaluation "
+            "(data.eval names other data, data.holdout another share)"
+        )
+    )
+    return _first(mine, limit)
+
+
+def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[PlacedRow], bool]:
+    """The rows, and whether training and held-out examples are both among them."""
+    shared = not config.eval and (held_out or config.holdout > 0)
+    path = Path(spec).expanduser()
+    if is_file_spec(spec) or (spec.startswith((".", "/", "~")) and not path.is_dir()):
+        return (row for file in find_files(spec) for row in read_rows(file)), shared
+    if path.is_dir():
+        spec = str(path)
+    if shared and config.eval_split in hub.split_names(spec, config.options):
+        shared = False
+    split = config.eval_split if held_out and not shared else config.train_split
+    return hub.dataset_rows(spec, split, config.options), shared
+
+
+def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
+    columns = list(row)
+    answer = None
+    if config.answer_column is not None:
+        if config.answer_column not in row:
+            raise DataError(
+                f"{place}: no column {config.answer_column!r} for the answer; "
+                f"{columns_hint(config.answer_column, columns)}; set data.answer_column (null if there is no answer)"
+            )
+        answer = row[config.answer_column]
+    if config.template:
+        return _example(_fill(config.template, row, place), answer, row)
+    if config.prompt_column not in row:
+        raise DataError(
+            f"{place}: no column {config.prompt_column!r} for the prompt; {columns_hint(config.prompt_column, columns)}"
+            "; set data.prompt_column"
+        )
+    prompt = row[config.prompt_column]
+    if not isinstance(prompt, str) and not _is_conversation(prompt):
+        raise DataError(
+            f"{place}: column {config.prompt_column!r} holds {str(prompt)[:60]!r} ({type(prompt).__name__}); expected "
+            'text, or a list of messages such as [{"role": "user", "content": "…"}]'
+        )
+    return _example(prompt, answer, row)
+
+
+def _example(prompt: str | Messages, answer: Any, row: dict[str, Any]) -> Example:
+    whole = {**row, "prompt": prompt, "answer": answer}
+    return Example(prompt, None if answer is None else str(answer), whole)
+
+
+def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
+    try:
+        return template.format_map(row)
+    except KeyError as error:
+        name = str(error.args[0])
+        raise DataError(f"{place}: data.template needs {name!r}; {columns_hint(name, list(row))}") from None
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"data.template = {template!r} cannot be filled: {error}; a column is {{question}}, a part of one "
+            "{metadata[expression]}, a brace {{ or }}"
+        ) from None
+
+
+def _is_conversation(prompt: object) -> bool:
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in prompt)
+    )
+
+
+def _text(prompt: str | Messages) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _is_held_out(text: str, share: float) -> bool:
+    return _digest(text) < share * 2**64
+
+
+def _first(examples: Iterable[Example], limit: int | None) -> list[Example]:
+    return list(islice(examples, limit))
+
+
+def _choice(examples: list[Example], limit: int | None) -> list[Example]:
+    """At most ``limit``, spread over all of them, the same ones each time, in their own order."""
+    if limit is None or limit >= len(examples):
+        return examples
+    salted = ((_digest(f"choice/{_text(example.prompt)}"), place) for place, example in enumerate(examples))
+    return [examples[place] for place in sorted(place for _, place in heapq.nsmallest(limit, salted))]
+
+
+def _nothing(source: str, config: DataConfig, held_out: bool) -> str:
+    if not held_out or config.eval:
+        return f"{source} holds no examples" + ("" if held_out else " to train on")
+    return (
+        f"{source} leaves no held-out examples with data.holdout = {config.holdout:g}; set data.eval to held-out data, "
+        "raise data.holdout, or set eval.items to 0"
+    )

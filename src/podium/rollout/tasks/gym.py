@@ -1,0 +1,117 @@
+"""Tasks that reasoning-gym generates: as many different problems as are asked for, or as there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+from podium.errors import ConfigError
+from podium.rollout.tasks.rows import PlacedRow
+from podium.telemetry import Note, emit
+
+__all__ = ["PREFIX", "generated_rows"]
+
+PREFIX: Final = "reasoning_gym:"
+_RESERVED: Final = ("seed", "size")
+_BLOCK: Final = 1000  # problems a dataset object: some tasks prepare all of theirs when made
+_PATIENCE_S: Final = 10.0  # of generating, before a note says what takes so long
+
+
+def generated_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[PlacedRow]:
+    """Problems without end, the same for the same seed; repeated ones come as the task repeats them.
+
+    What was generated once in this process is not generated again, so that training and held-out sides can be picked
+    from one series. A row has the task's question, answer and metadata, and "task_options".
+
+    Raises:
+        ConfigError: no such task or option, named with the nearest; or the task refuses its options.
+    """
+    _check(spec, options)
+    try:
+        series = _series(spec, json.dumps(options, sort_keys=True), seed)
+    except TypeError as error:
+        raise ConfigError(
+            f"data.options = {dict(options)!r}: expected plain values, as YAML has them: {error}"
+        ) from None
+    return series.rows()
+
+
+def _check(spec: str, options: Mapping[str, Any]) -> None:
+    import reasoning_gym
+
+    task = spec.removeprefix(PREFIX)
+    registry: dict[str, Any] = reasoning_gym.factory.DATASETS
+    if task not in registry:
+        near = difflib.get_close_matches(task, registry, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(PREFIX + name for name in near)}?" if near else f"it has {len(registry)}"
+        raise ConfigError(f"{spec}: reasoning-gym {reasoning_gym.__version__} has no task {task!r}; {hint}")
+    names = [field.name for field in dataclasses.fields(registry[task][1]) if field.name not in _RESERVED]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+            why = " (Podium sets it)" if name in _RESERVED else ""
+            raise ConfigError(f"data.options.{name}: {spec} has no such option{why}; {hint}")
+
+
+@lru_cache(maxsize=8)
+def _series(spec: str, options: str, seed: int) -> _Series:
+    return _Series(spec, json.loads(options), seed)
+
+
+class _Series:
+    """The problems of one task, one set of options and one seed, as far as they were asked for."""
+
+    def __init__(self, spec: str, options: dict[str, Any], seed: int) -> None:
+        self._spec = spec
+        self._options = options
+        # Problem i of seed s is problem i + 1 of seed s - 1 in most tasks, so neighbouring seeds are sent far apart.
+        self._start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest())
+        self._drawn: list[dict[str, Any]] = []
+        self._fresh = self._draw()
+        self._spent_s = 0.0
+
+    def rows(self) -> Iterator[PlacedRow]:
+        place = 0
+        while True:
+            if place == len(self._drawn):
+                self._drawn.append(self._timed())
+            yield f"{self._spec}, problem {place}", self._drawn[place]
+            place += 1
+
+    def _timed(self) -> dict[str, Any]:
+        started = time.perf_counter()
+        row = next(self._fresh)
+        before = self._spent_s
+        self._spent_s += time.perf_counter() - started
+        if before < _PATIENCE_S <= self._spent_s:
+            each_ms = self._spent_s / (len(self._drawn) + 1) * 1e3
+            emit(Note(f"{self._spec} takes {each_ms:.0f} ms a problem to generate; data.train_items asks for fewer"))
+        return row
+
+    def _draw(self) -> Iterator[dict[str, Any]]:
+        import reasoning_gym
+
+        task = self._spec.removeprefix(PREFIX)
+        block = 0
+        while True:
+            try:
+                dataset = reasoning_gym.create_dataset(
+                    task, seed=self._start + block * _BLOCK, size=_BLOCK, **self._options
+                )
+            except (AssertionError, TypeError, ValueError) as error:
+                reason = str(error) or type(error).__name__
+                raise ConfigError(f"data.options = {self._options!r}: {self._spec} refuses them: {reason}") from error
+            for index in range(_BLOCK):
+                try:
+                    problem = dataset[index]
+                except IndexError:  # word_ladder, for one, ends a dataset at a problem that it cannot make
+                    break
+                yield {**problem, "task_options": self._options}
+            block += 1

@@ -1,0 +1,124 @@
+"""Rows of JSON Lines and Parquet files, each with the place that an error about it names."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from podium.errors import DataError
+
+__all__ = ["SUFFIXES", "PlacedRow", "columns_hint", "find_files", "is_file_spec", "read_rows"]
+
+PlacedRow = tuple[str, dict[str, Any]]
+"""Where a row stands ("train.jsonl, line 3"), and its columns."""
+
+SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet")
+
+
+def is_file_spec(spec: str) -> bool:
+    """Whether ``spec`` means files: by its ending, by being a pattern, or because a file is there."""
+    return spec.lower().endswith(SUFFIXES) or glob.has_magic(spec) or Path(spec).expanduser().is_file()
+
+
+def find_files(spec: str) -> list[Path]:
+    """The file, or the files that a pattern matches, sorted. Raises DataError if there is none; names the nearest."""
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return [path]
+    if glob.has_magic(spec):
+        found = sorted(match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file())
+        if found:
+            return found
+    raise DataError(f"no file {spec}{_nearest(path)}")
+
+
+def _nearest(path: Path) -> str:
+    folder = path.parent
+    while not folder.is_dir():
+        path, folder = folder, folder.parent
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in SUFFIXES)
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    where = f"{folder.resolve()}"
+    if near:
+        return f"; {where} has {', '.join(near)}"
+    return f"; {where} has {', '.join(names[:8])}" if names else f"; {where} has no data files"
+
+
+def read_rows(path: Path) -> Iterator[PlacedRow]:
+    """The rows of one file.
+
+    Raises:
+        DataError: it cannot be read, or a line of it is no JSON object; names file, line, column and what was expected.
+    """
+    return _parquet(path) if path.suffix.lower() == ".parquet" else _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[PlacedRow]:
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if number == 1:
+                    raw = raw.removeprefix(b"\xef\xbb\xbf")
+                if raw.strip():
+                    yield f"{path}, line {number}", _json_object(path, number, raw)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+    place = f"{path}, line {number}"
+    try:
+        line = raw.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}, byte {error.start + 1}: not UTF-8 ({error.reason}); save the file as UTF-8"
+        ) from None
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        if number == 1 and line.strip() == "[":
+            raise DataError(f"{place}: a JSON array over many lines; {_ONE_A_LINE.format(path=path)}") from None
+        near = line[max(0, error.pos - 20) : error.pos + 20].strip()
+        what = error.msg.removeprefix("Expecting ")
+        expected = f"expected {what}" if what != error.msg else error.msg
+        raise DataError(
+            f"{place}, column {error.colno}: {expected}, near {near!r}; each line must be one whole JSON object"
+        ) from None
+    if not isinstance(row, dict):
+        hint = f"; {_ONE_A_LINE.format(path=path)}" if isinstance(row, list) and number == 1 else ""
+        raise DataError(f'{place}: expected a JSON object such as {{"prompt": "…"}}, found {_json_kind(row)}{hint}')
+    return row
+
+
+_ONE_A_LINE: Final = "write one object a line, as jq -c '.[]' {path} does"
+
+
+def _json_kind(value: object) -> str:
+    kinds: dict[type, str] = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")
+
+
+def _parquet(path: Path) -> Iterator[PlacedRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet after row {number}: {error}") from error
+
+
+def columns_hint(wanted: str, columns: Sequence[str]) -> str:
+    """For an error about a column that is not there: those that are, and the nearest."""
+    near = difflib.get_close_matches(wanted, columns, n=1, cutoff=0.5)
+    return f"the columns are {', '.join(map(repr, columns))}" + (f"; did you mean {near[0]!r}?" if near else "")

@@ -1,0 +1,74 @@
+"""The order in which a run takes its examples, and the place it has reached."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from podium.errors import CheckpointError, ConfigError
+
+__all__ = ["PromptStream"]
+
+T = TypeVar("T")
+
+
+class PromptStream(Generic[T]):
+    """Endless epochs over ``examples``, each shuffled anew, all of them determined by ``seed``.
+
+    Every example comes once an epoch; what is taken at once may reach over the end of one.
+
+    >>> stream = PromptStream("abc", seed=0)
+    >>> sorted(stream.take(3)), len(stream.take(7))
+    (['a', 'b', 'c'], 7)
+    """
+
+    def __init__(self, examples: Sequence[T], seed: int) -> None:
+        if not len(examples):
+            raise ConfigError("a stream needs at least one example")
+        self._examples = examples
+        self._seed = seed
+        self._go_to(0, 0)
+
+    def __len__(self) -> int:
+        """Examples an epoch."""
+        return len(self._examples)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next example, from 0."""
+        return self._epoch + (self._position == len(self._order))
+
+    def take(self, count: int) -> list[T]:
+        """The next ``count`` examples."""
+        taken: list[T] = []
+        while len(taken) < count:
+            if self._position == len(self._order):
+                self._go_to(self._epoch + 1, 0)
+            stop = min(len(self._order), self._position + count - len(taken))
+            taken += [self._examples[place] for place in self._order[self._position : stop]]
+            self._position = stop
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON can hold it."""
+        return {"seed": self._seed, "items": len(self), "epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state` was taken, in that stream's order.
+
+        Raises:
+            CheckpointError: the state is of a stream over another number of examples.
+        """
+        if state["items"] != len(self):
+            raise CheckpointError(
+                f"the checkpoint was at example {state['position']} of {state['items']}, and the data have {len(self)} "
+                "now; go on with the data (and data.* settings) that the run began with"
+            )
+        self._seed = state["seed"]
+        self._go_to(state["epoch"], state["position"])
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = list(range(len(self)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
