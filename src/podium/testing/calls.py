@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,8 +23,10 @@ SOON_S = 5.0  # "does not wait for the minute that a sibling sleeps", with room 
 class CallContract:
     @pytest.fixture
     @classmethod
-    def sleeper(cls, cluster: Cluster) -> Sleeper:
-        return cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
+    def sleeper(cls, cluster: Cluster) -> Iterator[Sleeper]:
+        sleeper = cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
+        yield sleeper
+        sleeper.group.close()
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,213 @@
+"""Contract: start, close, restart, and what a failed constructor leaves behind. Processes where there are any."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from podium.errors import CallCancelled, ConfigError, EndpointError, SerializationError, WorkerDied, WorkerStartError
+from podium.runtime import Cluster, Worker, colocate, endpoint
+from podium.testing.target import Target, need
+from podium.testing.workers import Counter, Keeper, Place
+
+__all__ = ["LifetimeContract"]
+
+
+class LifetimeContract:
+    def test_a_constructor_that_raises_names_its_rank_and_leaves_nothing(self, cluster: Cluster) -> None:
+        pool = cluster.pool([3])
+        for _ in range(2):
+            with pytest.raises(WorkerStartError, match=r"bad_start.*ValueError.*rank 1") as caught:
+                cluster.start(RaisesOn.bind(1), pool, name="bad_start", distributed=False)
+            assert caught.value.rank == 1
+            assert isinstance(caught.value.__cause__, ValueError)
+            assert "RaisesOn" in caught.value.remote_traceback or "rank 1" in caught.value.remote_traceback
+        cluster.release(pool)
+
+    def test_an_unpicklable_constructor_argument_is_named(self, cluster: Cluster) -> None:
+        with pytest.raises(SerializationError, match=r"Counter\.__init__.*does not pickle") as caught:
+            cluster.start(Counter.bind(threading.Lock()))  # pyright: ignore[reportArgumentType] - the point
+        assert "lock" in str(caught.value)
+
+    def test_closing_a_group_calls_its_workers_close_and_refuses_calls(self, cluster: Cluster, tmp_path: Path) -> None:
+        keeper = cluster.start(Keeper.bind(), cluster.pool([2]), distributed=False)
+        keeper.leave_a_file_when_closed(str(tmp_path / "closed"))
+        keeper.group.close()
+        keeper.group.close()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["closed-0", "closed-1"]
+        with pytest.raises(CallCancelled, match="is closed"):
+            keeper.neighbours()
+
+    def test_a_closed_group_cannot_be_restarted(self, cluster: Cluster) -> None:
+        counter = cluster.start(Counter.bind(), distributed=False)
+        counter.group.close()
+        with pytest.raises(ConfigError):
+            counter.group.restart()
+
+    def test_close_ends_everything_and_is_idempotent(self, target: Target, tmp_path: Path) -> None:
+        cluster = target.connect()
+        keeper = cluster.start(Keeper.bind(), cluster.pool([2]), distributed=False)
+        keeper.leave_a_file_when_closed(str(tmp_path / "closed"))
+        cluster.close()
+        cluster.close()
+        assert len(list(tmp_path.iterdir())) == 2
+        with pytest.raises(CallCancelled):
+            keeper.neighbours()
+        with pytest.raises(ConfigError, match="closed"):
+            cluster.pool([1])
+
+    def test_a_with_block_closes_after_an_error_too(self, target: Target, tmp_path: Path) -> None:
+        with pytest.raises(KeyError, match="mine"), target.connect() as cluster:
+            keeper = cluster.start(Keeper.bind(), distributed=False)
+            keeper.leave_a_file_when_closed(str(tmp_path / "closed"))
+            raise KeyError("mine")
+        assert len(list(tmp_path.iterdir())) == 1
+
+    def test_two_clusters_at_once(self, target: Target, cluster: Cluster) -> None:
+        with target.connect() as other:
+            counters = [where.start(Counter.bind(at), distributed=False) for at, where in enumerate((cluster, other))]
+            assert [counter.add(0) for counter in counters] == [[0], [1]]
+
+    # -- restart and death -------------------------------------------------------------------------------------------
+
+    def test_what_cannot_be_killed_says_so(self, cluster: Cluster) -> None:
+        if cluster.capabilities.processes:
+            pytest.skip("its hosts are processes")
+        counter = cluster.start(Counter.bind(), distributed=False)
+        with pytest.raises(ConfigError, match="'local'"):
+            counter.group.restart()
+        assert counter.add(1) == [1], "and the group goes on"
+        with pytest.raises(ConfigError, match="'local'"):
+            cluster.start(Counter.bind(), env={"X": "1"})
+
+    def test_restart_makes_all_colocated_workers_anew(self, cluster: Cluster) -> None:
+        need(cluster, "processes")
+        both = cluster.start(colocate(bank=Counter.bind(10), keeper=Keeper.bind()), cluster.pool([2]))
+        both.bank.add(5)
+        before = both.bank.group.pids
+        both.keeper.group.restart()
+        assert not set(before) & set(both.bank.group.pids)
+        assert both.bank.add(0) == [10, 10], "no call is repeated"
+        assert both.keeper.add_to_neighbour("bank", 1) == [11, 11]
+        both.bank.group.close()
+        both.keeper.group.close()
+
+    def test_a_death_is_named_now_and_later_until_restart(self, cluster: Cluster) -> None:
+        need(cluster, "processes")
+        counter = cluster.start(Counter.bind(), cluster.pool([2]), name="mortal", distributed=False)
+        with pytest.raises(WorkerDied, match=r"rank 1 of mortal.*exit code 7") as caught:
+            counter.group.run(_exit_on, 1)
+        assert (caught.value.rank, caught.value.cause, caught.value.role) == (1, "exit code 7", "mortal")
+        assert caught.value.last_words == ("these are my last words",)
+        with pytest.raises(WorkerDied, match=r"mortal\.add: rank 1.*restart.*exit code 7"):
+            counter.add(1)
+        counter.group.restart()
+        assert counter.add(1) == [1, 1]
+        counter.group.close()
+
+    def test_workers_get_their_environment(self, cluster: Cluster) -> None:
+        need(cluster, "processes")
+        place = cluster.start(Place.bind(), env={"PODIUM_CONTRACT": "yes", "OMP_NUM_THREADS": "3"}, distributed=False)
+        assert place.group.run(_environment, "PODIUM_CONTRACT") == ["yes"]
+        assert place.group.run(_environment, "OMP_NUM_THREADS") == ["3"]
+        place.group.close()
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def test_collectives_work_in_constructors_and_endpoints(self, cluster: Cluster) -> None:
+        need(cluster, "collectives")
+        gatherer = cluster.start(Gatherer.bind(), cluster.pool([3]), distributed=True)
+        assert gatherer.at_start() == [[0.0, 1.0, 2.0]] * 3
+        for value in (1.0, 2.0):
+            assert gatherer.gather_all(value) == [[value, value + 1, value + 2]] * 3
+        gatherer.group.close()
+
+    def test_collectives_of_one_rank_work_everywhere(self, cluster: Cluster) -> None:
+        gatherer = cluster.start(Gatherer.bind(), distributed=True)
+        assert gatherer.gather_all(4.0) == [[4.0]]
+        gatherer.group.close()
+
+    def test_without_collectives_the_error_names_where_there_are_some(self, cluster: Cluster) -> None:
+        if cluster.capabilities.collectives:
+            pytest.skip("it has collectives")
+        with pytest.raises(ConfigError, match="'local'"):
+            cluster.start(Counter.bind(), cluster.pool([2]), distributed=True)
+        with pytest.raises(WorkerStartError) as caught:
+            cluster.start(Gatherer.bind(), cluster.pool([2]))
+        assert "use podium.connect('local')" in "".join(getattr(caught.value.__cause__, "__notes__", ""))
+
+    def test_colocated_workers_share_the_process_group_and_make_subgroups(self, cluster: Cluster) -> None:
+        need(cluster, "collectives")
+        both = cluster.start(colocate(one=Gatherer.bind(), two=Gatherer.bind(subgroup=True)), cluster.pool([2]))
+        assert both.one.gather_all(0.0) == [[0.0, 1.0]] * 2
+        assert both.two.gather_all(5.0) == [[5.0, 6.0]] * 2
+        both.one.group.restart()
+        assert both.two.gather_all(5.0) == [[5.0, 6.0]] * 2
+        both.one.group.close()
+        both.two.group.close()
+
+    def test_a_rank_that_fails_frees_its_siblings_from_a_collective(self, cluster: Cluster) -> None:
+        need(cluster, "collectives", "processes")
+        gatherer = cluster.start(Gatherer.bind(), cluster.pool([3]))
+        with pytest.raises(EndpointError, match="ValueError: I am the cause") as caught:
+            gatherer.gather_unless(rank=1)
+        assert caught.value.rank == 1
+        gatherer.group.restart()
+        assert gatherer.gather_all(1.0) == [[1.0, 2.0, 3.0]] * 3
+        gatherer.group.close()
+
+
+class RaisesOn(Worker):
+    """Its constructor raises on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        if self.ctx.rank == rank:
+            raise ValueError(f"rank {rank} does not want to start")
+
+
+class Gatherer(Worker):
+    """Collectives in the constructor and in endpoints."""
+
+    def __init__(self, subgroup: bool = False) -> None:
+        import torch.distributed as dist
+
+        self.ranks = dist.new_group() if subgroup else None
+        self.first = self._gather(float(self.ctx.rank))
+
+    def _gather(self, value: float) -> list[float]:
+        import torch.distributed as dist
+
+        out = [torch.zeros(1) for _ in range(self.ctx.world_size)]
+        dist.all_gather(out, torch.tensor([value]), group=self.ranks)
+        return [float(entry) for entry in out]
+
+    @endpoint
+    def at_start(self) -> list[float]:
+        return self.first
+
+    @endpoint
+    def gather_all(self, value: float) -> list[float]:
+        return self._gather(value + self.ctx.rank)
+
+    @endpoint
+    def gather_unless(self, rank: int) -> list[float]:
+        if self.ctx.rank == rank:
+            raise ValueError("I am the cause")
+        return self._gather(0.0)
+
+
+def _exit_on(worker: Worker, rank: int) -> None:
+    import sys
+
+    if worker.ctx.rank == rank:
+        sys.stderr.write("these are my last words\n")
+        sys.stderr.flush()
+        os._exit(7)
+
+
+def _environment(worker: Worker, name: str) -> str | None:
+    return os.environ.get(name)

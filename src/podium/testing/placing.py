@@ -1,0 +1,213 @@
+"""Contract: pools and slots, meshes, the worker's context, colocation, names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from podium.errors import ConfigError, PlacementError, WorkerStartError
+from podium.runtime import Cluster, Mesh, Worker, colocate, endpoint
+from podium.testing.workers import Counter, Keeper, Place, Probe
+
+__all__ = ["PlacingContract"]
+
+
+class PlacingContract:
+    # -- pools -------------------------------------------------------------------------------------------------------
+
+    def test_a_pool_is_an_ordered_sequence_of_slots(self, cluster: Cluster) -> None:
+        pool = cluster.pool([4])
+        assert len(pool) == 4
+        assert len(pool[1:3]) == 2
+        assert pool[1:3][0] is pool[1]
+        one, three = pool.split([1, 3])
+        assert [*one, *three] == list(pool)
+        assert list(three + one) == [*three, *one]
+        for wrong in ([1, 2], [0, 4], [5], [-1, 5]):
+            with pytest.raises(ConfigError, match=re.escape(f"split({wrong})")):
+                pool.split(wrong)
+        cluster.release(pool)
+
+    def test_groups_run_on_parts_of_a_pool_and_share_it(self, cluster: Cluster) -> None:
+        pool = cluster.pool([3])
+        left, right = pool.split([1, 2])
+        counters = [
+            cluster.start(Counter.bind(at), part, distributed=False)
+            for at, part in enumerate((left, right, right, right + left))
+        ]
+        assert [counter.add(0) for counter in counters] == [[0], [1, 1], [2, 2], [3, 3, 3]]
+        assert len({counter.group.name for counter in counters}) == 4
+        counters[1].add(5)
+        assert counters[2].add(0) == [2, 2], "groups on one pool share nothing but its resources"
+        for counter in counters:
+            counter.group.close()
+
+    def test_what_cannot_be_placed_is_refused_at_once_and_says_why(self, cluster: Cluster) -> None:
+        cores = cluster.nodes[0].resources["cpu"]
+        node = cluster.nodes[0].name
+        held = cluster.pool([1], cpus=cores)
+        says = rf"asked for 1 cpu on 1 node; 0 cpu free on {node}.*held by: .*a pool without a group \({cores:g}\)"
+        with pytest.raises(PlacementError, match=says):
+            cluster.pool([1], cpus=1)
+        group = cluster.start(Counter.bind(), held, name="holder", distributed=False)
+        with pytest.raises(PlacementError, match=r"held by:.*holder"):
+            cluster.pool([1], cpus=1)
+        with pytest.raises(PlacementError, match=r"cannot release.*holder"):
+            cluster.release(held)
+        group.group.close()
+        cluster.release(held)
+        cluster.release(cluster.pool([1], cpus=cores))
+
+    def test_more_than_there_is_and_more_nodes_than_there_are_are_refused(self, cluster: Cluster) -> None:
+        cores = cluster.nodes[0].resources["cpu"]
+        with pytest.raises(PlacementError, match=rf"asked for {cores + 1:g} cpu on 1 node"):
+            cluster.pool([1], cpus=cores + 1)
+        too_many = [1] * (len(cluster.nodes) + 1)
+        with pytest.raises(PlacementError, match=rf"on {len(too_many)} nodes"):
+            cluster.pool(too_many)
+        with pytest.raises(PlacementError, match="unobtainium"):
+            cluster.pool([1], resources={"unobtainium": 1})
+
+    @pytest.mark.parametrize("wrong", [[], [0], [-1, 2]], ids=str)
+    def test_a_pool_has_at_least_one_slot_a_node(self, cluster: Cluster, wrong: list[int]) -> None:
+        with pytest.raises(ConfigError, match="from 1 up"):
+            cluster.pool(wrong)
+        with pytest.raises(ConfigError, match="from 0 up"):
+            cluster.pool([1], cpus=-1)
+
+    def test_a_released_pool_cannot_be_used(self, cluster: Cluster) -> None:
+        pool = cluster.pool([2])
+        cluster.release(pool)
+        cluster.release(pool)
+        with pytest.raises(ConfigError, match="has been released"):
+            cluster.start(Counter.bind(), pool[0:1])
+        with pytest.raises(ConfigError, match="empty pool"):
+            cluster.start(Counter.bind(), cluster.pool([1])[0:0])
+
+    # -- context -----------------------------------------------------------------------------------------------------
+
+    def test_a_worker_knows_its_place_before_its_constructor_runs(self, cluster: Cluster) -> None:
+        place = cluster.start(Place.bind(), cluster.pool([3]), name="places", distributed=False)
+        for rank, facts in enumerate(place.facts()):
+            assert facts["at_start"] == (rank, 3)
+            assert (facts["rank"], facts["world_size"], facts["local_rank"], facts["local_world_size"]) == (
+                *(rank, 3),
+                *(rank, 3),
+            )
+            assert facts["role"] == "places"
+            assert facts["node"] == cluster.nodes[0].name
+            assert facts["devices"] == ()
+            assert facts["threads"] >= 1
+        assert place.change() == ["FrozenInstanceError"] * 3
+
+    def test_threads_are_the_slots_share_of_the_cores(self, cluster: Cluster) -> None:
+        cores = int(cluster.nodes[0].resources["cpu"])
+        pool = cluster.pool([1], cpus=cores)
+        place = cluster.start(Place.bind(), pool, distributed=False)
+        assert place.facts()[0]["threads"] == cores
+        place.group.close()
+        cluster.release(pool)
+
+    def test_named_meshes_are_in_the_context(self, cluster: Cluster) -> None:
+        mesh = Mesh(dp=2, tp=2)
+        place = cluster.start(Place.bind(), cluster.pool([4]), meshes={"train": mesh}, distributed=False)
+        assert place.mesh_coordinate("train") == [{"dp": d, "tp": t} for d in range(2) for t in range(2)]
+        assert place.mesh_coordinate("default") == [{"dp": at} for at in range(4)]
+        assert place.group.meshes["train"] == mesh
+        with pytest.raises(ConfigError, match=r"mesh 'train' is Mesh\(dp=3\) of 3 ranks; the pool has 2 slots"):
+            cluster.start(Place.bind(), cluster.pool([2]), meshes={"train": Mesh(dp=3)})
+
+    # -- colocation --------------------------------------------------------------------------------------------------
+
+    def test_colocated_workers_reach_each_other_as_plain_objects(self, cluster: Cluster) -> None:
+        both = cluster.start(
+            colocate(bank=Counter.bind(10), keeper=Keeper.bind()), cluster.pool([2]), distributed=False
+        )
+        assert list(both) == ["bank", "keeper"]
+        assert both["keeper"].neighbours() == [["bank", "keeper"]] * 2
+        assert both.keeper.add_to_neighbour("bank", 5) == [15, 15]
+        assert both.bank.add(0) == [15, 15]
+        assert both.bank.group.shares_hosts_with == ("keeper",)
+        with pytest.raises(AttributeError, match=r"no worker 'bnak' here; there are \['bank', 'keeper'\]"):
+            _ = both.bnak
+        both.bank.group.close()
+        assert both.keeper.neighbours() == [["keeper"]] * 2
+        both.keeper.group.close()
+
+    def test_a_worker_is_added_to_hosts_that_run(self, cluster: Cluster) -> None:
+        counter = cluster.start(Counter.bind(1), cluster.pool([2]), name="first_in", distributed=False)
+        keeper = cluster.start(Keeper.bind(), into=counter, name="second_in")
+        assert keeper.add_to_neighbour("first_in", 2) == [3, 3]
+        assert keeper.group.pids == counter.group.pids
+        with pytest.raises(ConfigError, match="the hosts run already"):
+            cluster.start(Keeper.bind(), cluster.pool([2]), into=counter)
+        with pytest.raises(ConfigError, match="expected a handle"):
+            cluster.start(Keeper.bind(), into="first_in")
+        with pytest.raises(WorkerStartError, match="ValueError: not today"):
+            cluster.start(_Fails.bind(), into=counter, name="third_in")
+        assert counter.add(0) == [3, 3], "hosts outlive a worker that did not start in them"
+
+    def test_calls_of_colocated_workers_keep_one_order(self, cluster: Cluster) -> None:
+        both = cluster.start(colocate(a=Counter.bind(), b=Keeper.bind()), distributed=False)
+        calls = [both.a.add.submit(1) if at % 2 else both.b.add_to_neighbour.submit("a", 1) for at in range(50)]
+        assert [call.result() for call in calls] == [[at + 1] for at in range(50)]
+
+    # -- names and bindings ------------------------------------------------------------------------------------------
+
+    def test_names(self, cluster: Cluster) -> None:
+        first = cluster.start(Counter.bind(), name="only_one", distributed=False)
+        assert "only_one[1]" in repr(first)
+        with pytest.raises(ConfigError, match="a group named 'only_one' runs already"):
+            cluster.start(Counter.bind(), name="only_one")
+        first.group.close()
+        again = cluster.start(Counter.bind(), name="only_one", distributed=False)
+        assert again.add(1) == [1]
+        assert cluster.start(_CamelCaseName.bind(), distributed=False).group.name == "camel_case_name"
+
+    def test_only_bound_workers_are_started(self, cluster: Cluster) -> None:
+        with pytest.raises(ConfigError, match=r"start\(\) takes Cls\.bind.*the class Counter"):
+            cluster.start(Counter)  # pyright: ignore[reportArgumentType, reportCallIssue] - the point
+        with pytest.raises(ValueError, match="already wrapped"):
+            cluster.start(object())  # pyright: ignore[reportArgumentType, reportCallIssue] - the point
+        with pytest.raises(ConfigError, match=r"Counter\.bind\(\): got an unexpected keyword argument 'begin'"):
+            Counter.bind(begin=3)  # pyright: ignore[reportCallIssue] - the point
+        with pytest.raises(ConfigError, match=r"Place\.bind\(\): too many positional arguments"):
+            Place.bind(1)  # pyright: ignore[reportCallIssue] - the point
+
+    def test_workers_made_by_value_are_started_too(self, cluster: Cluster) -> None:
+        class Local(Worker):
+            def __init__(self, factor: int) -> None:
+                self.factor = factor
+
+            @endpoint
+            def times(self, x: int) -> int:
+                return self.factor * x
+
+        local = cluster.start(Local.bind(3), cluster.pool([2]), distributed=False)
+        assert local.times(5) == [15, 15]
+
+    def test_inherited_endpoints_are_endpoints_and_overridden_ones_are_what_they_became(self, cluster: Cluster) -> None:
+        heir = cluster.start(_Heir.bind(), distributed=False)
+        assert heir.rank() == [100]
+        with pytest.raises(AttributeError, match="'echo' is no endpoint of _Heir"):
+            heir.echo(1)
+
+
+class _Fails(Worker):
+    def __init__(self) -> None:
+        raise ValueError("not today")
+
+
+class _CamelCaseName(Worker):
+    pass
+
+
+class _Heir(Probe):
+    @endpoint
+    def rank(self) -> int:
+        return super().rank() + 100  # pyright: ignore[reportReturnType, reportOperatorIssue] - a plain method here
+
+    def echo(self, value: int) -> int:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+        """No endpoint any more."""
+        return value
