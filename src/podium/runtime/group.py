@@ -82,7 +82,13 @@ class WorkerGroup:
         """Kill the hosts, start new ones in the same slots and make the workers again, colocated ones included.
 
         No call is repeated: whatever state the workers had is gone.
+
+        Raises:
+            ConfigError: it is closed, or the backend has no processes to kill.
+            WorkerStartError: a host or a constructor failed; the group is broken until a restart succeeds.
         """
+        if self.name not in self._hosts.workers:
+            raise ConfigError(f"group {self.name} is closed; start another with cluster.start(...)")
         self._hosts.restart()
 
     def close(self) -> None:

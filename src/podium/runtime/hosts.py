@@ -28,6 +28,7 @@ from typing import Any
 from podium import telemetry
 from podium.errors import (
     CallCancelled,
+    ConfigError,
     DeadlineExceeded,
     EndpointError,
     PodiumError,
@@ -128,6 +129,7 @@ class HostSet:
         self._send = threading.Lock()
         self._generation = 0
         self._closing = False
+        self._closed = False
         self._forget_tick = watch.every_tick(self._tick)
         self._boot()
 
@@ -150,18 +152,32 @@ class HostSet:
 
     def restart(self) -> None:
         """Kill all hosts, start new ones in the same slots and make their workers again. Calls in the air fail;
-        nothing is called again."""
+        nothing is called again.
+
+        Raises:
+            ConfigError: the set was closed, or this backend has no processes to kill.
+            WorkerStartError: a host or a constructor failed; the set is broken until a restart succeeds.
+        """
+        if not self.backend.capabilities.processes:
+            raise ConfigError(f"{self.name}: this backend has no processes to kill and restart; use 'local'")
+        if self._closed:
+            raise ConfigError(f"group {self.name} is closed; start another with cluster.start(...)")
         names = ", ".join(self.workers) or self.name
         self._end_all(lambda handle: handle.kill(), f"group {names} was restarted while this call was in flight")
         self.dead.clear()
         self.broken = ""
         self._closing = False
-        self._boot()
-        for worker in self.workers.values():
-            self._construct(worker)
+        try:
+            self._boot()
+            for worker in self.workers.values():
+                self._construct(worker)
+        except BaseException as error:
+            self.broken = f"its restart failed ({type(error).__name__})"
+            raise
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the hosts: in order where they are idle, by force after ``timeout_s``. Idempotent."""
+        self._closed = True
         self._forget_tick()
         self._end_all(
             lambda handle: handle.stop(timeout_s), f"group {self.name} was closed while this call was in flight"
@@ -221,9 +237,9 @@ class HostSet:
         shared = {"name": worker.name, "bound": worker.bound, "distributed": self.options.distributed}
         everyone = range(self.size)
         label = f"{worker.bound.cls.__name__}.__init__"
-        call = self.request(label, Outgoing("", "construct", everyone, shared, own, ()), self.options.start_timeout_s)
+        out = Outgoing("", "construct", everyone, shared, own, ())
         try:
-            call.result()
+            self.request(label, out, self.options.start_timeout_s).result()
         except EndpointError as error:
             raise WorkerStartError(
                 f"{worker.name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback
@@ -276,7 +292,12 @@ class HostSet:
 
         call.begin(len(ranks), joined, self.backend)
         flight = _Flight(call, out, call_id, set(ranks), time.monotonic_ns())
-        self._flights[call_id] = flight
+        self._flights[call_id] = flight  # from here on a death fails it; one while it was packed shows now
+        try:
+            self._refuse_if_unusable(call.label)
+        except PodiumError:
+            self._flights.pop(call_id, None)
+            raise
         call.on_cancel(lambda: self._tell_cancelled(flight))
         if call.timeout_s < 2.0:
             self.watch.later(call.timeout_s, lambda: self._tick(time.monotonic()))
@@ -321,7 +342,7 @@ class HostSet:
                 rank=-1,
                 role=self.name,
             )
-        if not self._handles:
+        if self._closing or not self._handles:
             raise CallCancelled(f"{label}: group {self.name} is closed")
 
     # -- replies in ----------------------------------------------------------------------------------------------

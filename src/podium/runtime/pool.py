@@ -190,12 +190,13 @@ class Inventory:
             f"{' and '.join(f'{has.get(name, 0):g} {name}' for name in wanted) or 'room'} free on {node}"
             for node, has in free.items()
         )
-        held: Counter[str] = Counter()
+        held: dict[str, float] = {}
         for reservation in self._reservations:
-            name = "+".join(reservation.holders) or "a pool without a group"
-            held[name] += sum(
-                math.ceil(max(slot.resources.get(kind, 0) for kind in wanted or {"": 0})) or 1
-                for slot in reservation.slots
+            amount = sum(
+                max((slot.resources.get(kind, 0.0) for kind in wanted), default=0.0) for slot in reservation.slots
             )
+            if amount:
+                name = "+".join(reservation.holders) or "a pool without a group"
+                held[name] = held.get(name, 0.0) + amount
         holders = ", ".join(f"{name} ({count:g})" for name, count in held.items()) or "nobody"
         return f"asked for {asked} on {nodes}; {has}; held by: {holders}"
