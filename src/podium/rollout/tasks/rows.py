@@ -73,7 +73,7 @@ def _json_lines(path: Path) -> Iterator[PlacedRow]:
 def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
     place = f"{path}, line {number}"
     try:
-        line = raw.decode()
+        line = raw.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place}, byte {error.start + 1}: not UTF-8 ({error.reason}); save the file as UTF-8"
@@ -87,7 +87,7 @@ def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
         what = error.msg.removeprefix("Expecting ")
         expected = f"expected {what}" if what != error.msg else error.msg
         raise DataError(
-            f"{place}, column {error.colno}: {expected}, near {near!r}; each line must be one whole JSON object"
+            f"{place}, column {error.pos + 1}: {expected}, near {near!r}; each line must be one whole JSON object"
         ) from None
     if not isinstance(row, dict):
         hint = f"; {_ONE_A_LINE.format(path=path)}" if isinstance(row, list) and number == 1 else ""

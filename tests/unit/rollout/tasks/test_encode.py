@@ -1,0 +1,195 @@
+"""Prompts and pairs to token ids, with tokenizers of several habits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from podium.errors import ConfigError, DataError
+from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts
+from podium.telemetry import Event, Note, subscribe
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m['content'] }}{% endfor %}"
+)
+CORPUS = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs", "user assistant"]
+
+
+def byte_tokenizer(chat_template: str | None = None, bos: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, as GPT-2's, Qwen's and Llama 3's are; with ``bos`` one that begins and ends each text."""
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    if bos:
+        core.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def example(prompt: Any, answer: str | None = "yes") -> Example:
+    return Example(prompt, answer, {"prompt": prompt, "answer": answer})
+
+
+def written(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids))
+
+
+def test_plain_text_without_a_template() -> None:
+    tokenizer = byte_tokenizer()
+    encoded = encode_prompts([example("the fox"), example("a dog")], tokenizer, DataConfig())
+    assert [written(tokenizer, ids) for ids in encoded.token_ids] == ["the fox", "a dog"]
+    assert (encoded.kept, encoded.dropped, encoded.cut) == ([0, 1], 0, 0)
+    encoded = encode_prompts([example("the fox")], tokenizer, DataConfig(system_prompt="Be brief."))
+    assert written(tokenizer, encoded.token_ids[0]) == "Be brief.\n\nthe fox"
+
+
+def test_a_tokenizer_that_begins_and_ends_texts_only_begins_prompts() -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    assert written(tokenizer, tokenizer("the fox")["input_ids"]) == "<s>the fox</s>"
+    encoded = encode_prompts([example("the fox")], tokenizer, DataConfig())
+    assert written(tokenizer, encoded.token_ids[0]) == "<s>the fox"
+
+
+def test_a_chat_template_writes_system_prompt_turns_and_the_opening_of_the_answer() -> None:
+    tokenizer = byte_tokenizer(CHATML, bos=True)
+    config = DataConfig(system_prompt="Be brief.")
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "a dog"}]
+    encoded = encode_prompts([example("the fox"), example(own)], tokenizer, config)
+    assert [written(tokenizer, ids) for ids in encoded.token_ids] == [
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>system\nBe long.<|im_end|>\n<|im_start|>user\na dog<|im_end|>\n<|im_start|>assistant\n",
+    ], "no second beginning-of-sequence token, and a conversation keeps its own system message"
+    whole = tokenizer.apply_chat_template(own, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert encoded.token_ids[1] == whole
+
+
+def test_the_template_is_a_choice(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    (ids,) = encode_prompts([example("the fox")], tokenizer, DataConfig(chat_template="none")).token_ids
+    assert written(tokenizer, ids) == "the fox"
+    path = tmp_path / "chat.jinja"
+    path.write_text("Q: {{ messages[-1]['content'] }} A:")
+    (ids,) = encode_prompts([example("the fox")], tokenizer, DataConfig(chat_template=str(path))).token_ids
+    assert written(tokenizer, ids) == "Q: the fox A:"
+    with pytest.raises(ConfigError, match=r"data\.chat_template = 'chatml' cannot be read"):
+        encode_prompts([example("the fox")], tokenizer, DataConfig(chat_template="chatml"))
+
+
+def test_templates_that_do_not_fit_are_explained() -> None:
+    conversation = example([{"role": "user", "content": "hm"}])
+    with pytest.raises(ConfigError, match=r"conversations, and there is no chat template.*data\.chat_template"):
+        encode_prompts([conversation], byte_tokenizer(), DataConfig())
+    with pytest.raises(ConfigError, match=r"no system; .*may not know system prompts"):
+        encode_prompts([conversation], byte_tokenizer(NO_SYSTEM), DataConfig(system_prompt="Be brief."))
+
+
+# -- length ----------------------------------------------------------------------------------------------------------
+
+LONG = "the quick brown fox jumps over the lazy dog " * 20 + "so what?"
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_counted() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    encoded = encode_prompts([example("a"), example(LONG), example("b")], tokenizer, DataConfig(max_prompt_tokens=40))
+    assert (encoded.kept, encoded.dropped, encoded.cut) == ([0, 2], 1, 0)
+    limit = len(encode_prompts([example(LONG)], tokenizer, DataConfig()).token_ids[0])
+    for allowed, kept in ((limit, [0, 1]), (limit - 1, [0])):
+        encoded = encode_prompts([example("a"), example(LONG)], tokenizer, DataConfig(max_prompt_tokens=allowed))
+        assert encoded.kept == kept, "exactly the limit is not too long"
+
+
+@pytest.mark.parametrize(("chat", "conversation"), [(False, False), (True, False), (True, True)])
+def test_a_cut_prompt_keeps_its_end_the_system_prompt_and_the_template(chat: bool, conversation: bool) -> None:
+    tokenizer = byte_tokenizer(CHATML if chat else None, bos=True)
+    config = DataConfig(max_prompt_tokens=60, overlong="cut", system_prompt="Be brief.")
+    prompt = [{"role": "user", "content": LONG}] if conversation else LONG
+    encoded = encode_prompts([example("a"), example(prompt)], tokenizer, config)
+    assert (encoded.kept, encoded.dropped, encoded.cut) == ([0, 1], 0, 1)
+    ids = encoded.token_ids[1]
+    assert 50 < len(ids) <= 60
+    text = written(tokenizer, ids)
+    if chat:
+        assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+        assert text.endswith("lazy dog so what?<|im_end|>\n<|im_start|>assistant\n")
+    else:
+        assert text.startswith("<s>Be brief.\n\n")
+        assert text.endswith("lazy dog so what?")
+
+
+def test_characters_of_several_tokens_are_cut_to_length_too() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    config = DataConfig(max_prompt_tokens=40, overlong="cut")
+    encoded = encode_prompts([example("a"), example("\N{GRINNING FACE}" * 50)], tokenizer, config)
+    assert encoded.cut == 1
+    assert len(encoded.token_ids[1]) <= 40
+
+
+def test_a_template_longer_than_the_limit_leaves_nothing_and_says_so() -> None:
+    config = DataConfig(max_prompt_tokens=10, overlong="cut", system_prompt=LONG)
+    with pytest.raises(
+        DataError, match=r"each of the 1 prompts is longer than data\.max_prompt_tokens = 10 \(the shortest"
+    ):
+        encode_prompts([example("a")], byte_tokenizer(CHATML), config)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(DataError, match="example 1: the prompt '' has no tokens"):
+        encode_prompts([example("a"), example("")], byte_tokenizer(), DataConfig())
+    assert encode_prompts([], byte_tokenizer(), DataConfig()).token_ids == []
+
+
+# -- pairs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_pair_is_the_prompt_as_generated_from_then_the_answer_and_the_end(template: str | None) -> None:
+    tokenizer = byte_tokenizer(template, bos=True)
+    examples = [example("the fox", "jumps"), example("a dog", "")]
+    prompts = encode_prompts(examples, tokenizer, DataConfig()).token_ids
+    for prompt, pair, answer in zip(
+        prompts, encode_pairs(examples, tokenizer, DataConfig()), ["jumps", ""], strict=True
+    ):
+        ids, mask = pair
+        assert len(ids) == len(mask)
+        assert ids[: len(prompt)] == prompt
+        assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+        assert written(tokenizer, ids[len(prompt) :]) == f"{answer}</s>"
+
+
+def test_long_prompts_of_pairs_are_counted_in_a_note() -> None:
+    heard: list[Event] = []
+    unsubscribe = subscribe(heard.append)
+    pairs = encode_pairs(
+        [example(LONG, "no"), example("the fox", "jumps")], byte_tokenizer(), DataConfig(max_prompt_tokens=20)
+    )
+    unsubscribe()
+    assert len(pairs) == 1
+    assert heard == [Note("prompts too long: 1 dropped, 0 cut, of 2")]
+
+
+def test_pairs_need_answers_and_an_end() -> None:
+    with pytest.raises(DataError, match=r"example 1 has no answer to learn.*data\.answer_column"):
+        encode_pairs([example("a"), example("b", None)], byte_tokenizer(), DataConfig())
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        encode_pairs([example("a")], tokenizer, DataConfig())

@@ -1,0 +1,284 @@
+"""Files to examples: columns, templates, what is held out, and what a mistake in a file says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from podium.errors import ConfigError, DataError
+from podium.rollout.tasks import DataConfig, Example, load_examples
+from podium.telemetry import Event, Note, subscribe
+
+GSM8K = Path(__file__).resolve().parents[5] / "shared" / "data" / "gsm8k"
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: Sequence[Any]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def load(path: Path, split: Any = "train", limit: int | None = None, **settings: Any) -> list[Example]:
+    config = DataConfig(train=str(path), **{"holdout": 0.0, **settings})
+    return load_examples(config.train, config, split, 0, limit)
+
+
+ROWS = [{"prompt": f"{n} + 1 = ?", "answer": n + 1, "level": n % 3} for n in range(200)]
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_rows_become_examples(tmp_path: Path, write: Callable[[Path, Sequence[Any]], Path]) -> None:
+    path = write(tmp_path / f"train.{write.__name__.removeprefix('write_')}", ROWS)
+    examples = load(path)
+    assert [example.prompt for example in examples] == [row["prompt"] for row in ROWS]
+    assert [example.answer for example in examples] == [str(row["answer"]) for row in ROWS]
+    assert [dict(example.row) for example in examples] == ROWS
+    assert load(path, train_items=7) == examples[:7]
+
+
+def test_columns_are_mapped_and_the_reward_sees_both_names(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "1+1", "solution": "2", "id": 7}])
+    (example,) = load(path, prompt_column="question", answer_column="solution")
+    assert (example.prompt, example.answer) == ("1+1", "2")
+    assert dict(example.row) == {"question": "1+1", "solution": "2", "id": 7, "prompt": "1+1", "answer": "2"}
+    (example,) = load(path, prompt_column="question", answer_column=None)
+    assert example.answer is None
+
+
+def test_a_template_writes_the_prompt_from_any_columns(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"q": "1+1", "meta": {"unit": "km"}, "answer": "2"}])
+    (example,) = load(path, template="Q: {q} in {meta[unit]} {{}}\nA: ")
+    assert example.prompt == example.row["prompt"] == "Q: 1+1 in km {}\nA: "
+    with pytest.raises(DataError, match=r"line 1: data\.template needs 'qq'; the columns are 'q', 'meta', 'answer'"):
+        load(path, template="{qq}")
+    with pytest.raises(ConfigError, match=r"data\.template = '\{q' cannot be filled"):
+        load(path, template="{q")
+
+
+def test_conversations_are_prompts(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    (example,) = load(write_jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "2"}]))
+    assert example.prompt == messages
+
+
+def test_blank_lines_a_byte_order_mark_and_patterns_of_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"prompt": "1", "answer": "1"}\n\n   \n{"prompt": "2", "answer": "2"}'
+    )
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "3", "answer": "3"}])
+    assert [example.prompt for example in load(tmp_path / "*.jsonl")] == ["1", "2", "3"]
+
+
+def test_gsm8k_loads_as_it_is() -> None:
+    if not GSM8K.is_dir():
+        pytest.skip("the GSM8K files are not beside the repository (../shared/data/gsm8k)")
+    settings: dict[str, Any] = {
+        "prompt_column": "question",
+        "answer_column": "answer",
+        "eval": str(GSM8K / "test.jsonl"),
+    }
+    train = load(GSM8K / "train.jsonl", **settings)
+    test = load(GSM8K / "train.jsonl", "test", **settings)
+    assert (len(train), len(test)) == (7473, 1319)
+    assert train[0].answer is not None and train[0].answer.endswith("#### 72")
+    assert len(load(GSM8K / "train.jsonl", "test", 500, **settings)) == 500
+
+
+# -- what is held out ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def notes() -> Any:
+    heard: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Note):
+            heard.append(event.text)
+
+    unsubscribe = subscribe(listen)
+    yield heard
+    unsubscribe()
+
+
+def test_a_share_of_the_training_file_is_held_out_by_default(tmp_path: Path, notes: list[str]) -> None:
+    rows = [{"prompt": f"prompt {n}", "answer": ""} for n in range(5000)]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    config = DataConfig(train=str(path))
+    train, test = (load_examples(config.train, config, split) for split in ("train", "test"))
+    (note,) = notes
+    assert note.startswith(f"{len(test)} of the 5000 examples of {path} are held out for evaluation (data.eval names")
+    prompts = [{str(example.prompt) for example in side} for side in (train, test)]
+    assert not prompts[0] & prompts[1]
+    assert len(train) + len(test) == 5000
+    assert abs(len(test) - 500) < 100, "a share of 0.1, five standard deviations"
+    # A row's side depends on nothing but its prompt: not on other rows, their order, or the seed.
+    write_jsonl(path, rows[:100:-1])
+    again = load_examples(config.train, config, "test", seed=5)
+    assert {str(example.prompt) for example in again} <= prompts[1]
+
+
+def test_a_limit_takes_a_fixed_choice_spread_over_the_held_out_data(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "test.jsonl", ROWS)
+    some = load(path, "test", 50, eval=str(path))
+    assert some == load(path, "test", 50, eval=str(path))
+    places = [ROWS.index(dict(example.row)) for example in some]
+    assert places == sorted(places)
+    assert places[0] < 20 and places[-1] > 180, "not just the first rows"
+    assert len(load(path, "test", 1000, eval=str(path))) == 200
+
+
+def test_data_of_their_own_leave_the_training_file_whole(tmp_path: Path, notes: list[str]) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", ROWS)
+    test = write_jsonl(tmp_path / "test.jsonl", ROWS[:3])
+    assert len(load(train, eval=str(test), holdout=0.5)) == 200
+    assert len(load(train, "test", eval=str(test), holdout=0.5)) == 3
+    assert notes == []
+
+
+def test_nothing_to_evaluate_on_is_said_with_the_remedy(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS[:5])
+    with pytest.raises(DataError, match=r"no held-out examples with data\.holdout = 0; set data\.eval"):
+        load(path, "test")
+    with pytest.raises(DataError, match="holds no examples to train on"):
+        load(write_jsonl(tmp_path / "empty.jsonl", []))
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"prompt": "a", "answer": "b"}\n{"prompt": "a" "answer": "b"}\n',
+            "line 2, column 16: expected ',' delimiter",
+        ),
+        ('{"prompt": "a", "answer": "b"\n', "line 1, column 30: expected ',' delimiter"),
+        ('\n\n{"prompt": "a\n', "line 3, column 12: Unterminated string"),
+        ("prompt,answer\n", "line 1, column 1: expected value, near 'prompt,answer'; each line must be one whole"),
+        ('["a", "b"]\n', "line 1: expected a JSON object such as .* found an array; write one object a line"),
+        ('"a"\n', "line 1: expected a JSON object such as .* found a string"),
+        ("[\n{}\n]\n", "line 1: a JSON array over many lines; write one object a line, as jq"),
+    ],
+)
+def test_malformed_json_names_file_line_column_and_what_was_expected(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}, line")
+
+
+def test_a_wrong_encoding_names_the_byte(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"prompt": "café", "answer": "1"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match="line 1, byte 16: not UTF-8"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"prompt_column": "promt"},
+            "row 1: no column 'promt' for the prompt; .* did you mean 'prompt'.*data.prompt_col",
+        ),
+        (
+            {"answer_column": "anwser"},
+            "no column 'anwser' for the answer; .* did you mean 'answer'.*null if there is no",
+        ),
+        ({"prompt_column": "zzz"}, r"the columns are 'prompt', 'answer', 'level'; set data\.prompt_column"),
+        ({"prompt_column": "level"}, r"row 1: column 'level' holds '0' \(int\); expected text, or a list of messages"),
+    ],
+)
+def test_a_wrong_column_names_the_columns_that_exist(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ROWS[:2])
+    with pytest.raises(DataError, match=message) as caught:
+        load(path, **settings)
+    assert str(path) in str(caught.value)
+
+
+def test_a_column_that_one_row_lacks_names_that_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "2"}])
+    with pytest.raises(DataError, match="line 2: no column 'answer'"):
+        load(path)
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"no file .*trian\.jsonl; .* has train\.jsonl"):
+        load(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"no file .*has train\.jsonl"):
+        load(tmp_path / "*.parquet")
+    with pytest.raises(DataError, match=rf"no file .*; {tmp_path.parent} has .*{tmp_path.name}"):
+        load(Path(f"{tmp_path}x") / "train.jsonl")
+    with pytest.raises(DataError, match="no file"):
+        load(tmp_path / "train")
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("holdout", 1.0),
+        ("holdout", -0.1),
+        ("train_items", 0),
+        ("prompt_column", ""),
+        ("answer_column", ""),
+        ("chat_template", ""),
+        ("max_prompt_tokens", 0),
+        ("overlong", "truncate"),
+    ],
+)
+def test_a_wrong_setting_is_named(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"data.{setting} = "):
+        DataConfig(**{setting: value})
+
+
+def test_no_data_at_all_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train is not set"):
+        load_examples("", DataConfig())
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = "torch transformers datasets pyarrow reasoning_gym math_verify pydantic rich"
+    script = (
+        f"import sys, podium.rollout.tasks, podium.rewards; print([m for m in {heavy!r}.split() if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names() -> None:
+    import podium.rollout
+    import podium.rollout.tasks as tasks
+
+    assert set(tasks.__all__) >= {
+        "DataConfig",
+        "Example",
+        "load_examples",
+        "encode_prompts",
+        "encode_pairs",
+        "PromptStream",
+    }
+    assert all(getattr(podium.rollout, name) is not None for name in podium.rollout.__all__)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = podium.rollout.no_such_name
