@@ -22,6 +22,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _FLAT_LIMIT = 1024  # above it, summing chunks first costs less than one cumulative sum over the whole vocabulary
 _CHUNK = 256
+_CANDIDATES = 1024
 
 
 class Draw(NamedTuple):
@@ -101,22 +102,36 @@ def _search(mass_BN: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _draw_kept(probs_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
-    vocabulary = probs_BV.shape[1]
-    if 0 < params.top_k < vocabulary:
-        mass, order = probs_BV.topk(params.top_k, dim=-1)
-    else:
-        mass, order = probs_BV.sort(dim=-1, descending=True, stable=True)
-    if params.top_p < 1:
-        before = torch.cumsum(mass, -1, dtype=torch.float64)
-        before = torch.cat((torch.zeros_like(before[:, :1]), before), 1)
-        keep = before[:, :-1] < params.top_p * before[:, -1:]
-        sizes = keep.sum(-1)
-        mass = mass.masked_fill(~keep, 0)
-    else:
-        sizes = torch.full((len(mass),), mass.shape[1], device=mass.device)
+    mass, order, whole = _candidates(probs_BV, params)
+    running = torch.cumsum(mass, -1, dtype=torch.float64)
+    before = torch.cat((torch.zeros_like(running[:, :1]), running[:, :-1]), 1)
+    dropped = before >= params.top_p * whole
+    dropped[:, 0] = False
+    mass = mass.masked_fill(dropped, 0)
     index = _invert(mass, uniforms_B)
-    logprobs = (mass.gather(1, index).to(torch.float64) / mass.sum(-1, keepdim=True, dtype=torch.float64)).log_()
-    return Draw(order.gather(1, index).squeeze(1), logprobs.squeeze(1).float(), order, sizes)
+    share = mass.gather(1, index).to(torch.float64) / mass.sum(-1, keepdim=True, dtype=torch.float64)
+    sizes = mass.shape[1] - dropped.sum(-1)
+    return Draw(order.gather(1, index).squeeze(1), share.log_().squeeze(1).float(), order, sizes)
+
+
+def _candidates(probs_BV: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities ``[B, K]`` from the largest down, their ids, and the mass of which top-p takes its share, [B, 1].
+
+    Sorting a large vocabulary takes longer than a decode step. So top-p first looks at the largest thousand, and at
+    more only when those of some row do not reach it; a row's kept set is the same however many are looked at.
+    """
+    vocabulary = probs_BV.shape[1]
+    if params.top_k > 0:
+        mass, order = probs_BV.topk(min(params.top_k, vocabulary), dim=-1)
+        return mass, order, mass.sum(-1, keepdim=True, dtype=torch.float64)
+    whole = probs_BV.sum(-1, keepdim=True, dtype=torch.float64)
+    size = min(_CANDIDATES, vocabulary)
+    while True:
+        mass, order = probs_BV.topk(size, dim=-1)
+        short = mass.sum(-1, keepdim=True, dtype=torch.float64) < params.top_p * whole
+        if size == vocabulary or not bool(short.any()):
+            return mass, order, whole
+        size = min(size * 8, vocabulary)
 
 
 def _mix(state: Tensor) -> Tensor:
