@@ -1,0 +1,75 @@
+"""What the fault tests need to know of the process table, read from /proc; and scripts run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+__all__ = ["alive", "all_gone", "descriptors", "run_script", "start_script", "wait_for"]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that ended and was not reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether ``condition`` came true within ``seconds``."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def all_gone(pids: Iterable[int], seconds: float) -> list[int]:
+    """The processes of ``pids`` that still run after ``seconds``; returns as soon as there are none."""
+    wanted = list(pids)
+    wait_for(lambda: not any(alive(pid) for pid in wanted), seconds)
+    return [pid for pid in wanted if alive(pid)]
+
+
+def descriptors(pid: int) -> int:
+    """Open file descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def start_script(directory: Path, text: str, **env: str) -> subprocess.Popen[str]:
+    """Start ``text`` as a script in a session of its own; its temporary files go to ``directory/tmp``.
+
+    Its standard output is a pipe; its standard error goes to ``directory/stderr``.
+    """
+    temporary = directory / "tmp"
+    temporary.mkdir(exist_ok=True)
+    path = directory / "script.py"
+    path.write_text(text)
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    with (directory / "stderr").open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**environment, "TMPDIR": str(temporary), **env},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def run_script(directory: Path, text: str, *, timeout_s: float = 60.0, **env: str) -> str:
+    """Run ``text`` to its end and return what it printed; its standard error is in the assertion if it fails."""
+    script = start_script(directory, text, **env)
+    try:
+        out, _ = script.communicate(timeout=timeout_s)
+    finally:
+        script.kill()
+        script.wait()
+    assert script.returncode == 0, f"exit {script.returncode}: {(directory / 'stderr').read_text()}"
+    return out

@@ -1,0 +1,101 @@
+"""Constructors that fail: the first cause is reported, at once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from podium import Cluster
+from podium.errors import EndpointError, WorkerStartError
+from tests.integration.fault_workers import StartsBadly
+from tests.integration.processes import run_script
+
+PROMPT_S = 3.0  # far below the minutes that siblings are busy; the figures themselves are bench's
+
+
+@pytest.mark.parametrize("siblings", ["", "collective", "sleep"])
+def test_a_constructor_that_raises_is_reported_while_its_siblings_are_busy(local: Cluster, siblings: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerStartError, match=r"rank 2 of 3(.|\n)*the constructor's own error") as caught:
+        local.start(StartsBadly.bind(2, "raise", siblings=siblings), local.pool([3]), name="bad")
+    assert time.monotonic() - started < PROMPT_S
+    assert caught.value.rank == 2
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert "in __init__" in caught.value.remote_traceback
+
+
+def test_a_constructor_that_ends_its_process_is_reported(local: Cluster) -> None:
+    with pytest.raises(WorkerStartError, match=r"bad did not start: .*rank 1.*exit code 5") as caught:
+        local.start(StartsBadly.bind(1, "exit", siblings="sleep"), local.pool([2]), name="bad")
+    assert caught.value.rank == 1
+
+
+def test_a_constructor_that_takes_too_long_is_reported_with_its_stack(local: Cluster) -> None:
+    with pytest.raises(WorkerStartError, match=r"deadline of 0\.5 s(.|\n)*time\.sleep\(600\)") as caught:
+        local.start(StartsBadly.bind(1, "sleep"), local.pool([2]), name="bad", start_timeout_s=0.5)
+    assert caught.value.rank == 1
+
+
+def test_an_interpreter_that_does_not_start_is_reported_with_its_words(local: Cluster) -> None:
+    with pytest.raises(WorkerStartError, match=r"encodings|Fatal Python error|platform"):
+        local.start(StartsBadly.bind(9, "raise"), env={"PYTHONHOME": "/nowhere"}, name="homeless")
+
+
+def test_after_a_failed_start_the_pool_and_the_name_are_free(local: Cluster) -> None:
+    pool = local.pool([2])
+    with pytest.raises(WorkerStartError):
+        local.start(StartsBadly.bind(0, "raise"), pool, name="second_try")
+    good = local.start(StartsBadly.bind(9, "raise"), pool, name="second_try")
+    assert good.rank() == [0, 1]
+    good.group.close()
+    local.release(pool)
+
+
+def test_a_restart_that_fails_says_so_until_one_succeeds(local: Cluster, tmp_path: Path) -> None:
+    notes = tmp_path / "starts"
+    worker = local.start(_FailsOnSecondStart.bind(str(notes)), name="phoenix")
+    with pytest.raises(WorkerStartError, match="not this time"):
+        worker.group.restart()
+    with pytest.raises(EndpointError, match=r"phoenix is broken: its restart failed.*restart"):
+        worker.rank()
+    worker.group.restart()
+    assert worker.rank() == [0]
+    worker.group.close()
+
+
+class _FailsOnSecondStart(StartsBadly):
+    def __init__(self, notes: str) -> None:
+        if self._starts(notes) == 2:
+            raise LookupError("not this time")
+
+
+def test_a_worker_whose_module_is_missing_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """A module that the script made up by hand cannot be imported by a worker."""
+    out = run_script(
+        tmp_path,
+        """
+import sys, types, podium
+from podium.errors import PodiumError
+module = types.ModuleType("made_up")
+exec("from podium.runtime import Worker\\nclass Ghost(Worker): pass", module.__dict__)
+module.Ghost.__module__ = "made_up"
+sys.modules["made_up"] = module
+with podium.connect("local", preload=[]) as cluster:
+    try:
+        cluster.start(module.Ghost.bind())
+    except PodiumError as error:
+        print(type(error).__name__, error)
+""",
+    )
+    assert "WorkerStartError" in out
+    assert "made_up" in out
+
+
+def test_eight_hosts_start_from_a_warm_server(local: Cluster) -> None:
+    started = time.monotonic()
+    eight = local.start(StartsBadly.bind(9, "raise"), local.pool([8]), name="eight", distributed=False)
+    assert eight.rank() == list(range(8))
+    assert time.monotonic() - started < PROMPT_S
+    eight.group.close()
