@@ -74,6 +74,13 @@ class Faulty(Worker):
         return all_gather(float(self.ctx.rank), self.ctx.world_size)
 
     @endpoint
+    def sleep_or_gather(self, sleeper: int) -> None:
+        """One rank is not where the others wait for it."""
+        if self.ctx.rank == sleeper:
+            time.sleep(600)
+        all_gather(1.0, self.ctx.world_size)
+
+    @endpoint
     def fail_on(self, rank: int, how: str, siblings: str = "sleep", after_s: float = 0.0) -> int:
         """``rank`` fails in the way ``how`` after a while; the others wait in a collective, sleep, or return."""
         if self.ctx.rank == rank:

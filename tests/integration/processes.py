@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = ["alive", "all_gone", "descriptors", "run_script", "start_script", "wait_for"]
+__all__ = ["alive", "all_gone", "descriptors", "parent_of", "run_script", "start_script", "wait_for"]
 
 
 def alive(pid: int) -> bool:
@@ -35,6 +35,11 @@ def all_gone(pids: Iterable[int], seconds: float) -> list[int]:
     wanted = list(pids)
     wait_for(lambda: not any(alive(pid) for pid in wanted), seconds)
     return [pid for pid in wanted if alive(pid)]
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a running process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def descriptors(pid: int) -> int:

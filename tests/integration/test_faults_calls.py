@@ -1,0 +1,273 @@
+"""Failures during calls, with real processes: who failed, why, how soon, and what is usable afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import podium
+from podium import Cluster
+from podium.errors import CallCancelled, DeadlineExceeded, EndpointError, PodiumError, WorkerDied, WorkerStartError
+from podium.runtime import colocate
+from tests.integration.fault_workers import Faulty, Slow
+from tests.integration.processes import all_gone, parent_of, wait_for
+
+PROMPT_S = 3.0  # far below the minutes that siblings are busy; the figures themselves are bench's
+
+
+@pytest.fixture
+def faulty(local: Cluster) -> Iterator[Faulty]:
+    """Three ranks with a process group."""
+    pool = local.pool([3])
+    worker = local.start(Faulty.bind(), pool, name="faulty")
+    yield worker
+    worker.group.hosts.close(timeout_s=0.0)  # many are busy for minutes by now
+    worker.group.close()
+    local.release(pool)
+
+
+@pytest.mark.parametrize("siblings", ["sleep", "collective"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_raises_while_the_others_are_busy_for_minutes(faulty: Faulty, rank: int, siblings: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(EndpointError, match=r"faulty\.fail_on raised LookupError.*the first cause") as caught:
+        faulty.fail_on(rank, "raise", siblings, 0.2)
+    assert time.monotonic() - started < PROMPT_S
+    assert (caught.value.rank, caught.value.method) == (rank, "fail_on")
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_after_that_the_group_says_it_is_broken_until_it_is_restarted(faulty: Faulty) -> None:
+    with pytest.raises(EndpointError):
+        faulty.fail_on(1, "raise", "collective", 0.1)
+    with pytest.raises(EndpointError, match=r"faulty is broken: rank 1 raised LookupError in faulty\.fail_on.*restart"):
+        faulty.gather_ranks()  # at once: it must not meet its siblings in the collective they are still in
+    started = time.monotonic()
+    faulty.group.restart()
+    assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
+    assert time.monotonic() - started < 2 * PROMPT_S
+
+
+def test_siblings_freed_from_a_collective_are_secondary(faulty: Faulty) -> None:
+    """Rank 0 fails late and is the cause, although its siblings fail in their collective because of it."""
+    for _ in range(2):
+        with pytest.raises(EndpointError) as caught:
+            faulty.fail_on(0, "raise", "collective", 0.2)
+        assert (caught.value.rank, "the first cause" in str(caught.value)) == (0, True)
+        faulty.group.restart()
+
+
+def test_all_ranks_raise_alike_and_the_group_stays_usable(faulty: Faulty) -> None:
+    for _ in range(3):
+        with pytest.raises(EndpointError, match="alike on all ranks"):
+            faulty.raise_everywhere()
+        assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_an_async_endpoint_raises_while_its_siblings_wait(faulty: Faulty) -> None:
+    started = time.monotonic()
+    with pytest.raises(EndpointError, match="the first cause"):
+        faulty.fail_on_async(1, "raise")
+    assert time.monotonic() - started < PROMPT_S
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("kill", "signal SIGKILL"),
+        ("segfault", "signal SIGSEGV"),
+        ("os._exit", "exit code 3"),
+        ("interrupt", "exit code 1"),
+    ],
+)
+def test_a_process_that_ends_in_a_call_is_named_with_cause_and_last_words(faulty: Faulty, how: str, cause: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        faulty.fail_on(1, how, "collective" if how == "kill" else "sleep", 0.1)
+    assert time.monotonic() - started < PROMPT_S
+    error = caught.value
+    assert (error.rank, error.cause, error.role, error.node) == (1, cause, "faulty", "localhost")
+    assert f"rank 1 is about to {how}" in error.last_words
+    assert f"rank 1 is about to {how}" in str(error)
+    if how == "segfault":
+        assert any("string_at" in line for line in error.last_words), "the stack of the crash is in its last words"
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "raise"])
+def test_leaving_python_politely_is_an_endpoint_error_and_the_process_lives(faulty: Faulty, how: str) -> None:
+    pids = faulty.group.pids
+    with pytest.raises(EndpointError, match="SystemExit" if how == "sys.exit" else "LookupError"):
+        faulty.fail_on(0, how, "return")
+    assert faulty.rank() == [0, 1, 2]
+    assert faulty.group.pids == pids
+
+
+def test_killed_from_outside_during_a_call(faulty: Faulty) -> None:
+    call = faulty.fail_on.submit(99, "-", "sleep")
+    time.sleep(0.1)
+    started = time.monotonic()
+    os.kill(faulty.group.pids[2], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"rank 2 of faulty on localhost ended while this call waited"):
+        call.result()
+    assert time.monotonic() - started < PROMPT_S
+
+
+def test_killed_before_a_call(faulty: Faulty) -> None:
+    os.kill(faulty.group.pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"rank 1 of faulty.*signal SIGKILL") as caught:
+        faulty.rank()
+    assert caught.value.rank == 1
+    with pytest.raises(WorkerDied, match=r"rank 1 of faulty.*restart"):
+        faulty.rank()
+    faulty.group.restart()
+    assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_killed_after_a_call_its_results_stay(faulty: Faulty) -> None:
+    value = torch.arange(500_000.0)
+    call = faulty.echo.submit(value)
+    unread = faulty.echo.submit(value + 1)
+    got = call.result()
+    assert wait_for(unread.done, PROMPT_S)
+    for pid in faulty.group.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert not all_gone(faulty.group.pids, PROMPT_S)
+    time.sleep(0.1)
+    assert torch.equal(got, value), "a tensor outlives the process that made it"
+    assert torch.equal(unread.result(), value + 1), "a result that arrived can be read after the death"
+    faulty.group.restart()
+    assert torch.equal(got, value), "and the restart"
+
+
+class PicklesSlowly:
+    """An argument whose way into the message takes a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        time.sleep(self.seconds)
+        return str, ("pickled",)
+
+
+def test_killed_while_the_arguments_of_a_call_are_packed(faulty: Faulty) -> None:
+    threading.Timer(0.1, os.kill, (faulty.group.pids[1], signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"rank 1 of faulty"):
+        faulty.echo(PicklesSlowly(0.5))
+    assert time.monotonic() - started < PROMPT_S
+
+
+def test_two_ranks_killed_at_once(faulty: Faulty) -> None:
+    call = faulty.fail_on.submit(99, "-", "sleep")
+    for pid in faulty.group.pids[:2]:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied) as caught:
+        call.result()
+    assert caught.value.rank in (0, 1)
+    faulty.group.restart()
+    assert faulty.rank() == [0, 1, 2]
+
+
+def test_a_restart_fails_the_calls_in_the_air(faulty: Faulty) -> None:
+    running, queued = faulty.fail_on.submit(99, "-", "sleep"), faulty.rank.submit()
+    old = faulty.group.pids
+    faulty.group.restart()
+    for call in (running, queued):
+        with pytest.raises(CallCancelled, match="was restarted while this call was in flight"):
+            call.result()
+    assert not all_gone(old, PROMPT_S)
+    assert faulty.rank() == [0, 1, 2]
+
+
+def test_a_passed_deadline_names_the_stuck_rank_and_restart_ends_it(faulty: Faulty) -> None:
+    with pytest.raises(DeadlineExceeded) as caught:
+        faulty.fail_on.within(timeout_s=0.5)(99, "-", "sleep")
+    assert caught.value.running == (0, 1, 2)
+    assert "time.sleep(600)" in str(caught.value)
+    started = time.monotonic()
+    faulty.group.restart()
+    assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
+    assert time.monotonic() - started < 2 * PROMPT_S
+
+
+def test_a_deadline_in_a_collective_shows_who_is_not_in_it(faulty: Faulty) -> None:
+    """Rank 1 sleeps where its siblings wait for it: the stacks tell them apart."""
+    with pytest.raises(DeadlineExceeded) as caught:
+        faulty.sleep_or_gather.within(timeout_s=0.7)(1)
+    ranks = str(caught.value).split("  rank ")
+    assert "all_gather" in ranks[1]
+    assert "time.sleep" in ranks[2]
+    assert "all_gather" in ranks[3]
+
+
+def test_a_deadline_passes_although_the_interpreter_is_held(faulty: Faulty) -> None:
+    with pytest.raises(DeadlineExceeded, match="holds the interpreter's lock"):
+        faulty.hold_the_interpreter.within(timeout_s=0.3)(3)
+
+
+def test_colocated_workers_and_their_process_group_restart_together(local: Cluster) -> None:
+    both = local.start(colocate(one=Faulty.bind(), two=Faulty.bind()), local.pool([2]))
+    with pytest.raises(WorkerDied):
+        both.one.fail_on(0, "kill", "collective")
+    with pytest.raises(WorkerDied, match="restart"):
+        both.two.rank()
+    both.two.group.restart()
+    assert both.one.gather_ranks() == both.two.gather_ranks() == [[0.0, 1.0]] * 2
+    both.one.group.close()
+    both.two.group.close()
+
+
+def test_other_groups_do_not_notice(local: Cluster, faulty: Faulty) -> None:
+    other = local.start(Faulty.bind(), local.pool([2]), name="bystander")
+    with pytest.raises(WorkerDied):
+        faulty.fail_on(0, "kill")
+    assert other.gather_ranks() == [[0.0, 1.0]] * 2
+    other.group.close()
+
+
+def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Faulty) -> None:
+    os.kill(faulty.group.pids[0], signal.SIGKILL)
+    assert wait_for(lambda: 0 in faulty.group.hosts.dead, PROMPT_S)
+
+
+def test_the_death_of_the_fork_server_is_the_death_of_its_hosts() -> None:
+    with podium.connect("local", preload=[]) as cluster:
+        slow = cluster.start(Slow.bind(), cluster.pool([2]))
+        call = slow.sleep.submit(600)
+        pids = slow.group.pids
+        os.kill(parent_of(pids[0]), signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"fork server|SIGKILL"):
+            call.result(timeout_s=20.0)
+        assert not all_gone(pids, PROMPT_S)
+        with pytest.raises(PodiumError):
+            slow.note(1)
+        with pytest.raises(WorkerStartError, match="fork server is gone"):
+            cluster.start(Slow.bind())
+
+
+def test_a_call_may_be_waited_for_and_cancelled_from_many_threads(faulty: Faulty) -> None:
+    call = faulty.fail_on.submit(99, "-", "sleep")
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            call.result()
+        except PodiumError as error:
+            caught.append(error)
+
+    waiters = [threading.Thread(target=wait) for _ in range(4)]
+    for waiter in waiters:
+        waiter.start()
+    time.sleep(0.1)
+    assert call.cancel()
+    for waiter in waiters:
+        waiter.join(PROMPT_S)
+    assert [type(error) for error in caught] == [CallCancelled] * 4
