@@ -10,7 +10,8 @@ How a failure becomes one error (the first cause, not the last victim):
 
 A failed call whose siblings still run after BREAK_S may have left them in a collective: the hosts that failed are told
 to destroy their process groups, which frees the siblings, and the set is broken until :meth:`HostSet.restart`.
-If all ranks fail alike (a bad argument, say), nobody waits and nothing breaks.
+If all ranks fail alike (a bad argument, say), nobody waits and nothing breaks. Until it is known which of the two holds,
+the next call waits to be sent: its collectives would meet those that the siblings are still in.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from podium.runtime.worker import Bound
 
 __all__ = ["HostSet", "Outgoing", "StartOptions"]
 
-BREAK_S = 0.01
+BREAK_S = 0.2
 SETTLE_S = 1.0
 STALL_S = 60.0
 STATUS_S = 1.0
@@ -127,6 +128,8 @@ class HostSet:
         self._contexts: list[WorkerContext] = []
         self._flights: dict[int, _Flight] = {}
         self._send = threading.Lock()
+        self._unsettled: set[int] = set()  # calls that failed on one rank while others still ran
+        self._settled = threading.Condition()
         self._generation = 0
         self._closing = False
         self._closed = False
@@ -252,6 +255,7 @@ class HostSet:
         self._closing = True
         for flight in list(self._flights.values()):
             flight.call.fail(CallCancelled(f"{flight.call.label}: {reason}"))
+            self._settle(flight)
         self._flights.clear()
         enders = [threading.Thread(target=end, args=(handle,), daemon=True) for handle in self._handles]
         for ender in enders:
@@ -277,6 +281,9 @@ class HostSet:
             SerializationError: an argument cannot cross.
             WorkerDied, EndpointError: the set lost a rank or is broken, until it is restarted.
         """
+        if self._unsettled:
+            with self._settled:
+                self._settled.wait_for(lambda: not self._unsettled, BREAK_S + STATUS_S)
         self._refuse_if_unusable(call.label)
         ranks, wanted = out.ranks, out.wanted
         try:
@@ -357,6 +364,7 @@ class HostSet:
             flight.call.fail(CallCancelled(f"{flight.call.label} was cancelled on rank {rank}"))
         if not flight.open:
             self._flights.pop(flight.call_id, None)
+            self._settle(flight)
             if flight.held is not None:
                 flight.call.fail(flight.held)
         if telemetry.active():
@@ -385,7 +393,8 @@ class HostSet:
         )
         error.__cause__ = failure.original()
         flight.failed.append(rank)
-        if len(flight.out.ranks) > 1 and flight.open:
+        if flight.open:
+            self._unsettled.add(flight.call_id)
             self.watch.later(BREAK_S, lambda: self._break(flight, rank, failure))
         if failure.secondary and flight.open:
             if flight.held is None:
@@ -411,6 +420,7 @@ class HostSet:
             flight.call.fail(self._died(flight.call.label, rank, death, "ended while this call waited for it"))
             if not flight.open:
                 self._flights.pop(flight.call_id, None)
+            self._settle(flight)
 
     def _died(self, label: str, rank: int, death: Death, what: str) -> WorkerDied:
         words = "".join(f"\n  | {line}" for line in death.last_words)
@@ -428,6 +438,7 @@ class HostSet:
     def _break(self, flight: _Flight, rank: int, failure: Failure) -> None:
         """A rank failed and siblings still run: they may wait for it in a collective."""
         if not flight.open or self._closing or rank in self.dead:
+            self._settle(flight)
             return
 
         def broke(reply: Reply) -> None:
@@ -437,7 +448,15 @@ class HostSet:
                     f"{sorted(flight.open)} went on, so its process group was destroyed to free them"
                 )
 
+            self._settle(flight)
+
         self._ask(rank, "break_collectives", {}, broke)
+
+    def _settle(self, flight: _Flight) -> None:
+        if flight.call_id in self._unsettled:
+            with self._settled:
+                self._unsettled.discard(flight.call_id)
+                self._settled.notify_all()
 
     # -- deadlines and cancelling --------------------------------------------------------------------------------
 
