@@ -17,7 +17,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -26,6 +26,8 @@ from podium.errors import ConfigError, RewardError
 from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.helper import Result
 from podium.rewards.processes import Child, GradingProcesses, describe_status
+from podium.rewards.resolve import RewardFn
+from podium.telemetry import Note, emit
 
 __all__ = ["Grader"]
 
@@ -55,12 +57,12 @@ class Grader:
         self,
         config: RewardConfig | None = None,
         *,
-        reward: Callable[..., Any] | None = None,
+        reward: RewardFn | None = None,
         log_path: str | Path | None = None,
     ) -> None:
         self.config = config or RewardConfig()
         self.name = self.config.name if reward is None else _name_of(reward)
-        self._source: str | Callable[..., Any] = self.config.name if reward is None else reward
+        self._source: str | RewardFn = self.config.name if reward is None else reward
         self._log_path = Path(log_path) if log_path is not None else None
         self._lock = threading.RLock()
         self._processes: GradingProcesses | None = None
@@ -90,13 +92,26 @@ class Grader:
             if not completions:
                 return []
             try:
-                return _Round(self._started(), self.name, self.config, completions, examples).run()
+                grades = _Round(self._started(), self.name, self.config, completions, examples).run()
             except Exception:
                 self._stop()  # children may still be busy with this round; the next one starts anew
                 raise
             except BaseException:
                 self.close()
                 raise
+        self._tell(grades)
+        return grades
+
+    def _tell(self, grades: Sequence[Grade]) -> None:
+        """A note if some completions got no score of the reward's own: a run goes on, but its owner should know."""
+        failed = [grade for grade in grades if grade.error is not None]
+        if failed:
+            emit(
+                Note(
+                    f"the reward {self.name} failed on {len(failed)} of {len(grades)} completions, which got "
+                    f"{self.config.failure_score:g}; the first: {failed[0].error}"
+                )
+            )
 
     def close(self) -> None:
         """End all processes. A closed grader grades no more."""
@@ -276,6 +291,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: RewardFn) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
     return f"{module}:{name}" if module else name

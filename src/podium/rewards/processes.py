@@ -11,7 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ import cloudpickle
 
 from podium.errors import ConfigError, RewardError
 from podium.rewards.helper import COMMAND, EVENT, FORK, HEADER, KILL, Result, receive, send
+from podium.rewards.resolve import RewardFn
 
 __all__ = ["START_LIMIT_S", "Child", "GradingProcesses", "describe_status"]
 
@@ -85,7 +86,7 @@ class GradingProcesses:
         RewardError: the reward cannot be imported or sent, or the helper did not come up.
     """
 
-    def __init__(self, source: str | Callable[..., Any], label: str, log_path: Path | None, threads: int) -> None:
+    def __init__(self, source: str | RewardFn, label: str, log_path: Path | None, threads: int) -> None:
         self._label = label
         payload = source if isinstance(source, str) else _pickled(source, label)
         self._control, far = socket.socketpair()
@@ -191,7 +192,7 @@ def describe_status(status: int) -> str:
         return f"signal {-status}"
 
 
-def _pickled(function: Callable[..., Any], label: str) -> bytes:
+def _pickled(function: RewardFn, label: str) -> bytes:
     try:
         return cloudpickle.dumps(function)
     except Exception as error:  # pickling runs code of any class: whatever it raises is our user's to see

@@ -15,7 +15,7 @@ from podium.errors import ConfigError
 
 __all__ = ["NAMED_REWARDS", "RewardFn", "resolve_reward"]
 
-RewardFn = Callable[[str, Mapping[str, Any]], float | Mapping[str, float]]
+RewardFn = Callable[[str, Any], float | Mapping[str, float]]  # Any: a row may be declared as dict or Mapping
 """``reward(completion, row)``: the completion's text and the example's row, which has "prompt" and "answer" beside the
 columns of the data. Returns a finite number, or a mapping of named finite numbers that has "score"."""
 

@@ -20,6 +20,7 @@ import pytest
 from podium.errors import ConfigError, RewardError
 from podium.rewards import Grade, Grader, RewardConfig
 from podium.rewards.helper import judge
+from podium.telemetry import Event, Note, subscribe
 
 Row = Mapping[str, Any]
 LIMIT_S = 0.5
@@ -213,9 +214,15 @@ def test_what_runs_over_its_limit_is_killed_and_the_rest_goes_on(strict: Grader,
     words[7] = words[30] = word
     strict.start()
     started = time.monotonic()
+    heard: list[Event] = []
+    unsubscribe = subscribe(heard.append)
     grades = strict.grade(words, [{}] * len(words))
+    unsubscribe()
     assert time.monotonic() - started < 2 * LIMIT_S + 1.5
     assert [index for index, grade in enumerate(grades) if grade.timed_out] == [7, 30]
+    assert [event.text for event in heard if isinstance(event, Note)] == [
+        f"the reward {strict.name} failed on 2 of 40 completions, which got 0; the first: ran over {LIMIT_S:g} s"
+    ]
     assert grades[7] == Grade(0.0, {}, False, f"ran over {LIMIT_S:g} s", True)
     assert sum(grade.score for grade in grades) == 38
 

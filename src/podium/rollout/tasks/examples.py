@@ -74,7 +74,8 @@ def load_examples(
     held_out = split == "test"
     source = config.eval if held_out and config.eval else spec
     if not source:
-        raise ConfigError("data.train is not set: expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK")
+        keys = "neither data.eval nor data.train is set" if held_out else "data.train is not set"
+        raise ConfigError(f"{keys}: expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK")
     if limit is None and not held_out:
         limit = config.train_items
     if source.startswith(gym.PREFIX):

@@ -92,7 +92,12 @@ class _Series:
         self._spent_s += time.perf_counter() - started
         if before < _PATIENCE_S <= self._spent_s:
             each_ms = self._spent_s / (len(self._drawn) + 1) * 1e3
-            emit(Note(f"{self._spec} takes {each_ms:.0f} ms a problem to generate; data.train_items asks for fewer"))
+            emit(
+                Note(
+                    f"{self._spec} takes {each_ms:.0f} ms a problem to generate, and {len(self._drawn) + 1} are there; "
+                    "data.train_items and eval.items ask for fewer"
+                )
+            )
         return row
 
     def _draw(self) -> Iterator[dict[str, Any]]:

@@ -121,4 +121,4 @@ def _parquet(path: Path) -> Iterator[PlacedRow]:
 def columns_hint(wanted: str, columns: Sequence[str]) -> str:
     """For an error about a column that is not there: those that are, and the nearest."""
     near = difflib.get_close_matches(wanted, columns, n=1, cutoff=0.5)
-    return f"the columns are {', '.join(map(repr, columns))}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"the columns are {', '.join(map(repr, columns))}" + (f" (nearest: {near[0]!r})" if near else "")

@@ -193,11 +193,11 @@ def test_a_wrong_encoding_names_the_byte(tmp_path: Path) -> None:
     [
         (
             {"prompt_column": "promt"},
-            "row 1: no column 'promt' for the prompt; .* did you mean 'prompt'.*data.prompt_col",
+            "row 1: no column 'promt' for the prompt; .* \\(nearest: 'prompt'\\); set data.prompt_col",
         ),
         (
             {"answer_column": "anwser"},
-            "no column 'anwser' for the answer; .* did you mean 'answer'.*null if there is no",
+            "no column 'anwser' for the answer; .* \\(nearest: 'answer'\\); .*null if there is no",
         ),
         ({"prompt_column": "zzz"}, r"the columns are 'prompt', 'answer', 'level'; set data\.prompt_column"),
         ({"prompt_column": "level"}, r"row 1: column 'level' holds '0' \(int\); expected text, or a list of messages"),
