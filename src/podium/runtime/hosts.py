@@ -10,7 +10,7 @@ How a failure becomes one error (the first cause, not the last victim):
 
 A failed call whose siblings still run after BREAK_S may have left them in a collective: the hosts that failed are told
 to destroy their process groups, which frees the siblings, and the set is broken until :meth:`HostSet.restart`.
-If all ranks fail alike (a bad argument, say), nobody waits and nothing breaks. Until it is known which of the two holds,
+If all ranks fail alike (a bad argument, say), nobody waits and nothing breaks. Until it is known which of these holds,
 the next call waits to be sent: its collectives would meet those that the siblings are still in.
 """
 
@@ -92,6 +92,7 @@ class _Flight:
     held: PodiumError | None = None
     cause: BaseException | None = None
     expired: bool = False
+    breaking: bool = False
     next_stall: float = STALL_S
 
 
@@ -255,8 +256,10 @@ class HostSet:
         self._closing = True
         for flight in list(self._flights.values()):
             flight.call.fail(CallCancelled(f"{flight.call.label}: {reason}"))
-            self._settle(flight)
         self._flights.clear()
+        with self._settled:
+            self._unsettled.clear()
+            self._settled.notify_all()
         enders = [threading.Thread(target=end, args=(handle,), daemon=True) for handle in self._handles]
         for ender in enders:
             ender.start()
@@ -364,7 +367,8 @@ class HostSet:
             flight.call.fail(CallCancelled(f"{flight.call.label} was cancelled on rank {rank}"))
         if not flight.open:
             self._flights.pop(flight.call_id, None)
-            self._settle(flight)
+            if not flight.breaking:
+                self._settle(flight)
             if flight.held is not None:
                 flight.call.fail(flight.held)
         if telemetry.active():
@@ -450,6 +454,7 @@ class HostSet:
 
             self._settle(flight)
 
+        flight.breaking = True
         self._ask(rank, "break_collectives", {}, broke)
 
     def _settle(self, flight: _Flight) -> None:
