@@ -6,6 +6,7 @@ Everything heavy is imported by the command that needs it, so that help and mist
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             sys.stderr.write(f"podium {command}: {error}\n")
         return 2
+    except BrokenPipeError:  # the reader, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         sys.stderr.write(f"podium {command}: interrupted\n")
         return 130

@@ -13,28 +13,30 @@ from podium.errors import ConfigError
 if TYPE_CHECKING:
     from podium.trainer import PPOConfig, SFTConfig
 
-__all__ = ["run"]
+__all__ = ["print_keys", "run"]
 
 RECIPES = ("grpo", "ppo", "sft")
 
 
 def run(arguments: Sequence[str]) -> int:
+    """Train, or print the plan or the settings; returns the exit status."""
     options, overrides = _parser().parse_known_args(arguments)
     if options.keys:
-        return _print_keys(options.recipe)
+        from podium.trainer import config_class
+
+        return print_keys(config_class(options.recipe))
     config = _config(options.recipe, options.config, options.resume, overrides)
     from podium.trainer import PPOConfig, PPOTrainer, SFTTrainer, describe_plan
 
     if options.dry_run:
         sys.stdout.write(describe_plan(config, options.backend) + "\n")
         return 0
-    import podium
-
-    with podium.connect(options.backend, **_backend_options(options.backend)) as cluster:
-        if isinstance(config, PPOConfig):
-            PPOTrainer(config, cluster=cluster).fit()
-        else:
-            SFTTrainer(config, cluster=cluster).fit()
+    if isinstance(config, PPOConfig):
+        summary = PPOTrainer(config, cluster=options.backend).fit()
+    else:
+        summary = SFTTrainer(config, cluster=options.backend).fit()
+    if not summary.finished:
+        sys.stdout.write(f"stopped after step {summary.steps}; podium train {options.recipe} --resume RUN goes on\n")
     return 0
 
 
@@ -42,9 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="podium train",
         usage="podium train {grpo,ppo,sft} [--config FILE] [--SECTION.KEY VALUE ...] [options]",
-        description="Train a model. Every setting of the configuration can be given here too, and then wins:",
+        description="Train a model. Any setting of the configuration can be given as --SECTION.KEY, and then wins.",
         epilog=textwrap.dedent(
             """\
+            examples:
               podium train grpo --model.path Qwen/Qwen3-0.6B --data.train train.jsonl --reward.name gsm8k
               podium train sft --config run.yaml --optim.lr 1e-5 --dry-run
               podium train grpo --resume runs/NAME
@@ -68,23 +71,27 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
 
     if resume is not None:
         if path is not None:
-            raise ConfigError(
-                "--resume goes on with the run's own settings: leave out --config, or give single settings"
-            )
+            raise ConfigError("--resume goes on with the run's own settings: leave out --config; give single settings")
         path = str(run_config_path(resume))
         overrides = [*overrides, "--run.resume", resume]
     return load_config(config_class(recipe), path, overrides)
 
 
-def _print_keys(recipe: str) -> int:
-    from podium.trainer import config_class, keys_of
+def print_keys(cls: type) -> int:
+    """Every setting of a configuration class, with its default and what it takes."""
+    from podium.trainer import keys_of
 
-    for key in keys_of(config_class(recipe)):
-        default = (
-            "null" if key.default is None else str(key.default).lower() if key.default in (True, False) else key.default
-        )
-        sys.stdout.write(f"--{key.path} {default!s}\n")
-        sys.stdout.write(
-            textwrap.fill(f"{key.doc} ({key.expects})", 100, initial_indent="      ", subsequent_indent="      ") + "\n"
-        )
+    for key in keys_of(cls):
+        sys.stdout.write(f"--{key.path} {_shown(key.default)}\n")
+        sys.stdout.write(textwrap.indent(textwrap.fill(f"{key.doc} ({key.expects})", 100), "      ") + "\n")
     return 0
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return str(list(default))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return '""' if default == "" else str(default)

@@ -45,8 +45,8 @@ class Judged:
     """
 
     batch: Batch
-    prompts: Sequence[str]
-    texts: Sequence[str]
+    prompts: list[str]
+    texts: list[str]
     answers: Sequence[str | None]
     grades: Sequence[Grade] | None
 
@@ -88,7 +88,9 @@ class CompletionsLog:
 
     def write(self, step: int, judged: Judged, advantages: Jagged | None) -> None:
         """Write ``judged`` with the mean advantage of each completion's tokens."""
-        self._pending = [future for future in self._pending if not future.done() or future.result() is None]
+        for written in [future for future in self._pending if future.done()]:
+            written.result()  # raises here what went wrong there
+            self._pending.remove(written)
         self._pending.append(self._thread.submit(self._write, step, judged, advantages))
 
     def flush(self) -> None:

@@ -23,7 +23,7 @@ from podium.trainer.sections import (
 )
 from podium.workers import ModelConfig, OptimConfig, ParallelConfig
 
-__all__ = ["RECIPES", "GRPOConfig", "PPOConfig", "SFTConfig", "config_class"]
+__all__ = ["RECIPES", "GRPOConfig", "InferenceConfig", "PPOConfig", "SFTConfig", "config_class"]
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
@@ -33,22 +33,29 @@ def _default_model() -> ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
+class InferenceConfig:
+    """A model that is used and not trained: evaluated, or talked to."""
+
+    RECIPE: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 256}}
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=_default_model)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=256))
     engine: EngineConfig = field(default_factory=EngineConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainingConfig(InferenceConfig):
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(_Common):
+class PPOConfig(_TrainingConfig):
     """A run of PPO, with a critic and generalised advantage estimation unless ``algorithm.advantage`` says otherwise.
 
     Raises:
@@ -112,10 +119,9 @@ class GRPOConfig(PPOConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(_Common):
+class SFTConfig(_TrainingConfig):
     """A run of supervised fine-tuning. ``sampling``, ``engine`` and ``reward`` serve its evaluation."""
 
-    RECIPE: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 256}}
     batch: ExampleBatch = field(default_factory=ExampleBatch)
 
     def __post_init__(self) -> None:

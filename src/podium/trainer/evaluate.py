@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from podium.rewards import Grader
+from podium.errors import ConfigError
+from podium.rewards import Grader, RewardFn
 from podium.rollout.sampling import SamplingParams
-from podium.trainer.prompts import PromptSource
+from podium.runtime import Cluster
+from podium.trainer.config import InferenceConfig
+from podium.trainer.prompts import PromptSource, load_held_out
+from podium.trainer.roles import started_generator
+from podium.trainer.sections import EvalConfig
 from podium.trainer.seeds import completion_seeds
 from podium.trainer.state import Evaluation
-from podium.workers import Generator
+from podium.trainer.stop_tokens import with_stop_tokens
+from podium.workers import Generator, load_tokenizer
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "evaluate_model", "evaluation_sampling"]
 
 SAMPLES = 3
 
@@ -43,3 +49,25 @@ class Evaluator:
             reward_mean=float(judged.rewards_B.mean()),
             samples=judged.samples(SAMPLES),
         )
+
+
+def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn | None = None) -> Evaluation:
+    """Score a model that nobody trains on ``config.eval.items`` held-out prompts.
+
+    Raises:
+        ConfigError: the model, the data or the reward cannot be had, or ``eval.items`` is 0.
+    """
+    if not config.eval.items:
+        raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
+    tokenizer = load_tokenizer(config.model.tokenizer_source)
+    held_out = load_held_out(config.data, tokenizer, config.eval.items)
+    sampling = with_stop_tokens(config.sampling, config.model, tokenizer)
+    with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as generator:
+        return Evaluator(
+            generator, held_out, grader, tokenizer, evaluation_sampling(sampling, config.eval), config.run.seed
+        ).run(0)
+
+
+def evaluation_sampling(sampling: SamplingParams, config: EvalConfig) -> SamplingParams:
+    """``sampling`` for one completion a prompt, at the temperature of evaluation and from the whole distribution."""
+    return replace(sampling, n=1, temperature=config.temperature, top_p=1.0, top_k=0)

@@ -21,28 +21,30 @@ from podium.telemetry import EvalFinished, Note, PhaseStarted, emit
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.clock import StageClock
 from podium.trainer.config import PPOConfig, SFTConfig
-from podium.trainer.evaluate import Evaluator
-from podium.trainer.prompts import PromptSource, load_prompts
+from podium.trainer.evaluate import Evaluator, evaluation_sampling
+from podium.trainer.prompts import PairSource, PromptSource, load_held_out
 from podium.trainer.report import Accuracy, Comparison, Report, plot_curve, read_curve, render
 from podium.trainer.roles import Roles, RoleWorkers, start_roles
 from podium.trainer.run_dir import Summary
 from podium.trainer.schedules import Plan, sync
 from podium.trainer.session import Session, open_session
-from podium.trainer.stop_tokens import with_stop_tokens
 from podium.trainer.state import Evaluation, TrainerState, load_checkpoint, save_checkpoint
+from podium.trainer.stop_tokens import with_stop_tokens
 from podium.workers import Generator, load_tokenizer
 
 __all__ = ["Trainer"]
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
+S = TypeVar("S", bound=PromptSource | PairSource)
 
 
-class Trainer(ABC, Generic[C]):
+class Trainer(ABC, Generic[C, S]):
     """The frame of a recipe; a recipe says what a step is. See :class:`PPOTrainer` for the arguments."""
 
     recipe: str
     session: Session
     roles: Roles
+    source: S
 
     def __init__(
         self,
@@ -60,6 +62,10 @@ class Trainer(ABC, Generic[C]):
         self._show = show
         self.clock = StageClock()
         self.state = TrainerState()
+
+    @abstractmethod
+    def load_data(self) -> S:
+        """What a step takes from, with a place that can be kept."""
 
     @abstractmethod
     def step(self, step: int) -> Mapping[str, float]:
@@ -98,7 +104,7 @@ class Trainer(ABC, Generic[C]):
         self.session = stack.enter_context(open_session(self.config, self.recipe, self._cluster, show=self._show))
         self.tokenizer = load_tokenizer(self.config.model.tokenizer_source)
         self.sampling = with_stop_tokens(self.config.sampling, self.config.model, self.tokenizer)
-        self.prompts: PromptSource = load_prompts(self.config.data, self.tokenizer, seed=self.config.run.seed)
+        self.source = self.load_data()
         self.grader = stack.enter_context(
             Grader(self.config.reward, reward=self._reward, log_path=self.session.directory.logs / "reward.log")
         )
@@ -125,7 +131,7 @@ class Trainer(ABC, Generic[C]):
 
     def restore(self, state: TrainerState) -> None:
         """Take up what ``state`` remembers."""
-        self.prompts.restore(state.prompts)
+        self.source.restore(state.prompts)
         self.clock.totals_s, self.clock.totals_tokens = dict(state.stage_s), dict(state.stage_tokens)
 
     def remember(self, step: int) -> TrainerState:
@@ -135,16 +141,16 @@ class Trainer(ABC, Generic[C]):
         return replace(
             self.state,
             step=step,
-            prompts=self.prompts.state(),
+            prompts=self.source.state(),
             wall_s=self.state.wall_s + spent,
             stage_s=dict(self.clock.totals_s),
             stage_tokens=dict(self.clock.totals_tokens),
         )
 
-    def evaluate(self, step: int) -> None:
-        """Score the held-out prompts with the weights after ``step``."""
+    def evaluate(self, step: int) -> bool:
+        """Score the held-out prompts with the weights after ``step``; whether ``eval.stop_at`` is reached."""
         if self._evaluator is None:
-            return
+            return False
         found = self._evaluator.run(step)
         best = self.state.best
         self.state = replace(
@@ -154,6 +160,12 @@ class Trainer(ABC, Generic[C]):
             best=found if best is None or found.accuracy > best.accuracy else best,
         )
         emit(EvalFinished(step, found.accuracy, found.items, found.reward_mean))
+        return self._reached
+
+    @property
+    def _reached(self) -> bool:
+        goal, last = self.config.eval.stop_at, self.state.last
+        return goal is not None and last is not None and last.accuracy >= goal
 
     def save(self, step: int) -> None:
         """Write a checkpoint from which the run goes on at ``step + 1``."""
@@ -162,7 +174,7 @@ class Trainer(ABC, Generic[C]):
 
     def finish(self, done: int) -> Summary:
         """Model, summary and report of a run whose last step was ``done``."""
-        finished = done >= self.config.run.steps
+        finished = done >= self.config.run.steps or self._reached
         if finished and self._evaluator is not None and (self.state.last is None or self.state.last.step != done):
             self.evaluate(done)  # a run that was stopped after its last step, and resumed
         self.state = self.remember(done)
@@ -197,10 +209,8 @@ class Trainer(ABC, Generic[C]):
     def _make_evaluator(self) -> Evaluator | None:
         if not self.config.eval.items:
             return None
-        held_out = load_prompts(
-            self.config.data, self.tokenizer, seed=self.config.run.seed, held_out=self.config.eval.items
-        )
-        sampling = replace(self.sampling, n=1, temperature=self.config.eval.temperature, top_p=1.0, top_k=0)
+        held_out = load_held_out(self.config.data, self.tokenizer, self.config.eval.items)
+        sampling = evaluation_sampling(self.sampling, self.config.eval)
         return Evaluator(self.generator, held_out, self.grader, self.tokenizer, sampling, self.config.run.seed)
 
     def _write_model(self) -> Path:
@@ -240,7 +250,7 @@ class Trainer(ABC, Generic[C]):
 class _Timed:
     """A trainer as the schedule drives it: each step on the clock."""
 
-    def __init__(self, trainer: Trainer[Any]) -> None:
+    def __init__(self, trainer: Trainer[Any, Any]) -> None:
         self._trainer = trainer
         self.evaluate = trainer.evaluate
         self.save = trainer.save

@@ -26,7 +26,16 @@ import yaml
 
 from podium.errors import ConfigError
 
-__all__ = ["Key", "build_config", "config_to_dict", "config_to_yaml", "keys_of", "load_config", "parse_overrides"]
+__all__ = [
+    "Key",
+    "build_config",
+    "config_to_dict",
+    "config_to_yaml",
+    "keys_of",
+    "load_config",
+    "parse_overrides",
+    "read_values",
+]
 
 C = TypeVar("C")
 
@@ -48,10 +57,15 @@ def load_config(cls: type[C], path: str | Path | None = None, overrides: Sequenc
         ConfigError: the file cannot be read, or a key is unknown, mistyped, out of range or contradicts another; names
             the key's full path, its value, what was expected and the nearest valid name.
     """
+    return build_config(cls, read_values(cls, path, overrides), source=str(path) if path is not None else "")
+
+
+def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The nested values of :func:`load_config`, unchecked but for their syntax."""
     values = _read_yaml(Path(path)) if path is not None else {}
     for dotted, value in parse_overrides(cls, overrides):
         _put(values, dotted, value)
-    return build_config(cls, values, source=str(path) if path is not None else "")
+    return values
 
 
 def build_config(cls: type[C], values: Mapping[str, Any], source: str = "") -> C:

@@ -128,7 +128,7 @@ def _placement(config: PPOConfig | SFTConfig, backend: str) -> Iterator[str]:
     if placement.layout == "split" and "generator" in roles:
         beside = [role for role in roles if role != "generator"]
         hosts = [(hosts[0][0], beside), (range(placement.ranks, placement.slots), ["generator"])]
-    yield f"backend      {backend}: {placement.slots} host process{'es' if placement.slots > 1 else ''}, layout {placement.layout}"
+    yield f"backend      {backend}: {hosts[-1][0].stop} host process(es), layout {placement.layout}"
     for ranks, names in hosts:
         for rank in ranks:
             device = f"cuda:{rank}" if gpus >= placement.slots else "cpu"
@@ -139,7 +139,8 @@ def _placement(config: PPOConfig | SFTConfig, backend: str) -> Iterator[str]:
 def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
     ranks = config.placement.ranks
     if isinstance(config, SFTConfig):
-        yield f"step         {config.batch.examples} examples, one optimizer step; {config.batch.examples / ranks:g} a rank"
+        examples = config.batch.examples
+        yield f"step         {examples} examples, one optimizer step; {examples / ranks:g} a rank"
     else:
         algorithm, n = config.algorithm, config.sampling.n
         yield f"step         {config.batch.prompts} prompts x {n} completions = {config.rows} rows"
@@ -154,14 +155,19 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 def _cadence(config: PPOConfig | SFTConfig) -> str:
     evaluation = f"{config.eval.items} held-out items " + (
-        f"every {config.eval.every} steps" if config.eval.every else "before and after" if config.eval.at_start else "after"
+        f"every {config.eval.every} steps"
+        if config.eval.every
+        else "before and after"
+        if config.eval.at_start
+        else "after"
     )
     saving = f"every {config.save.every} steps" if config.save.every else "at the end"
     return f"evaluation: {evaluation if config.eval.items else 'none'}; checkpoint {saving}"
 
 
 def _memory(config: PPOConfig | SFTConfig, size: ModelSize) -> Iterator[str]:
-    yield f"model        {size.parameters / 1e6:,.2f} M parameters, {size.trained / 1e6:,.2f} M trained, {config.model.dtype}"
+    millions = f"{size.parameters / 1e6:,.2f} M parameters, {size.trained / 1e6:,.2f} M trained"
+    yield f"model        {millions}, {config.model.dtype}"
     parts = memory_gib(config, size)
     yield f"memory       about {sum(parts.values()):.2f} GiB a rank (estimate):"
     for name, gib in parts.items():

@@ -32,7 +32,7 @@ from podium.trainer.completions import CompletionsLog, Judged
 from podium.trainer.config import PPOConfig
 from podium.trainer.fitting import Trainer
 from podium.trainer.metrics import join_updates, mismatch, rollout_metrics
-from podium.trainer.prompts import Prompts
+from podium.trainer.prompts import Prompts, PromptSource, load_prompts
 from podium.trainer.roles import RoleWorkers
 from podium.trainer.seeds import completion_seeds, row_order
 
@@ -45,7 +45,7 @@ _UPDATE_INPUTS = (
 )
 
 
-class PPOTrainer(Trainer[PPOConfig]):
+class PPOTrainer(Trainer[PPOConfig, PromptSource]):
     """Trains a policy by reinforcement: GRPO and its kin, or PPO where the advantage estimator reads a critic.
 
     >>> PPOTrainer(GRPOConfig(model=..., data=...), cluster="local").fit().accuracy_after  # doctest: +SKIP
@@ -76,7 +76,7 @@ class PPOTrainer(Trainer[PPOConfig]):
         """Train once. Returns the step's metrics, by their names in :mod:`podium.telemetry.metrics`."""
         stage = self.clock.stage
         with stage("prompts"):
-            prompts = self.prompts.take(self.config.batch.prompts)
+            prompts = self.source.take(self.config.batch.prompts)
         with stage("generate"):
             batch = self.generate(prompts, step)
         with stage("score"):
@@ -203,6 +203,9 @@ class PPOTrainer(Trainer[PPOConfig]):
         return self.config.algorithm.updates > 1 or self.config.algorithm.kl_in == "reward"
 
     # -- the run -------------------------------------------------------------------------------------------------
+
+    def load_data(self) -> PromptSource:
+        return load_prompts(self.config.data, self.tokenizer, seed=self.config.run.seed)
 
     def prepare(self, stack: ExitStack) -> None:
         super().prepare(stack)

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.rewards import Grader
-from podium.rollout.tasks import DataConfig, Example, PromptStream, encode_prompts, load_examples
+from podium.rollout.tasks import DataConfig, Example, PromptStream, encode_pairs, encode_prompts, load_examples
 from podium.telemetry import Note, emit
 from podium.trainer.completions import Judged, decode_completions
 
-__all__ = ["PromptSource", "Prompts", "load_prompts"]
+__all__ = ["PairSource", "PromptSource", "Prompts", "load_held_out", "load_pairs", "load_prompts"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Prompts:
 
     def judged(self, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Judged:
         """The generator's answer as text, not graded yet."""
-        groups = batch.dense(fields.GROUP).tolist()
+        groups: list[int] = batch.dense(fields.GROUP).tolist()
         return Judged(
             batch=batch,
             prompts=[self.texts[group] for group in groups],
@@ -63,7 +63,7 @@ class Prompts:
 
 
 class PromptSource:
-    """Encoded examples and a stream over them whose place can be kept."""
+    """Encoded prompts, and a stream over them whose place can be kept."""
 
     def __init__(self, prompts: Prompts, seed: int) -> None:
         self._prompts = prompts
@@ -78,8 +78,7 @@ class PromptSource:
 
     def take(self, count: int) -> Prompts:
         """The next ``count`` of an endless stream of shuffled epochs."""
-        places = self._stream.take(count)
-        whole = self._prompts
+        places, whole = self._stream.take(count), self._prompts
         return Prompts(
             [whole.token_ids[place] for place in places],
             [whole.texts[place] for place in places],
@@ -91,24 +90,64 @@ class PromptSource:
         return self._stream.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state` was taken."""
+        """Go on where :meth:`state` was taken. Raises CheckpointError for that of other data."""
         self._stream.restore(state)
 
 
-def load_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, held_out: int | None = None
-) -> PromptSource:
-    """The training prompts, or the first ``held_out`` of the held-out ones.
+class PairSource:
+    """Encoded prompts with their answers, and a stream over them whose place can be kept."""
 
-    Raises:
-        DataError: the data is missing, malformed, or none of it fits.
-    """
-    split = "train" if held_out is None else "test"
-    examples = load_examples(config.train, config, split, seed, held_out)
+    def __init__(self, pairs: Sequence[tuple[list[int], list[bool]]], seed: int) -> None:
+        self._rows = [(torch.tensor(tokens), torch.tensor(mask)) for tokens, mask in pairs]
+        self._stream = PromptStream(self._rows, seed)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, count: int) -> Batch:
+        """``tokens`` and ``loss_mask`` of the next ``count`` of an endless stream of shuffled epochs."""
+        rows = self._stream.take(count)
+        tokens = Jagged.from_rows([row for row, _ in rows])
+        return Batch({fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(torch.cat([mask for _, mask in rows]))})
+
+    def state(self) -> Mapping[str, Any]:
+        """Where the stream stands, as JSON can hold it."""
+        return self._stream.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state` was taken. Raises CheckpointError for that of other data."""
+        self._stream.restore(state)
+
+
+def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PromptSource:
+    """The training prompts. Raises ConfigError or DataError as ``load_examples`` and ``encode_prompts`` do."""
+    return PromptSource(
+        _encoded(load_examples(config.train, config, "train", seed), tokenizer, config, "training"), seed
+    )
+
+
+def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> PromptSource:
+    """``items`` held-out prompts, the same ones in every run. Raises as :func:`load_prompts`."""
+    examples = load_examples(config.train, config, "test", limit=items)
+    return PromptSource(_encoded(examples, tokenizer, config, "held-out"), 0)
+
+
+def load_pairs(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PairSource:
+    """The training prompts with their answers. Raises as :func:`load_prompts`, and DataError without an answer."""
+    return PairSource(encode_pairs(load_examples(config.train, config, "train", seed), tokenizer, config), seed)
+
+
+def _encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str) -> Prompts:
     encoded = encode_prompts(examples, tokenizer, config)
     if encoded.dropped or encoded.cut:
-        emit(Note(f"{split} prompts too long: {encoded.dropped} dropped, {encoded.cut} cut, of {len(examples)}"))
-    kept = [examples[place] for place in encoded.kept]
-    token_ids = [torch.as_tensor(ids, dtype=torch.int64) for ids in encoded.token_ids]
-    texts = [str(tokenizer.decode(ids.tolist())) for ids in token_ids]
-    return PromptSource(Prompts(token_ids, texts, kept), seed)
+        emit(
+            Note(
+                f"{what} prompts of more than data.max_prompt_tokens = {config.max_prompt_tokens}: {encoded.dropped} "
+                f"dropped, {encoded.cut} cut, of {len(examples)}"
+            )
+        )
+    return Prompts(
+        token_ids=[torch.tensor(ids) for ids in encoded.token_ids],
+        texts=[str(tokenizer.decode(ids)) for ids in encoded.token_ids],
+        examples=[examples[place] for place in encoded.kept],
+    )

@@ -7,17 +7,18 @@ split       hosts 0..R-1: policy [reference] [critic]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from podium.algorithms import PolicyLoss, SFTLoss, ValueLoss
 from podium.errors import ConfigError
 from podium.runtime import Bound, Cluster, ResourcePool, Worker, colocate
-from podium.trainer.config import PPOConfig, SFTConfig
+from podium.trainer.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.workers import Critic, Generator, Policy, Reference
 
-__all__ = ["ROLES", "Roles", "RoleWorkers", "bind_roles", "start_roles"]
+__all__ = ["ROLES", "RoleWorkers", "Roles", "bind_roles", "start_roles", "started_generator"]
 
 ROLES: Mapping[str, type[Worker]] = {
     "policy": Policy,
@@ -103,6 +104,22 @@ def start_roles(cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWo
         cluster.release(pool)
         raise
     return Roles(**started, split=len(parts) > 1, pool=pool)
+
+
+@contextmanager
+def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[Generator]:
+    """A generator alone, with its own model, on ``config.placement``'s ranks; ended with the block."""
+    pool = _pool(cluster, config.placement.generators)
+    try:
+        generator = cluster.start(
+            Generator.bind(config.model, config.engine), pool, name="generator", timeout_s=config.run.timeout_s
+        )
+        try:
+            yield generator
+        finally:
+            generator.group.close()
+    finally:
+        cluster.release(pool)
 
 
 def _arguments(config: PPOConfig | SFTConfig) -> dict[str, dict[str, Any]]:

@@ -23,8 +23,8 @@ class Loop(Protocol):
         """Train once; the metrics of the step."""
         ...
 
-    def evaluate(self, step: int) -> None:
-        """Score held-out items with the weights after ``step``."""
+    def evaluate(self, step: int) -> bool:
+        """Score held-out items with the weights after ``step``; whether that is good enough to end the run."""
         ...
 
     def save(self, step: int) -> None:
@@ -53,12 +53,13 @@ def sync(loop: Loop, plan: Plan, stop: StopRequest) -> int:
     for step in range(plan.first, plan.last + 1):
         metrics = loop.step(step)
         emit(StepFinished(step, metrics))
-        ends = step == plan.last or stop.requested
+        reached = False
         if (step == plan.last or _due(step, plan.eval_every)) and not stop.requested:
-            loop.evaluate(step)
+            reached = loop.evaluate(step)
+        ends = step == plan.last or reached or stop.requested
         if ends or _due(step, plan.save_every):
             loop.save(step)
-        if stop.requested:
+        if ends:
             return step
     return max(plan.last, plan.first - 1)
 

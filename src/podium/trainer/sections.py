@@ -106,11 +106,14 @@ class EvalConfig:
     items: int = 500  # held-out prompts; 0: never evaluate
     temperature: float = 0.0  # of the sampler; 0 is greedy
     at_start: bool = True  # whether to evaluate before the first step
+    stop_at: float | None = None  # end the run once an evaluation reaches this accuracy, in 0..1; null: never
 
     def __post_init__(self) -> None:
         _at_least("eval", "every", self.every, 0)
         _at_least("eval", "items", self.items, 0)
         _at_least("eval", "temperature", self.temperature, 0.0)
+        if self.stop_at is not None and not 0 < self.stop_at <= 1:
+            raise ConfigError(f"eval.stop_at = {self.stop_at}: expected a share above 0 and at most 1, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
