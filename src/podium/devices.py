@@ -1,14 +1,14 @@
-"""The one place that knows kinds of devices: choice, autocast, synchronisation, memory, collectives."""
+"""The one place that knows kinds of devices: choice, precision, memory, random state."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from podium.errors import ConfigError
 
@@ -16,16 +16,14 @@ __all__ = [
     "DTYPES",
     "autocast",
     "choose_device",
-    "collective_backend",
     "compute_dtype",
-    "free_memory",
     "memory_peak_bytes",
     "parse_dtype",
-    "synchronize",
+    "random_state",
+    "set_random_state",
 ]
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_COLLECTIVES: Final = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def parse_dtype(name: str, *, key: str = "dtype") -> torch.dtype:
@@ -54,7 +52,7 @@ def choose_device(indices: Sequence[int] = ()) -> torch.device:
             f"this worker owns device {indices[0]}, but torch {torch.__version__} sees no CUDA or NPU here"
         )
     device = torch.device(kind, indices[0])
-    _module(device).set_device(device)
+    torch.get_device_module(device).set_device(device)
     return device
 
 
@@ -72,26 +70,22 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return torch.autocast(device.type, dtype=dtype)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it; the CPU always has."""
-    if device.type != "cpu":
-        _module(device).synchronize(device)
-
-
 def memory_peak_bytes(device: torch.device) -> int:
     """The most bytes that tensors took on the device so far; 0 for the CPU, which torch does not count."""
-    return 0 if device.type == "cpu" else int(_module(device).max_memory_allocated(device))
+    return 0 if device.type == "cpu" else int(torch.get_device_module(device).max_memory_allocated(device))
 
 
-def free_memory(device: torch.device) -> None:
-    """Give torch's cached blocks back to the device, so that another process can have them."""
-    if device.type != "cpu":
-        _module(device).empty_cache()
+def random_state(device: torch.device) -> Tensor:
+    """The state of torch's generator for this device, uint8 on the CPU."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-def collective_backend(device: torch.device) -> str:
-    """torch.distributed's backend for tensors on this device."""
-    return _COLLECTIVES.get(device.type, "gloo")
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Go on from what :func:`random_state` returned."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _accelerator() -> str | None:
@@ -99,7 +93,3 @@ def _accelerator() -> str | None:
         return "cuda"
     npu = getattr(torch, "npu", None)  # present once torch_npu is imported
     return "npu" if npu is not None and npu.is_available() else None
-
-
-def _module(device: torch.device) -> ModuleType:
-    return torch.get_device_module(device)

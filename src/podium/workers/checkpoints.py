@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from podium.devices import random_state, set_random_state
 from podium.errors import CheckpointError
 from podium.workers.engine import TrainEngine
 
@@ -65,7 +66,7 @@ def load_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None
     except (OSError, ValueError, CheckpointException) as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
     engine.step_count, engine.skipped_count = (int(count) for count in wanted["counts"])
-    _restore_random(wanted, rank)
+    _restore_random(engine, wanted, rank)
 
 
 @contextmanager
@@ -84,16 +85,17 @@ def _state(engine: TrainEngine, rank: int) -> dict[str, Tensor]:
             for key, value in engine.optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{key}"] = value
     state["counts"] = torch.tensor([engine.step_count, engine.skipped_count])
-    state[f"{_RANDOM}{rank}.cpu"] = torch.get_rng_state()
-    if engine.device.type != "cpu":
-        state[f"{_RANDOM}{rank}.device"] = torch.get_device_module(engine.device).get_rng_state(engine.device)
+    for kind, device in _generators(engine).items():
+        state[f"{_RANDOM}{rank}.{kind}"] = random_state(device)
     return state
 
 
-def _restore_random(state: dict[str, Tensor], rank: int) -> None:
-    for name, value in state.items():
-        if name == f"{_RANDOM}{rank}.cpu":
-            torch.set_rng_state(value)
-        elif name == f"{_RANDOM}{rank}.device":
-            module = torch.get_device_module()
-            module.set_rng_state(value)
+def _restore_random(engine: TrainEngine, state: dict[str, Tensor], rank: int) -> None:
+    for kind, device in _generators(engine).items():
+        if (value := state.get(f"{_RANDOM}{rank}.{kind}")) is not None:
+            set_random_state(device, value)
+
+
+def _generators(engine: TrainEngine) -> dict[str, torch.device]:
+    devices = {"cpu": torch.device("cpu")}
+    return devices if engine.device.type == "cpu" else {**devices, "device": engine.device}

@@ -56,7 +56,7 @@ class ModelConfig:
             own setting, ``ParallelConfig.precision``.
         attention: transformers' attention implementation, or "auto" for torch's scaled dot product.
         gradient_checkpointing: recompute activations in the backward pass; a third more time, much less memory.
-        seed: of the weights of a model from scratch.
+        seed: of the weights of a model from scratch, and of adapters.
     """
 
     path: str = ""
@@ -99,7 +99,7 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTr
     """
     model = _from_scratch(config) if config.config else _from_path(config)
     if config.lora is not None:
-        model = _with_adapters(model, config.lora)
+        model = _with_adapters(model, config.lora, config.seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # checkpointed blocks of frozen layers would otherwise cut the graph
@@ -183,23 +183,22 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
         raise ConfigError(f"model.config does not fit {kind!r}: {error}") from error
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
+def _with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
     import peft
 
-    try:
-        wrapped = peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                r=lora.rank,
-                lora_alpha=cast(int, lora.alpha),
-                lora_dropout=lora.dropout,
-                target_modules=list(lora.targets) or "all-linear",
-                task_type="CAUSAL_LM",
-            ),
-        )
-    except ValueError as error:
-        raise ConfigError(f"model.lora: {error}") from error
-    return cast(PreTrainedModel, wrapped)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(int, lora.alpha),
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return cast(PreTrainedModel, peft.get_peft_model(model, settings))
+        except ValueError as error:
+            raise ConfigError(f"model.lora: {error}") from error
 
 
 @contextmanager

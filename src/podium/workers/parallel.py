@@ -39,7 +39,7 @@ class ParallelConfig:
     """
 
     strategy: str = "replicate"
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
     layout: str = "auto"
     precision: str = "auto"
     compile: bool = False

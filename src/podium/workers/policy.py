@@ -12,6 +12,7 @@ from torch import Tensor
 from podium.algorithms import AlgorithmConfig, PolicyLoss, PolicyLossInputs, SFTLoss, SFTLossInputs, TokenLoss
 from podium.algorithms import partial_metrics as partial
 from podium.data import Batch, fields
+from podium.devices import memory_peak_bytes
 from podium.errors import DataError
 from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
@@ -25,7 +26,10 @@ from podium.workers.scoring import TokenScores, kept_tokens, score_tokens
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weights import full_weights
 
-__all__ = ["SKIPPED_STEPS", "Policy"]
+__all__ = ["MEMORY_PEAK_GIB", "SKIPPED_STEPS", "Policy"]
+
+MEMORY_PEAK_GIB: Final = "policy/memory_peak_gib"
+"""Metric: the most memory that tensors took on the first rank's accelerator so far."""
 
 SKIPPED_STEPS: Final = "policy/skipped_steps"
 """Metric: optimizer steps left out so far because a gradient was not finite."""
@@ -105,12 +109,14 @@ class Policy(Learner):
         columns = (*wanted, fields.LOSS_WEIGHTS)
         nothing_yet = partial(self._token_loss(TokenScores(empty, empty), dict.fromkeys(columns, empty)), empty)
         result = self.engine.step(batch, compute, nothing_yet, columns=columns)
+        peak = memory_peak_bytes(self.device)
         return {
             metrics.LOSS: result.loss,
             **result.metrics,
             metrics.GRAD_NORM: result.grad_norm,
             metrics.LEARNING_RATE: result.learning_rate,
             SKIPPED_STEPS: float(self.engine.skipped_count),
+            **({MEMORY_PEAK_GIB: peak / 2**30} if peak else {}),
         }
 
     @endpoint(collect=first())

@@ -35,12 +35,12 @@ class Reference(Worker):
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig | None = None) -> None:
         self._policy = self.ctx.colocated.get(POLICY_ROLE)
-        if self._policy is not None and self._policy.adapted and self._policy.config.path == model.path:
+        if self._policy is not None and self._policy.adapted and _frozen(self._policy.config) == _frozen(model):
             self.engine = cast(TrainEngine, self._policy.engine)
             return
         self._policy = None
         device = choose_device(self.ctx.devices)
-        frozen = load_model(replace(model, lora=None, gradient_checkpointing=False), device).requires_grad_(False)
+        frozen = load_model(_frozen(model), device).requires_grad_(False)
         self.engine = TrainEngine(
             frozen, optim=None, parallel=parallel or ParallelConfig(), device=device, world_size=self.ctx.world_size
         )
@@ -61,3 +61,7 @@ class Reference(Worker):
 
     def _without_adapters(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._policy is None else cast(Any, self._policy.model).disable_adapter()
+
+
+def _frozen(model: ModelConfig) -> ModelConfig:
+    return replace(model, lora=None, gradient_checkpointing=False)

@@ -67,6 +67,9 @@ def _attend(
             f"{type(module).__name__} does not hand the bounds of packed rows to its attention; "
             "set parallel.layout=padded for this architecture"
         )
+    if torch.is_autocast_enabled(query.device.type):  # rotation leaves query and key in another dtype than value
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         out = _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
         return out[None], None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from podium.workers import MicroLoss, OptimConfig, ParallelConfig, StepResult, T
 from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import ModelConfig
 from podium.workers.scoring import score_tokens
-from tests.unit.workers.tiny import TINY, oracle_logprobs, recorded
+from tests.unit.workers.tiny import ADAPTED, TINY, oracle_logprobs, recorded
 
 NOTHING = PartialMetrics(torch.zeros(()), {}, {})
 
@@ -70,9 +71,9 @@ def test_a_step_is_adamw_on_the_weighted_sum() -> None:
         assert result.grad_norm > 0.5  # so that clipping took part
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
-    plain = make_engine()
-    checkpointed = make_engine(model=ModelConfig(**{**vars(TINY), "gradient_checkpointing": True}))
+@pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["plain", "lora"])
+def test_gradient_checkpointing_changes_nothing(model: ModelConfig) -> None:
+    plain, checkpointed = make_engine(model=model), make_engine(model=replace(model, gradient_checkpointing=True))
     for _ in range(3):
         assert sft_step(checkpointed, recorded()).loss == pytest.approx(sft_step(plain, recorded()).loss, abs=1e-6)
 
@@ -89,6 +90,20 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted() -> None:
     assert engine.skipped_count == 1
     with pytest.raises(PodiumError, match="not finite"):
         sft_step(make_engine(OptimConfig(non_finite="error")), recorded(), scale=math.inf)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_half_precision_products_stay_near_full_ones(layout: str) -> None:
+    full, half = make_engine(), make_engine(precision="bfloat16", layout=layout)
+    for _ in range(3):
+        assert sft_step(half, recorded()).loss == pytest.approx(sft_step(full, recorded()).loss, abs=0.05)
+    assert all(p.dtype == torch.float32 for p in half.model.parameters())
+
+
+def test_a_model_held_in_half_precision_learns() -> None:
+    engine = make_engine(model=replace(TINY, dtype="bfloat16"))
+    losses = [sft_step(engine, recorded()).loss for _ in range(5)]
+    assert losses[-1] < losses[0] - 0.1
 
 
 def test_the_learning_rate_follows_the_step() -> None:

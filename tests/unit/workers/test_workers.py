@@ -178,6 +178,14 @@ def test_a_split_generator_takes_weights_that_are_sent() -> None:
         generator.generate(PROMPTS, replace(SAMPLING, n=2))
 
 
+def test_a_reference_of_another_model_has_its_own_weights() -> None:
+    reference = colocated(Reference.__new__(Reference), policy=Policy(ADAPTED))
+    reference.__init__(replace(TINY, seed=8))
+    batch = recorded()
+    own = values_of(Policy(replace(TINY, seed=8)).logprobs(batch), "old_logprobs")
+    assert torch.equal(values_of(reference.logprobs(batch), "ref_logprobs"), own)
+
+
 @pytest.mark.parametrize("kind", [Policy, Critic])
 def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, kind: type[Policy | Critic]) -> None:
     optim = OptimConfig(lr=3e-3, schedule="cosine", warmup_steps=2, total_steps=10)
