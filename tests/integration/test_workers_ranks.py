@@ -15,10 +15,10 @@ from podium.algorithms import AlgorithmConfig, PolicyLoss, SFTLoss
 from podium.data import Batch, Jagged
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Bound, Cluster, colocate, connect
-from podium.workers import Critic, Generator, OptimConfig, ParallelConfig, Policy, load_model
+from podium.workers import Critic, Generator, ModelConfig, OptimConfig, ParallelConfig, Policy, load_model
 from podium.workers.micro_batches import plan
 from podium.workers.weights import copy_weights
-from tests.unit.workers.tiny import LENGTHS, TINY, recorded
+from tests.unit.workers.tiny import ADAPTED, LENGTHS, TINY, recorded
 
 STEPS = 20
 WHOLE, QUARTERS = 1000, 36  # token budgets that cut the recorded rows into 1 and 4 micro-batches on one rank
@@ -127,8 +127,12 @@ def test_a_checkpoint_goes_on_with_other_ranks(
         assert [second.worker.update(batch)[loss] for _ in range(3)] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
-def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [("replicate", TINY), ("fsdp2", TINY), ("fsdp2", ADAPTED)],
+    ids=["replicate", "fsdp2", "fsdp2-lora"],
+)
+def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, strategy: str, model: ModelConfig) -> None:
     """Colocated by reference or gathered, split by sending, and saved: all are the weights that were trained."""
     prompts = Batch(
         {
@@ -138,9 +142,9 @@ def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, str
         }
     )
     sampling = SamplingParams(max_new_tokens=8, n=2)
-    policy = Policy.bind(TINY, OptimConfig(lr=1e-2), ParallelConfig(strategy=strategy))
+    policy = Policy.bind(model, OptimConfig(lr=1e-2), ParallelConfig(strategy=strategy))
     with (
-        started(cluster, 2, policy=policy, generator=Generator.bind(TINY)) as both,
+        started(cluster, 2, policy=policy, generator=Generator.bind(model)) as both,
         started(cluster, 1, split=Generator.bind(TINY)) as other,
     ):
         for version in range(1, 3):
@@ -155,7 +159,7 @@ def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, str
             assert out.jagged("versions").values.max() == version
         both.policy.save_pretrained(str(tmp_path))
         weights = both.policy.weights()
-    model = load_model(TINY)
-    copy_weights(weights, model)
+    whole = load_model(TINY)
+    copy_weights(weights, whole)
     ids = torch.tensor([[4, 5, 6, 7]])
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, whole(ids).logits)
