@@ -36,7 +36,6 @@ class EngineConfig:
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None generates in the model's own. Another dtype costs
             a copy of the weights.
         prefill_tokens: the most prompt tokens in one forward pass.
-        compile: ``torch.compile`` the native decode step. Costs tens of seconds at the first call.
 
     Raises:
         ConfigError: a value outside its range, named.
@@ -47,7 +46,6 @@ class EngineConfig:
     cache_gib: float | None = None
     dtype: str | None = None
     prefill_tokens: int = 8192
-    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in get_args(EngineName):
@@ -91,7 +89,7 @@ class Engine(ABC):
         Args:
             prompts: P sequences of token ids, none of them empty; lengths may differ.
             params: how to draw.
-            seeds: ``P * params.n`` integers of 64 bits, prompt-major like the result.
+            seeds: ``P * params.n`` signed integers of 64 bits, prompt-major like the result.
 
         Returns:
             ``P * params.n`` completions: those of the first prompt, then those of the second, and so on.
