@@ -85,7 +85,10 @@ class TrainEngine:
         self.parallel = make_parallel(model, parallel, world_size=world_size, device=device, precision=self.precision)
         self.model = self.parallel.model
         self.optim = optim
-        self.optimizer = None if optim is None else build_optimizer(self.model, optim)
+        self.optimizer = None
+        if optim is not None:
+            learning_rate(optim, 0)  # a schedule without an end fails here, not at the first step
+            self.optimizer = build_optimizer(self.model, optim)
         self.step_count = 0
         self.skipped_count = 0
 

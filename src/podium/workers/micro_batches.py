@@ -58,11 +58,6 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     rows: Tensor
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that go through the model, padding included."""
-        return self.input_ids.numel()
-
 
 def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool) -> list[list[int]]:
     """Rows for each micro-batch, longest first, so that padded rows are of like length.

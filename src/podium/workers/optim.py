@@ -27,7 +27,7 @@ class OptimConfig:
         grad_clip: largest global gradient norm; 0 does not clip.
         warmup_steps: optimizer steps over which the rate rises linearly from ``lr / warmup_steps``.
         schedule: what follows: "constant", or "linear" or "cosine" down to 0 at ``total_steps``.
-        total_steps: of the whole run; needed by "linear" and "cosine".
+        total_steps: optimizer steps of the whole run, where "linear" and "cosine" end; 0: the trainer knows.
         non_finite: what a NaN or infinite gradient does: "skip" the step and count it, or "error".
     """
 
@@ -48,7 +48,7 @@ class OptimConfig:
             raise ConfigError(f"optim.betas={self.betas}: each is in [0, 1)")
         if self.schedule not in _SCHEDULES:
             raise ConfigError(f"optim.schedule={self.schedule!r}: choose one of {', '.join(_SCHEDULES)}")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+        if self.schedule != "constant" and self.total_steps and self.total_steps <= self.warmup_steps:
             raise ConfigError(
                 f"optim.schedule={self.schedule!r} ends at optim.total_steps={self.total_steps}, which must exceed "
                 f"warmup_steps={self.warmup_steps}"
@@ -58,7 +58,13 @@ class OptimConfig:
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
-    """The rate of optimizer step ``step``, counted from 0. It depends on nothing else, so there is no state to save."""
+    """The rate of optimizer step ``step``, counted from 0. It depends on nothing else, so there is no state to save.
+
+    Raises:
+        ConfigError: a schedule that ends, and no ``total_steps``.
+    """
+    if config.schedule != "constant" and not config.total_steps:
+        raise ConfigError(f"optim.schedule={config.schedule!r} needs optim.total_steps, at which the rate reaches 0")
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":

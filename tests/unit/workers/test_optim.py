@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from podium.errors import ConfigError
-from podium.workers import OptimConfig, learning_rate, load_model
+from podium.workers import OptimConfig, Policy, learning_rate, load_model
 from podium.workers.optim import build_optimizer
 from tests.unit.workers.tiny import TINY
 
@@ -33,13 +33,18 @@ def test_linear_and_cosine_reach_zero_at_the_end_and_stay_there() -> None:
         ({"lr": -1.0}, r"optim\.lr=-1"),
         ({"betas": (0.9, 1.0)}, r"optim\.betas"),
         ({"schedule": "cosin"}, r"optim\.schedule='cosin'.*cosine"),
-        ({"schedule": "linear"}, r"optim\.total_steps=0"),
+        ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, r"optim\.total_steps=5"),
         ({"non_finite": "ignore"}, r"optim\.non_finite='ignore'"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OptimConfig(**settings)
+
+
+def test_a_schedule_that_ends_must_know_where() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.total_steps"):
+        Policy(TINY, OptimConfig(schedule="linear"))
 
 
 def test_weight_decay_spares_norms() -> None:
