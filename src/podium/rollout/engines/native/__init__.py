@@ -10,11 +10,15 @@
                         |                                                                    |
     completions <--   slots       the loop: fill, step, draw, retire, refill ----------------+
 
-What it guarantees. Completions depend on prompt, parameters, seed and weights. In float32 on the CPU the ids are, as
-far as tests and measurements show, also the same whatever else is in the batch, bit by bit: a row of a matrix product
-comes out the same for any multiple of 16 rows, and so do attention's sums over any multiple of 16 positions, which is
-why both are padded to that. BLAS promises no such thing, and other dtypes and devices do not show it: there, a draw
-that falls within rounding (about 1e-7 of the mass in float32) of the boundary between two tokens may go either way.
+What it guarantees. A completion depends on its prompt, the parameters, its seed and the weights, up to rounding: a draw
+that falls within rounding (about 1e-7 of the mass in float32) of the boundary between two tokens may go either way. In
+float32 on the CPU even rounding does not depend on the batch, the slot or the number of slots, as far as tests and
+measurements (1M and 10M parameters) show: a row of a matrix product comes out the same, bit by bit, among any multiple
+of 16 rows, and so do attention's sums over a multiple of 16 positions, which is why both are padded to that. BLAS
+promises no such thing; in bfloat16 it was seen not to hold, nor between different numbers of threads.
+
+`torch.compile` was tried for the decode step and left out: on the CPU one compiled step of a 1M-parameter model took
+longer than the eager one, each span of positions compiles anew (seconds), and dynamic shapes failed in the compiler.
 """
 
 from podium.rollout.engines.native.engine import NativeEngine

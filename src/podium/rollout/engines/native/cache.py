@@ -6,7 +6,7 @@ Rows of a slot are its positions, from 0. Two layouts, one contract:
     SdpaCache   keys and values [layer, slot, kv, T, D], in the model's dtype            CUDA: one fused kernel
 
 On the CPU keys lie transposed because the product with the queries is then two to three times faster, and in float32
-because batched products of bfloat16 are half as fast there (measured: lessons in the package's docstring).
+because batched products of bfloat16 are half as fast there (both measured with torch 2.13).
 
 Legend: A active slots (a prefix), T positions, D head_dim, H heads, G heads that share one kv head, L layers.
 """
@@ -72,14 +72,17 @@ class KVCache(ABC):
     def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         """Begin a step: returns ``attend(layer, q [A, H, D], k [A, kv, D], v [A, kv, D]) -> [A, H * D]``."""
 
-    @abstractmethod
     def place(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Write prompts ``rows`` of ``keys`` and ``values [L, P, kv, T, D]`` at position 0 of ``slots``."""
+        for cache, prompts in ((self._keys_by_time(), keys), (self.values, values)):
+            chosen = prompts.index_select(1, rows).to(cache.dtype)
+            cache[:, :, :, : chosen.shape[3]].index_copy_(1, slots, chosen)
 
     def move(self, source: Tensor, target: Tensor, until: int) -> None:
         """Copy the first ``until`` positions of slots ``source`` over those of slots ``target``."""
-        for tensor in (self._keys_by_time(), self.values):
-            tensor[:, target, :, :until] = tensor[:, source, :, :until]
+        for cache in (self._keys_by_time(), self.values):
+            filled = cache[:, :, :, :until]
+            filled.index_copy_(1, target, filled.index_select(1, source))
 
     def _rounded(self, until: int) -> int:
         return min(max(-(-until // _TIME_QUANTUM) * _TIME_QUANTUM, _SHORTEST_SPAN), self.length)
@@ -143,11 +146,6 @@ class GemmCache(KVCache):
             ]
         return self._views
 
-    def place(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
-        until = keys.shape[3]
-        self.keys[:, slots, :, :, :until] = keys[:, rows].transpose(-1, -2).float()
-        self.values[:, slots, :, :until] = values[:, rows].float()
-
 
 class SdpaCache(KVCache):
     """See the module's docstring."""
@@ -187,11 +185,6 @@ class SdpaCache(KVCache):
             return mixed.reshape(active, kv * group * dim)
 
         return attend
-
-    def place(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
-        until = keys.shape[3]
-        self.keys[:, slots, :, :until] = keys[:, rows]
-        self.values[:, slots, :, :until] = values[:, rows]
 
 
 def _signature(weights: DecoderWeights) -> tuple[object, ...]:
