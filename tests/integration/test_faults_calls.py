@@ -239,7 +239,7 @@ def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Faulty)
 
 
 def test_the_death_of_the_fork_server_is_the_death_of_its_hosts() -> None:
-    with podium.connect("local", preload=[]) as cluster:
+    with podium.connect("local") as cluster:
         slow = cluster.start(Slow.bind(), cluster.pool([2]))
         call = slow.sleep.submit(600)
         pids = slow.group.pids

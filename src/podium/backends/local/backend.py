@@ -26,7 +26,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from typing import Any
 from podium.backends.local.devices import accelerators, visibility
 from podium.backends.local.io import IoLoop
 from podium.backends.local.logs import LogEcho, last_lines
+from podium.backends.local.outbox import Outbox
 from podium.backends.local.segments import Lease, SegmentPool
 from podium.backends.local.server import Spawn
 from podium.backends.local.wire import (
@@ -48,7 +48,6 @@ from podium.backends.local.wire import (
     pack,
     read_answer,
     released,
-    send_message,
 )
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
@@ -56,6 +55,7 @@ from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, Hos
 __all__ = ["LocalBackend"]
 
 START_TIMEOUT_S = 120.0
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FIRST = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_", "PYTHON")
 """Names of variables that libraries read when they are loaded: a worker given one starts in a fresh interpreter."""
 
@@ -169,14 +169,14 @@ class LocalBackend(Backend):
         control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         token = next(self._tokens)
         log_path = self._log_dir / f"{spec.label}.log"
-        host = _LocalHost(self, token, spec, calls, control, log_path, on_death)
+        host = _LocalHost(self, token, spec, calls, control, log_path, on_death, self._io.flush_later)
         self._hosts[token] = host
-        self._io.watch(calls.fileno(), host.on_readable, host.flush)
-        self._io.watch(control.fileno(), lambda: True, host.flush)
+        self._io.watch(calls.fileno(), host.on_readable, host.calls_out.flush)
+        self._io.watch(control.fileno(), lambda: True, host.control_out.flush)
         order = Spawn(
             token=token,
             rank=spec.rank,
-            env={**visibility(spec.devices, self._accelerators), **spec.env},
+            env={**_thread_limits(spec), **visibility(spec.devices, self._accelerators), **spec.env},
             fresh=any(name.startswith(FIRST) for name in spec.env),
             threads=spec.threads,
             log_path=str(log_path),
@@ -207,9 +207,6 @@ class LocalBackend(Backend):
 
     def unwatch(self, *connections: socket.socket) -> None:
         self._io.unwatch(*(connection.fileno() for connection in connections))
-
-    def flush_later(self, connection: socket.socket) -> None:
-        self._io.flush_later(connection.fileno())
 
     def _on_server(self) -> bool:
         try:
@@ -245,6 +242,7 @@ class _LocalHost(HostHandle):
         control: socket.socket,
         log_path: Path,
         on_death: Callable[[int, Death], None],
+        flush_later: Callable[[int], None],
     ) -> None:
         self.token = token
         self.rank = spec.rank
@@ -259,8 +257,8 @@ class _LocalHost(HostHandle):
         self._pending: dict[int, Done] = {}
         self._releases = Releases(control)
         self._receiver = Receiver()
-        self._late: dict[socket.socket, deque[tuple[bytes, list[int]]]] = {calls: deque(), control: deque()}
-        self._late_lock = threading.Lock()
+        self.calls_out = Outbox(calls, flush_later)
+        self.control_out = Outbox(control, flush_later)
         self._reading = threading.Lock()
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
 
@@ -274,7 +272,7 @@ class _LocalHost(HostHandle):
             self._backend.segments.hold(lease.segment, self.token)
         self._pending[request.call_id] = done
         fds = [lease.segment.fd for lease in leases] if leases else _NO_FDS
-        self._send(self._control if request.concurrent else self._calls, message, fds)
+        (self.control_out if request.concurrent else self.calls_out).send(message, fds)
 
     def stop(self, timeout_s: float) -> None:
         if timeout_s > 0 and not self.ended.is_set():
@@ -297,9 +295,8 @@ class _LocalHost(HostHandle):
         if self.ended.is_set():
             return
         self._backend.unwatch(self._calls, self._control)
-        with self._late_lock:
-            self._calls.close()
-            self._control.close()
+        self.calls_out.close()
+        self.control_out.close()
         self._pending.clear()
         self._backend.forget(self)
         self.started.set()
@@ -330,41 +327,10 @@ class _LocalHost(HostHandle):
 
     def drain(self) -> None:
         """Take in all that it sent before it ended."""
-        while select.select([self._calls], [], [], 0)[0] and self.on_readable():
+        incoming = select.poll()  # select() cannot take a descriptor above 1023
+        incoming.register(self._calls, select.POLLIN)
+        while incoming.poll(0) and self.on_readable():
             pass
-
-    # -- sending -------------------------------------------------------------------------------------------------
-
-    def _send(self, connection: socket.socket, message: bytes, fds: list[int]) -> None:
-        late = self._late[connection]
-        if not late:
-            try:
-                send_message(connection, message, fds, wait=False)
-                return
-            except BlockingIOError:
-                pass
-            except OSError:
-                return  # it has ended; the server will say so
-        with self._late_lock:
-            late.append((message, [os.dup(fd) for fd in fds]))
-        self._backend.flush_later(connection)
-
-    def flush(self) -> bool:
-        """Send what waits; True when nothing is left."""
-        with self._late_lock:
-            for connection, late in self._late.items():
-                while late:
-                    message, fds = late[0]
-                    try:
-                        send_message(connection, message, fds, wait=False)
-                    except BlockingIOError:
-                        return False
-                    except OSError:
-                        pass
-                    late.popleft()
-                    for fd in fds:
-                        os.close(fd)
-        return True
 
 
 def _encode(request: Request) -> tuple[bytes, list[Lease]]:
@@ -382,7 +348,7 @@ def _start_server(theirs: socket.socket, preload: list[str], private: str) -> su
         f"import sys; sys.path[:] = {paths!r}; from podium.backends.local.server import main; "
         f"main({theirs.fileno()}, {preload!r}, {private!r})"
     )
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    one_thread = dict.fromkeys(THREADS, "1")
     given: Mapping[str, str] = os.environ
     with theirs:
         return subprocess.Popen(
@@ -392,6 +358,11 @@ def _start_server(theirs: socket.socket, preload: list[str], private: str) -> su
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+
+def _thread_limits(spec: HostSpec) -> dict[str, str]:
+    """Instead of the fork server's one thread; torch starts with the fewest that any of them allows."""
+    return dict.fromkeys(THREADS, spec.env.get("OMP_NUM_THREADS", str(spec.threads)))
 
 
 def _nodes(count: int, gpus: int) -> list[Node]:

@@ -66,7 +66,6 @@ def _settle_in(threads: int, cwd: str, sys_path: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo otherwise listens on every interface
     random.seed()
     torch = sys.modules.get("torch")

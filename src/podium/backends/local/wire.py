@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import pickle
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -224,11 +226,20 @@ def released(message: memoryview) -> tuple[int, ...]:
 def send_message(connection: socket.socket, message: bytes, fds: Sequence[int], *, wait: bool) -> None:
     """Send one message. Raises BlockingIOError if it would wait and ``wait`` is False."""
     flags = _SEND if wait else _SEND_NOW
-    if fds:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-        connection.sendmsg([message], ancillary, flags)
-    else:
+    if not fds:
         connection.send(message, flags)
+        return
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+    while True:
+        try:
+            connection.sendmsg([message], ancillary, flags)
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # as many descriptors are on their way as this user may have open
+                raise
+            if not wait:
+                raise BlockingIOError(error.errno, error.strerror) from None
+        time.sleep(0.001)
 
 
 class Receiver:

@@ -1,0 +1,299 @@
+"""What a run must not leave or open: descriptors, segments, directories, listening sockets, blocked callers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import podium
+from podium import Cluster, Worker
+from podium.backends.local import LocalBackend
+from podium.errors import CallCancelled, EndpointError, WorkerDied
+from tests.integration.fault_workers import Faulty, Slow
+from tests.integration.processes import all_gone, descriptors, parent_of, run_script, wait_for
+
+FOUR_MIB = 1 << 20  # float32 elements
+TORCH_THREADS = """
+import os, sys, podium
+from podium.runtime import Worker, endpoint
+
+class Threads(Worker):
+    @endpoint
+    def threads(self):
+        early = "torch" in sys.modules
+        import torch
+        return early, torch.get_num_threads(), self.ctx.threads, os.environ["OMP_NUM_THREADS"]
+
+cores = len(os.sched_getaffinity(0))
+"""
+
+
+def backend_of(cluster: Cluster) -> LocalBackend:
+    return cast(LocalBackend, cluster._backend)  # pyright: ignore[reportPrivateUsage] - its segments are looked at
+
+
+@pytest.fixture
+def faulty(local: Cluster) -> Iterator[Faulty]:
+    pool = local.pool([2])
+    worker = local.start(Faulty.bind(), pool, name="leaky", distributed=False)
+    yield worker
+    worker.group.hosts.close(timeout_s=0.0)
+    worker.group.close()
+    local.release(pool)
+
+
+def test_descriptors_and_segments_do_not_grow_over_500_large_calls(local: Cluster, faulty: Faulty) -> None:
+    """Plain echoes, calls that raise with the tensor in their frames, cancelled calls, and results nobody reads."""
+    value = torch.zeros(FOUR_MIB)
+
+    def rounds(count: int) -> None:
+        for at in range(count):
+            assert faulty.echo(value).shape == value.shape
+            with pytest.raises(EndpointError):
+                faulty.echo_or_raise(value, True)
+            faulty.echo_or_raise.submit(value, False)
+            cancelled = faulty.echo_or_raise.submit(value, bool(at % 2))
+            cancelled.cancel()
+            with contextlib.suppress(CallCancelled, EndpointError):  # it may have ended before
+                cancelled.result()
+        faulty.rank()
+        gc.collect()
+
+    rounds(25)
+    before = descriptors(os.getpid())
+    rounds(100)
+    assert wait_for(lambda: descriptors(os.getpid()) <= before + 4, 3.0), (before, descriptors(os.getpid()))
+    in_use = [backend_of(local).segments.usage()[0], *faulty.group.run(_segments_in_use)]
+    assert in_use == [0, 0, 0], f"{in_use} bytes of segments are in use although nobody reads them"
+
+
+def _segments_in_use(worker: Worker) -> int:
+    pools = [found for found in gc.get_objects() if type(found).__name__ == "SegmentPool"]
+    assert pools
+    return sum(pool.usage()[0] for pool in pools)
+
+
+def test_what_was_queued_for_a_worker_goes_with_it(local: Cluster, faulty: Faulty) -> None:
+    """More large calls than its socket takes wait in the controller, with descriptors of their own."""
+    value = torch.zeros(20_000)  # just above what goes inside a message
+    segments = backend_of(local).segments
+
+    def one_life() -> int:
+        calls = [faulty.fail_on.submit(99, "-", "sleep")]
+        calls += [faulty.echo.submit(value) for _ in range(400)]
+        os.kill(faulty.group.pids[0], 9)
+        for call in calls:
+            with pytest.raises(WorkerDied):
+                call.result()
+        faulty.group.restart()
+        return descriptors(os.getpid())
+
+    first = one_life()
+    assert max(one_life() for _ in range(2)) < first + 20, "segments are used again, and no duplicate is left"
+    assert faulty.rank() == [0, 1]
+    gc.collect()
+    assert wait_for(lambda: segments.usage()[0] == 0, 3.0), segments.usage()
+
+
+def test_a_closed_cluster_leaves_no_descriptor_no_thread_and_no_process() -> None:
+    def one_life() -> tuple[int, ...]:
+        with podium.connect("local") as cluster:
+            faulty = cluster.start(Faulty.bind(), cluster.pool([2]), distributed=False)
+            faulty.echo(torch.zeros(FOUR_MIB))
+            return *faulty.group.pids, parent_of(faulty.group.pids[0])
+
+    one_life()
+    gc.collect()
+    before, threads = descriptors(os.getpid()), threading.active_count()
+    pids = [pid for _ in range(2) for pid in one_life()]
+    gc.collect()
+    assert not all_gone(pids, 3.0)
+    assert descriptors(os.getpid()) <= before
+    assert wait_for(lambda: threading.active_count() <= threads, 3.0)
+
+
+def test_results_may_outlive_their_cluster() -> None:
+    with podium.connect("local") as cluster:
+        faulty = cluster.start(Faulty.bind(), distributed=False)
+        got = faulty.echo(torch.arange(float(FOUR_MIB)))
+    got += 1
+    assert float(got[-1]) == FOUR_MIB
+
+
+def test_the_private_directory_is_private_and_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with podium.connect("local") as cluster:
+        cluster.start(Slow.bind()).note(1)
+        (private,) = tmp_path.iterdir()
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        assert private.stat().st_uid == os.getuid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_has_a_name_in_shared_memory(faulty: Faulty) -> None:
+    before = set(os.listdir("/dev/shm"))
+    got = faulty.echo(torch.zeros(FOUR_MIB))
+    new = {name for name in set(os.listdir("/dev/shm")) - before if "podium" in name or "torch" in name}
+    assert not new
+    del got
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses on which a process listens, as /proc writes them (hexadecimal)."""
+    inodes: set[str] = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        if Path(f"/proc/{pid}/net/{table}").exists()
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def test_nothing_listens_beyond_loopback(local: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)):
+        assert listening(os.getpid()) == ["0100007F"], "the test sees a listener where there is one"
+    group = local.start(Faulty.bind(), local.pool([3]))
+    assert group.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
+    pids = [os.getpid(), parent_of(group.group.pids[0]), *group.group.pids]
+    beyond = {pid: [address for address in listening(pid) if not address.endswith("7F")] for pid in pids}
+    loopback_6 = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert not [address for addresses in beyond.values() for address in addresses if address not in loopback_6]
+    group.group.close()
+
+
+# -- load ------------------------------------------------------------------------------------------------------------
+
+
+def test_thousands_of_queued_calls_neither_block_the_controller_nor_lose_their_order(local: Cluster) -> None:
+    slow = local.start(Slow.bind(), distributed=False)
+    busy = slow.wait.submit()
+    calls = [slow.note.submit(number) for number in range(20_000)]
+    assert not busy.done()
+    assert slow.ping(7) == [7], "the control connection is free"
+    slow.let_go()
+    assert busy.result(20.0) == [True]
+    calls[-1].result(60.0)
+    assert slow.noted() == list(range(20_000))
+    assert all(call.done() for call in calls)
+    slow.group.close()
+
+
+def test_thousands_of_concurrent_calls_behind_a_full_connection(local: Cluster) -> None:
+    """The interpreter is held, so neither connection is read; both fill up, and both empty again."""
+    faulty = local.start(Faulty.bind(), name="held", distributed=False)
+    slow = local.start(Slow.bind(), into=faulty, name="beside")
+    held = faulty.hold_the_interpreter.submit(1)
+    notes = [slow.note.submit(number) for number in range(3000)]
+    pings = [slow.ping.submit(number) for number in range(3000)]
+    assert [ping.result(30.0) for ping in pings] == [[number] for number in range(3000)]
+    held.result(30.0)
+    notes[-1].result(30.0)
+    assert slow.noted() == list(range(3000))
+    faulty.group.close()
+    slow.group.close()
+
+
+def test_large_arguments_queue_behind_a_busy_worker(local: Cluster) -> None:
+    faulty = local.start(Faulty.bind(), name="large_queue", distributed=False)
+    slow = local.start(Slow.bind(), into=faulty, name="large_queue_slow")
+    busy = slow.wait.submit()
+    calls = [faulty.echo.submit(torch.full((20_000,), at)) for at in range(400)]
+    slow.let_go()
+    assert [int(call.result(30.0)[-1]) for call in calls] == list(range(400))
+    busy.result()
+    faulty.group.close()
+    slow.group.close()
+
+
+def test_many_threads_submit_and_each_gets_its_own(faulty: Faulty) -> None:
+    wrong: list[Any] = []
+
+    def work(name: int) -> None:
+        for at in range(100):
+            value = (name, at) if at % 10 else torch.full((20_000,), name * 1000 + at)
+            got = faulty.echo(value)
+            if not (got == value if isinstance(value, tuple) else torch.equal(got, value)):
+                wrong.append((value, got))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# -- threads and environment -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preload", ["['torch']", "[]"])
+def test_threads_follow_the_share_of_the_cores(tmp_path: Path, preload: str) -> None:
+    """Whether torch was there before the worker or comes later."""
+    out = run_script(
+        tmp_path,
+        TORCH_THREADS
+        + f"""
+with podium.connect("local", preload={preload}) as cluster:
+    pool = cluster.pool([1], cpus=cores)
+    alone = cluster.start(Threads.bind(), pool)
+    print(alone.threads() == [({preload != "[]"}, cores, cores, str(cores))])
+    alone.group.close()
+    cluster.release(pool)
+    shared = cluster.start(Threads.bind(), cluster.pool([cores]))
+    print(set(shared.threads()) == {{({preload != "[]"}, 1, 1, "1")}})
+""",
+    )
+    assert out == "True\nTrue\n"
+
+
+def test_the_environment_is_there_before_anything_is_imported(tmp_path: Path) -> None:
+    out = run_script(
+        tmp_path,
+        TORCH_THREADS
+        + """
+with podium.connect("local") as cluster:
+    fresh = cluster.start(Threads.bind(), env={"OMP_NUM_THREADS": "1", "MINE": "x"})
+    print(fresh.threads()[0][1:2], fresh.threads()[0][3], fresh.group.run(lambda worker: os.environ["MINE"]))
+    warm = cluster.start(Threads.bind(), env={"MINE": "y"})
+    print(warm.threads()[0][0], warm.group.run(lambda worker: os.environ["MINE"]))
+    plain = cluster.start(Threads.bind())
+    print(plain.group.run(lambda worker: os.environ.get("MINE")))
+""",
+    )
+    assert out == "(1,) 1 ['x']\nTrue ['y']\n[None]\n"
+
+
+def test_worker_output_goes_to_its_log(local: Cluster, tmp_path: Path) -> None:
+    with podium.connect("local", log_dir=tmp_path / "logs") as cluster:
+        worker = cluster.start(Slow.bind(), cluster.pool([2]), name="talker")
+        worker.group.run(_say)
+        logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs == {f"talker-{rank}.log": f"stdout of {rank}\nstderr of {rank}\n" for rank in range(2)}
+
+
+def _say(worker: Worker) -> None:
+    import sys
+
+    sys.stdout.write(f"stdout of {worker.ctx.rank}\n")
+    sys.stderr.write(f"stderr of {worker.ctx.rank}\n")
+    time.sleep(0.01)
