@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -9,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import Example
 from podium.runtime import Cluster
+from podium.trainer.completions import decode_completions
 from podium.trainer.config import InferenceConfig
-from podium.trainer.prompts import PromptSource, load_held_out
+from podium.trainer.prompts import PromptSource, encoded, load_held_out
 from podium.trainer.roles import started_generator
 from podium.trainer.sections import EvalConfig
 from podium.trainer.seeds import completion_seeds
@@ -19,7 +23,7 @@ from podium.trainer.state import Evaluation
 from podium.trainer.stop_tokens import with_stop_tokens
 from podium.workers import Generator, load_tokenizer
 
-__all__ = ["Evaluator", "evaluate_model", "evaluation_sampling"]
+__all__ = ["Evaluator", "evaluate_model", "evaluation_sampling", "open_sampler"]
 
 SAMPLES = 3
 
@@ -71,3 +75,21 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
 def evaluation_sampling(sampling: SamplingParams, config: EvalConfig) -> SamplingParams:
     """``sampling`` for one completion a prompt, at the temperature of evaluation and from the whole distribution."""
     return replace(sampling, n=1, temperature=config.temperature, top_p=1.0, top_k=0)
+
+
+@contextmanager
+def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable[[str, int], list[str]]]:
+    """A function from a prompt and a number, which varies the seed, to ``sampling.n`` completions.
+
+    The prompt is written as ``config.data`` says: system prompt, chat template, longest length.
+    """
+    tokenizer = load_tokenizer(config.model.tokenizer_source)
+    sampling = with_stop_tokens(config.sampling, config.model, tokenizer)
+    with started_generator(cluster, config) as generator:
+
+        def sample(prompt: str, number: int = 0) -> list[str]:
+            prompts = encoded([Example(prompt, None, {"prompt": prompt})], tokenizer, config.data, "typed")
+            seeds = completion_seeds(config.run.seed, number, 1, sampling.n)
+            return decode_completions(generator.generate(prompts.batch(seeds), sampling), tokenizer)
+
+        yield sample

@@ -22,6 +22,7 @@ from podium.telemetry.sinks.console import terminal
 from podium.trainer.clock import StageClock
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import Evaluator, evaluation_sampling
+from podium.trainer.loading import config_to_yaml
 from podium.trainer.prompts import PairSource, PromptSource, load_held_out
 from podium.trainer.report import Accuracy, Comparison, Report, plot_curve, read_curve, render
 from podium.trainer.roles import Roles, RoleWorkers, start_roles
@@ -54,12 +55,14 @@ class Trainer(ABC, Generic[C, S]):
         workers: RoleWorkers | None,
         reward: RewardFn | None,
         show: bool,
+        report: bool,
     ) -> None:
         self.config = config
         self._cluster = cluster
         self._workers = workers
         self._reward = reward
         self._show = show
+        self._reports = show and report
         self.clock = StageClock()
         self.state = TrainerState()
 
@@ -83,6 +86,8 @@ class Trainer(ABC, Generic[C, S]):
         """
         with ExitStack() as stack:
             self.prepare(stack)
+            # Only now is it a run: what failed until here leaves its directory free for the next attempt.
+            self.session.directory.write_config(config_to_yaml(self.config))
             first = self.resume() + 1
             self._began = time.monotonic()
             run, evaluation = self.config.run, self.config.eval
@@ -231,7 +236,7 @@ class Trainer(ABC, Generic[C, S]):
         if summary.model_path:
             paths["model"] = summary.model_path
         paths["trace"] = directory.trace_path
-        if not self.session.shown:
+        if not self._reports:
             return
         first, last = self.state.first, self.state.last
         report = Report(

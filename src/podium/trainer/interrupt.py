@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from podium.telemetry import Note, emit
+
+ECHO_S = 1.0
+"""A signal so soon after the first is the same one, passed on by `make` or `timeout` to a process that had it already."""
 
 __all__ = ["StopRequest", "listen_for_stop"]
 
@@ -18,10 +22,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.requested_at = 0.0
 
     def request(self, reason: str = "asked to stop") -> None:
         """End after the step that is running, with a checkpoint."""
         self.requested = True
+        self.requested_at = time.monotonic()
         emit(Note(f"{reason}: finishing this step, then saving; once more stops now"))
 
 
@@ -39,9 +45,10 @@ def listen_for_stop() -> Iterator[StopRequest]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         del frame
-        if stop.requested:
+        if not stop.requested:
+            stop.request(signal.Signals(number).name)
+        elif time.monotonic() - stop.requested_at > ECHO_S:
             raise KeyboardInterrupt
-        stop.request(signal.Signals(number).name)
 
     former = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -57,7 +57,9 @@ def load_config(cls: type[C], path: str | Path | None = None, overrides: Sequenc
         ConfigError: the file cannot be read, or a key is unknown, mistyped, out of range or contradicts another; names
             the key's full path, its value, what was expected and the nearest valid name.
     """
-    return build_config(cls, read_values(cls, path, overrides), source=str(path) if path is not None else "")
+    values = read_values(cls, path, overrides)
+    typed = [dotted for dotted, _ in parse_overrides(cls, overrides)]
+    return build_config(cls, values, source="" if path is None else str(path), typed=typed)
 
 
 def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -68,17 +70,29 @@ def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[s
     return values
 
 
-def build_config(cls: type[C], values: Mapping[str, Any], source: str = "") -> C:
-    """A checked ``cls`` from nested ``values``. Raises ConfigError with every mistake found."""
-    place = f"{source}: " if source else ""
-    unknown = list(_unknown_keys(cls, values))
+def build_config(cls: type[C], values: Mapping[str, Any], source: str = "", typed: Sequence[str] = ()) -> C:
+    """A checked ``cls`` from nested ``values``.
+
+    Args:
+        source: the file that they are from; named in errors about keys that are not among ``typed``.
+        typed: dotted paths that were given on the command line.
+
+    Raises:
+        ConfigError: with every mistake found.
+    """
+
+    def placed(path: str, line: str) -> str:
+        from_file = source and not any(f"{dotted}.".startswith(f"{path}.") for dotted in typed)
+        return f"{source}: {line}" if from_file else line
+
+    unknown = [placed(path, line) for path, line in _unknown_keys(cls, values)]
     if unknown:
-        raise ConfigError("\n".join(place + line for line in unknown))
+        raise ConfigError("\n".join(unknown))
     try:
         return pydantic.TypeAdapter(cls).validate_python(_merged(getattr(cls, "RECIPE", {}), values))
     except pydantic.ValidationError as error:
-        lines = dict.fromkeys(place + _explain(cls, cast("dict[str, Any]", one)) for one in error.errors())
-        raise ConfigError("\n".join(lines)) from None
+        found = [_explain(cls, cast("dict[str, Any]", one)) for one in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(placed(path, line) for path, line in found))) from None
 
 
 def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:
@@ -198,13 +212,17 @@ def _type_at(cls: type, dotted: str) -> Any:
 # -- checking --------------------------------------------------------------------------------------------------------
 
 
-def _unknown_keys(cls: type, values: Mapping[str, Any], prefix: str = "", root: type | None = None) -> Iterator[str]:
+def _unknown_keys(
+    cls: type, values: Mapping[str, Any], prefix: str = "", root: type | None = None
+) -> Iterator[tuple[str, str]]:
+    """The path of each unknown key, and what to say about it."""
     root = root or cls
     names = [field.name for field in dataclasses.fields(cls)]
     for name, value in values.items():
         section = _section_of(_hints(cls).get(name))
         if name not in names:
-            yield f"unknown key {prefix}{name} (value {value!r}){_suggest(root, prefix, str(name), names)}"
+            hint = _suggest(root, prefix, str(name), names)
+            yield f"{prefix}{name}", f"unknown key {prefix}{name} (value {value!r}){hint}"
         elif dataclasses.is_dataclass(section):
             if isinstance(value, Mapping):
                 yield from _unknown_keys(
@@ -212,7 +230,7 @@ def _unknown_keys(cls: type, values: Mapping[str, Any], prefix: str = "", root: 
                 )
             elif not isinstance(value, cast(type, section)):
                 inner = ", ".join(field.name for field in dataclasses.fields(section))
-                yield f"{prefix}{name} = {value!r}: expected a section with the keys {inner}"
+                yield f"{prefix}{name}", f"{prefix}{name} = {value!r}: expected a section with the keys {inner}"
 
 
 def _suggest(root: type, prefix: str, name: str, siblings: Sequence[str]) -> str:
@@ -235,19 +253,20 @@ def _paths(cls: type, prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
 
 
-def _explain(cls: type, error: Mapping[str, Any]) -> str:
-    """One pydantic error as a line in our words."""
+def _explain(cls: type, error: Mapping[str, Any]) -> tuple[str, str]:
+    """The path of one pydantic error, and what it says in our words."""
     path, kind = _locate(cls, error["loc"])
     raised = error.get("ctx", {}).get("error")
     if error["type"] == "value_error" and raised is not None:  # a section's own __post_init__
         message = str(raised)
-        return message if not path or message.startswith(path) else f"{path}: {message}"
+        return path, message if not path or message.startswith(path) else f"{path}: {message}"
     value = error.get("input")
     if error["type"] == "missing":
-        return f"{path} is missing: expected {_expected(kind)}"
+        return path, f"{path} is missing: expected {_expected(kind)}"
     choices = [str(choice) for choice in _choices(kind)]
     near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    return f"{path} = {value!r}: expected {_expected(kind)}" + (f"; did you mean {near[0]}?" if near else "")
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return path, f"{path} = {value!r}: expected {_expected(kind)}{hint}"
 
 
 def _locate(cls: type, loc: Sequence[str | int]) -> tuple[str, Any]:

@@ -55,7 +55,8 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         cluster: a connected cluster, which stays open, or the name of a backend to connect to for this run.
         workers: a class of your own for any role ("policy", "reference", "critic", "generator"), or ``Mine.bind(...)``.
         reward: a function to use in place of ``config.reward.name``.
-        show: progress and report on the terminal.
+        show: progress on the terminal.
+        report: with ``show``, what the run came to, when it ends.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         workers: RoleWorkers | None = None,
         reward: RewardFn | None = None,
         show: bool = True,
+        report: bool = True,
     ) -> None:
-        super().__init__(config, cluster=cluster, workers=workers, reward=reward, show=show)
+        super().__init__(config, cluster=cluster, workers=workers, reward=reward, show=show, report=report)
         self.recipe = "ppo" if config.has_critic else config.algorithm.advantage.rpartition(":")[2]
 
     # -- one step ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from podium.rollout.tasks import DataConfig, Example, PromptStream, encode_pairs
 from podium.telemetry import Note, emit
 from podium.trainer.completions import Judged, decode_completions
 
-__all__ = ["PairSource", "PromptSource", "Prompts", "load_held_out", "load_pairs", "load_prompts"]
+__all__ = ["PairSource", "PromptSource", "Prompts", "encoded", "load_held_out", "load_pairs", "load_prompts"]
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ class PairSource:
 def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PromptSource:
     """The training prompts. Raises ConfigError or DataError as ``load_examples`` and ``encode_prompts`` do."""
     return PromptSource(
-        _encoded(load_examples(config.train, config, "train", seed), tokenizer, config, "training"), seed
+        encoded(load_examples(config.train, config, "train", seed), tokenizer, config, "training"), seed
     )
 
 
 def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> PromptSource:
     """``items`` held-out prompts, the same ones in every run. Raises as :func:`load_prompts`."""
     examples = load_examples(config.train, config, "test", limit=items)
-    return PromptSource(_encoded(examples, tokenizer, config, "held-out"), 0)
+    return PromptSource(encoded(examples, tokenizer, config, "held-out"), 0)
 
 
 def load_pairs(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PairSource:
@@ -137,17 +137,17 @@ def load_pairs(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: 
     return PairSource(encode_pairs(load_examples(config.train, config, "train", seed), tokenizer, config), seed)
 
 
-def _encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str) -> Prompts:
-    encoded = encode_prompts(examples, tokenizer, config)
-    if encoded.dropped or encoded.cut:
+def encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str) -> Prompts:
+    found = encode_prompts(examples, tokenizer, config)
+    if found.dropped or found.cut:
         emit(
             Note(
-                f"{what} prompts of more than data.max_prompt_tokens = {config.max_prompt_tokens}: {encoded.dropped} "
-                f"dropped, {encoded.cut} cut, of {len(examples)}"
+                f"{what} prompts of more than data.max_prompt_tokens = {config.max_prompt_tokens}: {found.dropped} "
+                f"dropped, {found.cut} cut, of {len(examples)}"
             )
         )
     return Prompts(
-        token_ids=[torch.tensor(ids) for ids in encoded.token_ids],
-        texts=[str(tokenizer.decode(ids)) for ids in encoded.token_ids],
-        examples=[examples[place] for place in encoded.kept],
+        token_ids=[torch.tensor(ids) for ids in found.token_ids],
+        texts=[str(tokenizer.decode(ids)) for ids in found.token_ids],
+        examples=[examples[place] for place in found.kept],
     )

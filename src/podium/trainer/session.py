@@ -13,7 +13,7 @@ from podium.runtime import Cluster, connect
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.interrupt import StopRequest, listen_for_stop
-from podium.trainer.loading import config_to_dict, config_to_yaml
+from podium.trainer.loading import config_to_dict
 from podium.trainer.run_dir import RunDirectory
 
 __all__ = ["PRELOAD", "Session", "open_session", "run_config_path"]
@@ -24,12 +24,11 @@ PRELOAD = ("torch", "transformers", "podium.workers")
 
 @dataclass(frozen=True)
 class Session:
-    """An open run. ``shown`` says whether the terminal shows it."""
+    """An open run."""
 
     directory: RunDirectory
     cluster: Cluster
     stop: StopRequest
-    shown: bool
 
 
 @contextmanager
@@ -47,13 +46,12 @@ def open_session(
     """
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory(_path(config, recipe), resume=bool(config.run.resume)))
-        directory.write_config(config_to_yaml(config))
         stack.enter_context(directory.controller_log())
         for sink in _sinks(config, directory, show=show):
             stack.enter_context(sink)
         if isinstance(cluster, str):
             cluster = stack.enter_context(connect(cluster, log_dir=directory.logs.absolute(), preload=PRELOAD))
-        yield Session(directory, cluster, stack.enter_context(listen_for_stop()), show)
+        yield Session(directory, cluster, stack.enter_context(listen_for_stop()))
 
 
 def run_config_path(run: str) -> Path:

@@ -25,7 +25,8 @@ class SFTTrainer(Trainer[SFTConfig, PairSource]):
 
     Args:
         config: a :class:`SFTConfig`.
-        cluster, workers, reward, show: see :class:`PPOTrainer`; the roles are "policy" and, to evaluate, "generator".
+        cluster, workers, reward, show, report: see :class:`PPOTrainer`. The roles are "policy" and, to evaluate,
+            "generator".
     """
 
     recipe = "sft"
@@ -38,8 +39,9 @@ class SFTTrainer(Trainer[SFTConfig, PairSource]):
         workers: RoleWorkers | None = None,
         reward: RewardFn | None = None,
         show: bool = True,
+        report: bool = True,
     ) -> None:
-        super().__init__(config, cluster=cluster, workers=workers, reward=reward, show=show)
+        super().__init__(config, cluster=cluster, workers=workers, reward=reward, show=show, report=report)
 
     def step(self, step: int) -> Mapping[str, float]:
         """Train once. Returns the step's metrics, by their names in :mod:`podium.telemetry.metrics`."""
