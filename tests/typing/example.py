@@ -1,0 +1,115 @@
+"""What an editor knows of a worker across the wire. test_typing.py runs pyright on this file and compares what it
+reveals with the comment behind each line; nothing here is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import reveal_type
+
+from torch import Tensor
+
+import podium
+from podium import Batch, Worker, concat, endpoint, first, gather, nothing, only, per_rank, reduce, scatter, shard
+from podium.runtime import Arguments, Collect, Dispatch, Split, World, colocate
+
+
+class Spread(Collect[float, tuple[float, float]]):
+    """A user's own collect."""
+
+    def collect(self, method: str, results: Sequence[float], split: Split) -> tuple[float, float]:
+        return min(results), max(results)
+
+
+class Twice(Dispatch):
+    """A user's own dispatch."""
+
+    def split(self, arguments: Arguments, world: World) -> Split:
+        return Split(range(world.size), arguments.values, None, range(world.size))
+
+
+class Scorer(Worker):
+    def __init__(self, bias: float, *, name: str = "") -> None:
+        self.bias = bias
+
+    @endpoint
+    def plain(self, x: int, label: str = "") -> str:
+        """Documented."""
+        return label * x
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def score(self, batch: Batch) -> Batch:
+        return batch
+
+    @endpoint(collect=first())
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    @endpoint(dispatch=only(rank=1), collect=gather())
+    def gathered(self) -> Tensor: ...
+
+    @endpoint(collect=nothing())
+    def silent(self, path: str) -> int:
+        return 0
+
+    @endpoint(collect=reduce("mean"))
+    def mean(self) -> float:
+        return 0.0
+
+    @endpoint(collect=Spread(), dispatch=Twice())
+    def spread(self) -> float:
+        return 0.0
+
+    @endpoint(dispatch=scatter())
+    def scattered(self, seed: int) -> bytes: ...
+
+    @endpoint
+    async def soon(self, x: int) -> bool:
+        return x > 0
+
+    @endpoint(collect=first(), concurrent=True)
+    async def soon_first(self) -> bool:
+        return True
+
+
+class Critic(Scorer):
+    @endpoint(dispatch=shard(args=("batch",)))
+    def value(self, batch: Batch, temperature: float) -> list[float]: ...
+
+
+async def main() -> None:
+    cluster = podium.connect("inline")
+    pool = cluster.pool([2])
+    reveal_type(Scorer.bind(0.5, name="x"))  # Bound[Scorer]
+    scorer = cluster.start(Scorer.bind(0.5), pool)
+    reveal_type(scorer)  # Scorer
+    reveal_type(scorer.plain)  # Endpoint[(x: int, label: str = ""), list[str]]
+    reveal_type(scorer.plain(1, label="a"))  # list[str]
+    reveal_type(scorer.plain.submit(1))  # Call[list[str]]
+    reveal_type(scorer.plain.submit(1).result())  # list[str]
+    reveal_type(scorer.plain.within(timeout_s=3.0))  # Endpoint[(x: int, label: str = ""), list[str]]
+    reveal_type(await scorer.plain.submit(1))  # list[str]
+    batch = scorer.metrics.submit().result()
+    reveal_type(batch)  # dict[str, float]
+    scored = scorer.score.submit(Batch({}))
+    reveal_type(scored)  # Call[Batch]
+    reveal_type(scored.arg())  # Batch
+    reveal_type(scorer.score(scored.arg()))  # Batch
+    reveal_type(scorer.gathered())  # list[Tensor]
+    reveal_type(scorer.silent("p"))  # None
+    reveal_type(scorer.mean())  # float
+    reveal_type(scorer.spread())  # tuple[float, float]
+    reveal_type(per_rank([1, 2]))  # int
+    reveal_type(scorer.scattered(per_rank([1, 2])))  # list[bytes]
+    reveal_type(scorer.soon(1))  # list[bool]
+    reveal_type(scorer.soon_first())  # bool
+    critic = cluster.start(Critic.bind(1.0), into=scorer)
+    reveal_type(critic.value)  # Endpoint[(batch: Batch, temperature: float), list[list[float]]]
+    reveal_type(critic.score(Batch({})))  # Batch
+    reveal_type(critic.group)  # WorkerGroup
+    reveal_type(critic.group.run(_shipped, 3))  # list[str]
+    reveal_type(critic.group.run_on(1, _shipped, x=3))  # str
+    reveal_type(cluster.start(colocate(a=Scorer.bind(1.0)), pool))  # Colocated
+
+
+def _shipped(worker: Critic, x: int) -> str:
+    return f"{worker.bias} {x}"

@@ -1,0 +1,73 @@
+"""Editors complete endpoints across the wire, and a type checker finds wrong arguments before anything runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = Path(__file__).with_name("example.py")
+WRONG = """
+from podium import Batch, Worker, connect, endpoint, first, per_rank, scatter
+
+class Scorer(Worker):
+    def __init__(self, bias: float) -> None: ...
+    @endpoint(collect=first())
+    def score(self, batch: Batch, k: int = 1) -> Batch: ...
+    @endpoint(dispatch=scatter())
+    def seeded(self, seed: int) -> int: ...
+
+scorer = connect("inline").start(Scorer.bind(0.5))
+Scorer.bind("much")                          # error: reportArgumentType
+Scorer.bind()                                # error: reportCallIssue
+Scorer.bind(0.5, biass=1)                    # error: reportCallIssue
+scorer.score(3)                              # error: reportArgumentType
+scorer.score()                               # error: reportCallIssue
+scorer.score.submit(Batch({}), k="many")     # error: reportArgumentType
+scorer.score(Batch({}), wrong=1)             # error: reportCallIssue
+scorer.scored(Batch({}))                     # error: reportAttributeAccessIssue
+scorer.seeded(per_rank(["a", "b"]))          # error: reportArgumentType
+scorer.seeded(scorer.score.submit(Batch({})).arg())  # error: reportArgumentType
+wrong: int = scorer.score(Batch({}))         # error: reportAssignmentType
+"""
+
+
+def pyright(*files: Path) -> list[dict[str, Any]]:
+    """pyright's findings about ``files``, by this repository's settings."""
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *map(str, files)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout)["generalDiagnostics"]
+
+
+def test_an_editor_sees_the_types_that_stand_behind_each_line_of_the_example() -> None:
+    lines = EXAMPLE.read_text().splitlines()
+    expected = {
+        at: line.rpartition("  # ")[2] for at, line in enumerate(lines) if line.strip().startswith("reveal_type(")
+    }
+    findings = pyright(EXAMPLE)
+    assert not [finding for finding in findings if finding["severity"] == "error"]
+    revealed: dict[int, str] = {}
+    for finding in findings:
+        found = re.search(r'^Type of ".*" is "(.*)"$', finding["message"], re.DOTALL)
+        if found is not None:
+            revealed[finding["range"]["start"]["line"]] = found[1]
+    assert len(expected) >= 25
+    assert revealed == expected
+
+
+def test_wrong_arguments_and_results_are_reported_where_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(WRONG)
+    expected = {
+        at: found[1] for at, line in enumerate(WRONG.splitlines()) if (found := re.search("# error: (.*)", line))
+    }
+    reported = {
+        finding["range"]["start"]["line"]: finding.get("rule")
+        for finding in pyright(path)
+        if finding["severity"] == "error" and finding.get("rule") != "reportReturnType"  # the empty bodies
+    }
+    assert reported == expected
