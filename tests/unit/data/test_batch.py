@@ -1,0 +1,101 @@
+"""A table of named columns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from podium.data import Batch, Jagged
+from podium.errors import DataError
+
+
+def make() -> Batch:
+    return Batch(
+        {"t": Jagged.from_rows([torch.arange(n) for n in (1, 2, 3)]), "d": torch.arange(3.0), "p": ["a", "b", "c"]},
+        {"step": 1},
+    )
+
+
+def test_columns_are_read_by_kind_and_errors_name_them() -> None:
+    batch = make()
+    assert (len(batch), batch.keys(), "d" in batch, "x" in batch) == (3, ("t", "d", "p"), True, False)
+    assert batch.dense("d").tolist() == [0, 1, 2]
+    assert batch.python("p") == ["a", "b", "c"]
+    assert batch.jagged("t").lengths.tolist() == [1, 2, 3]
+    for read, wrong in ((batch.dense, "p"), (batch.jagged, "d"), (batch.python, "t")):
+        with pytest.raises(DataError, match=f"column '{wrong}' is"):
+            read(wrong)
+    with pytest.raises(DataError, match=r"no column 'dd' in this batch.*did you mean 'd'"):
+        batch.dense("dd")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (1, 2), (2, 9), (-2, 3), (2, 1), (5, 9)])
+def test_slices_follow_python(start: int, stop: int) -> None:
+    part = make().slice(start, stop)
+    assert part.python("p") == ["a", "b", "c"][start:stop]
+    assert part.dense("d").tolist() == [0, 1, 2][start:stop]
+    assert len(part.jagged("t")) == len(part)
+    assert part.meta == {"step": 1}
+
+
+def test_take_in_any_order_and_not_beyond() -> None:
+    taken = make().take([2, 0, 2])
+    assert taken.python("p") == ["c", "a", "c"]
+    assert [row.tolist() for row in taken.jagged("t").unbind()] == [[0, 1, 2], [0], [0, 1, 2]]
+    assert len(make().take([])) == 0
+    for wrong in ([3], [-1], [0, 7]):
+        with pytest.raises(DataError, match=r"row index outside 0\.\.2"):
+            make().take(wrong)
+
+
+def test_operations_give_new_batches() -> None:
+    batch = make()
+    more = batch.with_columns({"e": [1, 2, 3]}, f=torch.ones(3)).with_meta(kl=0.1)
+    assert more.keys() == ("t", "d", "p", "e", "f")
+    assert more.meta == {"step": 1, "kl": 0.1}
+    assert more.select("f", "p").keys() == ("f", "p")
+    assert more.drop("t", "e").keys() == ("d", "p", "f")
+    with pytest.raises(DataError, match="'nothing'"):
+        more.drop("nothing")
+    assert batch.keys() == ("t", "d", "p")
+    assert batch.meta == {"step": 1}
+    merged = batch.merge(Batch({"d": torch.zeros(3), "g": [0, 0, 0]}, {"step": 2}))
+    assert merged.dense("d").tolist() == [0, 0, 0]
+    assert merged.meta == {"step": 2}
+
+
+def test_a_batch_made_of_a_dict_does_not_follow_it() -> None:
+    columns: dict[str, list[int]] = {"a": [1]}
+    meta = {"m": 1}
+    batch = Batch(columns, meta)  # pyright: ignore[reportArgumentType] - a dict of lists is a mapping of columns
+    columns["b"] = [2]
+    meta["m"] = 2
+    assert batch.keys() == ("a",)
+    assert batch.meta == {"m": 1}
+
+
+def test_concat_restores_and_refuses_other_columns() -> None:
+    batch = make()
+    joined = Batch.concat([batch.slice(0, 1), batch.slice(1, 1), batch.slice(1, 3)])
+    assert joined.python("p") == batch.python("p")
+    assert torch.equal(joined.jagged("t").values, batch.jagged("t").values)
+    with pytest.raises(DataError, match=r"part 1 differs from part 0 in \['d'\]"):
+        Batch.concat([batch, batch.drop("d")])
+    with pytest.raises(DataError, match="zero batches"):
+        Batch.concat([])
+    with pytest.raises(DataError, match="column 'd' is of different kinds"):
+        Batch.concat([batch, batch.with_columns(d=[1, 2, 3])])
+
+
+def test_columns_of_other_lengths_or_kinds_are_refused() -> None:
+    with pytest.raises(DataError, match=r"same number of rows; got \{'a': 1, 'b': 2\}"):
+        Batch({"a": [1], "b": torch.zeros(2)})
+    with pytest.raises(DataError, match="column 'a' is str"):
+        Batch({"a": "abc"})  # pyright: ignore[reportArgumentType] - the point
+    with pytest.raises(DataError, match="'a' is a tensor without dimensions"):
+        Batch({"a": torch.tensor(1.0)})
+
+
+def test_bytes_count_tensors() -> None:
+    assert make().nbytes == (6 * 8 + 4 * 8) + 3 * 4
+    assert len(Batch({})) == 0
