@@ -73,12 +73,13 @@ class Mesh:
 
     def collectors(self, axis: str) -> tuple[int, ...]:
         """One rank for each coordinate of ``axis``, in that order: the ranks whose results are taken."""
+        size = self.axis_size(axis)
         chosen = [
             rank
             for rank in range(self.size)
             if all(at == self.output.get(name, 0) for name, at in self.coordinate(rank).items() if name != axis)
         ]
-        if [self.coordinate(rank)[axis] for rank in chosen] != list(range(self.axis_size(axis))):
+        if [self.coordinate(rank)[axis] for rank in chosen] != list(range(size)):
             raise ConfigError(f"{self} does not give one collecting rank for each coordinate of {axis!r}: {chosen}")
         return tuple(chosen)
 
