@@ -147,6 +147,7 @@ def check_request(
             )
 
 
+@torch.inference_mode(False)  # what is returned may take part in training, which inference tensors may not
 def assemble(
     ids_CT: Tensor,
     logprobs_CT: Tensor,

@@ -92,9 +92,9 @@ def prompts() -> list[list[int]]:
 
 def trained_logprobs(model: Any, prompt: Sequence[int], completion: Completion, temperature: float) -> Tensor:
     """Log-probabilities of a completion by one forward pass over the whole sequence, as a trainer computes them."""
-    sequence = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+    sequence = torch.tensor([[*prompt, *completion.token_ids.tolist()]], device=model.device)
     with torch.no_grad():
-        logits = model(sequence, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+        logits = model(sequence, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu() / temperature
     if completion.kept is not None:
         outside = torch.ones_like(logits, dtype=torch.bool)
         for position in range(len(completion)):

@@ -177,8 +177,24 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(make_model: MakeModel, pr
         assert not set(before) & set(STOPS)
         assert (completion.finish_reason == "stop") == (last in STOPS)
         assert completion.finish_reason == "stop" or len(completion) == 15
+        assert not completion.token_ids.is_inference()
+        assert not completion.logprobs.is_inference()
         assert completion.token_ids.untyped_storage().nbytes() == 8 * len(completion)  # no view of the whole call
     assert reasons == {"stop", "length"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_cuda_logprobs_agree_with_a_training_forward(
+    make_model: MakeModel, prompts: list[list[int]], family: str
+) -> None:
+    model = make_model(family).cuda()
+    params = SamplingParams(max_new_tokens=40, n=4, temperature=0.7, stop_token_ids=STOPS)
+    completions = _native(copy.deepcopy(model), slots=20).generate(prompts, params, range(40))
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for index, completion in enumerate(completions):
+        expected = trained_logprobs(model, prompts[index // 4], completion, 0.7)
+        assert (completion.logprobs - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("stops", [(), tuple(range(VOCABULARY))])
