@@ -107,7 +107,7 @@ class ValueContract:
         text = "é" * LARGE
         values = [large, text, b"\0" * LARGE, {1, 2}, (1, [2, {"x": None}]), 2**100, OrderedDict(a=1), float("inf")]
         assert echo.echo(values) == [values] * 2
-        for value in (None, True, "", 0, b"", [], {}, ()):
+        for value in (None, True, "", 0, b"", [], {}, (), *("é" * (1 << size) for size in range(10, 18))):
             assert echo.echo(value) == [value] * 2
 
     def test_records_batches_and_functions(self, echo: Probe) -> None:

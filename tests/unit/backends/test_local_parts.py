@@ -1,0 +1,78 @@
+"""The process table, the hosts' logs, and the fork server's own rules."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podium.backends.local.linux import children_of, session_of
+from podium.backends.local.logs import WORDS, LogEcho, last_lines
+
+
+def test_children_and_sessions_are_seen() -> None:
+    with (
+        subprocess.Popen(["sleep", "60"], start_new_session=True) as leader,
+        subprocess.Popen(["sleep", "60"]) as child,
+    ):
+        try:
+            assert {leader.pid, child.pid} <= set(children_of(os.getpid()))
+            assert session_of(leader.pid) == [leader.pid]
+            assert child.pid not in session_of(leader.pid)
+        finally:
+            leader.kill()
+            child.kill()
+
+
+def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
+    path = tmp_path / "host.log"
+    path.write_text("of a former life\n")
+    start = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b"".join(b"line %d\n" % at for at in range(100)) + b"\xff no utf-8\nunfinished")
+    words = last_lines(path, start)
+    assert len(words) == WORDS
+    assert words[-1] == "unfinished"
+    assert words[-3] == "line 99"
+    assert last_lines(path, path.stat().st_size) == ()
+    assert last_lines(tmp_path / "none") == ()
+
+
+def test_the_echo_labels_whole_lines_and_prints_the_rest_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "host.log"
+    path.write_text("before\n")
+    echo = LogEcho()
+    echo.follow("worker-0", path)
+    with path.open("a") as file:
+        file.write("one\ntwo\nthr")
+        file.flush()
+        file.write("ee")
+    echo.stop()
+    assert capsys.readouterr().out == "[worker-0] one\n[worker-0] two\n[worker-0] three\n"
+
+
+def test_the_fork_server_imports_and_never_computes() -> None:
+    """A forked child of a process that ran a multi-threaded operation may hang for ever."""
+    script = """
+import os, podium
+
+def product(worker):
+    import torch
+    torch.set_num_threads(2)
+    return float(torch.ones(500, 500).matmul(torch.ones(500, 500)).sum())
+
+with podium.connect("local", preload=["torch", "no_such_module"]) as cluster:
+    from podium.runtime import Worker
+    worker = cluster.start(Worker.bind(), distributed=False)
+    server = int(open(f"/proc/{worker.group.pids[0]}/stat").read().rpartition(")")[2].split()[1])
+    print(len(os.listdir(f"/proc/{server}/task")))
+    print(worker.group.run(product))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "1\n[125000000.0]\n", done.stderr
+    assert "preload of no_such_module failed: ModuleNotFoundError" in done.stderr

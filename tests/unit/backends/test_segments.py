@@ -1,0 +1,114 @@
+"""Shared memory that is used again after its last reader, read copy-on-write, and freed with its processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+from podium.backends.local.segments import KEPT_IDLE, SegmentPool, map_segment
+
+MIB = 1 << 20
+
+
+def test_a_segment_is_used_again_only_after_its_last_reader() -> None:
+    pool = SegmentPool()
+    lease = pool.take(MIB)
+    first = lease.segment
+    pool.hold(first, "reader")
+    pool.hold(first, "reader")
+    pool.hold(first, "other")
+    del lease
+    gc.collect()
+    for holder in ("reader", "other"):
+        pool.release(first.number, holder)
+        other = pool.take(MIB)
+        assert other.segment is not first, "somebody still reads it"
+        del other
+    pool.release(first.number, "reader")
+    assert pool.usage() == (0, 2 * first.nbytes)
+    kept = [pool.take(MIB), pool.take(MIB)]
+    assert first in [taken.segment for taken in kept]
+    del kept
+    pool.close()
+
+
+def test_what_a_dead_reader_held_comes_back() -> None:
+    pool = SegmentPool()
+    leases = [pool.take(MIB) for _ in range(3)]
+    segments = [taken.segment for taken in leases]
+    for segment in segments:
+        pool.hold(segment, "dead")
+        pool.hold(segment, "alive")
+    del leases
+    pool.forget("dead")
+    assert pool.usage()[0] > 0
+    for segment in segments:
+        pool.release(segment.number, "alive")
+    assert pool.usage()[0] == 0
+    pool.close()
+
+
+def test_strange_releases_are_ignored() -> None:
+    pool = SegmentPool()
+    lease = pool.take(10)
+    pool.release(lease.segment.number, "nobody")
+    pool.release(10_000, "reader")
+    assert pool.usage()[0] > 0
+    del lease
+    pool.close()
+    assert pool.usage() == (0, 0)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000, MIB + 1])
+def test_sizes_are_rounded_by_an_eighth_at_most(nbytes: int) -> None:
+    pool = SegmentPool()
+    lease = pool.take(nbytes)
+    assert nbytes <= lease.segment.nbytes <= max(4096, nbytes * 9 // 8 + 4096)
+    del lease
+    pool.close()
+
+
+def test_a_large_idle_segment_does_not_serve_a_small_request() -> None:
+    pool = SegmentPool()
+    large = pool.take(64 * MIB)
+    number = large.segment.number
+    del large
+    small = pool.take(MIB)
+    assert small.segment.number != number
+    del small
+    pool.close()
+    assert KEPT_IDLE >= 512 * MIB, "an echo of the largest batch that bench measures stays warm"
+
+
+def test_readers_write_into_pages_of_their_own() -> None:
+    pool = SegmentPool()
+    lease = pool.take(MIB)
+    lease.segment.memory[:] = 1
+    readers = [map_segment(os.dup(lease.segment.fd), MIB, lambda: None) for _ in range(2)]
+    readers[0][:10] = 7
+    assert readers[1][:10].tolist() == [1] * 10
+    assert lease.segment.memory[:10].tolist() == [1] * 10
+    assert readers[0][10] == 1
+    del readers, lease
+    pool.close()
+
+
+def test_a_mapping_is_released_with_its_last_view() -> None:
+    pool, released = SegmentPool(), list[int]()
+    lease = pool.take(MIB)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    memory = map_segment(os.dup(lease.segment.fd), MIB, lambda: released.append(1))
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "the mapping's own, not the descriptor that came"
+    view = memory[100:200].view()
+    del memory
+    gc.collect()
+    assert released == []
+    del view
+    gc.collect()
+    assert released == [1]
+    assert len(os.listdir("/proc/self/fd")) == before
+    del lease
+    pool.close()

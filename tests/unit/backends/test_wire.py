@@ -1,0 +1,137 @@
+"""Parcels, releases, and sending without waiting, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from podium.backends.local.outbox import Outbox
+from podium.backends.local.segments import SegmentPool
+from podium.backends.local.wire import INLINE_LIMIT, Receiver, Releases, pack, read_parcel, released, send_message
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.fixture
+def segments() -> Iterator[SegmentPool]:
+    pool = SegmentPool()
+    yield pool
+    pool.close()
+
+
+def carry(value: Any, segments: SegmentPool, pair: Pair) -> tuple[Any, int]:
+    """``value`` after its way through the sockets, and how many descriptors came along."""
+    parcel = pack(value, segments)
+    wire, fds = parcel.wire, list[int]()
+    if parcel.lease is not None:
+        segments.hold(parcel.lease.segment, "reader")
+        fds = [parcel.lease.segment.fd]
+    send_message(pair[0], b"A" + wire, fds, wait=True)
+    message, received = Receiver().receive(pair[1], wait=True)
+    count = len(received)
+    inbound, end = read_parcel(message, 1, received, Releases(pair[1]))
+    assert end == len(message)
+    return inbound.read(), count
+
+
+@pytest.mark.parametrize("size", [0, 1, INLINE_LIMIT // 2, INLINE_LIMIT - 200, INLINE_LIMIT, 3 * INLINE_LIMIT, 1 << 22])
+def test_values_of_every_size_arrive(size: int, segments: SegmentPool, pair: Pair) -> None:
+    for value in (b"x" * size, "é" * size):
+        got, fds = carry(value, segments, pair)
+        assert got == value
+        assert fds == (size >= INLINE_LIMIT) or INLINE_LIMIT // 2 <= size < INLINE_LIMIT
+    array = np.arange(size, dtype=np.uint8)
+    got, _ = carry({"a": array, "b": [array[:3], "text"]}, segments, pair)
+    assert np.array_equal(got["a"], array)
+    assert got["b"][1] == "text"
+
+
+def test_many_buffers_and_empty_ones(segments: SegmentPool, pair: Pair) -> None:
+    arrays = [np.full(at % 50, at % 256, dtype=np.uint8) for at in range(3000)]
+    got, _ = carry(arrays, segments, pair)
+    assert all(np.array_equal(sent, back) for sent, back in zip(arrays, got, strict=True))
+
+
+def test_a_parcel_that_is_dropped_unread_lets_go_of_its_segment(segments: SegmentPool, pair: Pair) -> None:
+    parcel = pack(np.zeros(1 << 20, dtype=np.uint8), segments)
+    wire = parcel.wire
+    assert parcel.lease is not None
+    number = parcel.lease.segment.number
+    before = len(os.listdir("/proc/self/fd"))
+    send_message(pair[0], b"A" + wire, [parcel.lease.segment.fd], wait=True)
+    message, fds = Receiver().receive(pair[1], wait=True)
+    inbound, _ = read_parcel(message, 1, fds, Releases(pair[1]))
+    del inbound
+    answer, _ = Receiver().receive(pair[0], wait=True)
+    assert released(answer) == (number,)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_releases_that_a_full_socket_does_not_take_go_with_the_next(pair: Pair) -> None:
+    releases = Releases(pair[0])
+    for number in range(5000):
+        releases.add(number)
+    seen: list[int] = []
+    pair[1].setblocking(False)
+    for last in range(5000, 5010):
+        while True:
+            try:
+                message, _ = Receiver().receive(pair[1], wait=False)
+            except BlockingIOError:
+                break
+            seen += released(message)
+        releases.add(last)
+    message, _ = Receiver().receive(pair[1], wait=False)
+    seen += released(message)
+    assert sorted(seen) == list(range(5010))
+
+
+def test_an_outbox_keeps_order_and_its_own_descriptors(pair: Pair) -> None:
+    asked: list[int] = []
+    outbox = Outbox(pair[0], asked.append)
+    read_end, write_end = os.pipe()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(2000):
+        outbox.send(number.to_bytes(4, "little") * 100, [write_end] if number % 100 == 0 else [])
+    assert asked
+    os.close(write_end)
+    receiver, seen, came = Receiver(), list[int](), 0
+    while len(seen) < 2000:
+        message, fds = receiver.receive(pair[1], wait=True)
+        seen.append(int.from_bytes(message[:4], "little"))
+        came += len(fds)
+        for fd in fds:
+            os.close(fd)
+        outbox.flush()
+    assert seen == list(range(2000))
+    assert came == 20
+    assert outbox.flush()
+    os.close(read_end)
+    assert len(os.listdir("/proc/self/fd")) == before - 2
+
+
+def test_a_closed_outbox_drops_what_waits(pair: Pair) -> None:
+    outbox = Outbox(pair[0], lambda fd: None)
+    null = os.open(os.devnull, os.O_RDONLY)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(1000):
+        outbox.send(b"x" * 1000, [null])
+    assert len(os.listdir("/proc/self/fd")) > before
+    outbox.close()
+    outbox.send(b"x", [null])
+    pair[1].close()  # with the descriptors that were on their way
+    assert len(os.listdir("/proc/self/fd")) == before - 2
+    os.close(null)

@@ -1,0 +1,140 @@
+"""A call ends once, whoever ends it, and everybody who waits learns of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from podium.backends.inline import InlineBackend
+from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError
+from podium.runtime import Call, Reply
+from podium.runtime.backend import Backend
+from podium.runtime.watch import Watch
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return InlineBackend()
+
+
+def begun(backend: Backend, ranks: int = 2, timeout_s: float = 60.0) -> Call[list[str]]:
+    call: Call[list[str]] = Call("w.m", timeout_s)
+    call.begin(ranks, lambda replies: [reply.payload for reply in replies], backend)
+    return call
+
+
+def test_the_last_reply_ends_it_and_places_keep_their_order(backend: Backend) -> None:
+    call = begun(backend)
+    call.record(1, Reply("ok", "second"))
+    assert not call.done()
+    call.record(0, Reply("ok", "first"))
+    assert call.done()
+    assert call.result() == ["first", "second"]
+
+
+def test_the_first_cause_stays(backend: Backend) -> None:
+    call = begun(backend)
+    assert call.fail(EndpointError("first", method="m", rank=1))
+    assert not call.fail(EndpointError("second", method="m", rank=0))
+    call.record(0, Reply("ok", "late"))
+    assert not call.cancel()
+    for _ in range(2):
+        with pytest.raises(EndpointError, match="first"):
+            call.result()
+
+
+def test_a_result_that_came_after_the_deadline_is_discarded(backend: Backend) -> None:
+    call = begun(backend, 1, timeout_s=0.01)
+    time.sleep(0.05)
+    call.record(0, Reply("ok", "late"))
+    with pytest.raises(DeadlineExceeded, match=r"w\.m took longer than its deadline of 0\.01 s"):
+        call.result()
+
+
+def test_an_error_of_joining_is_raised_again_each_time(backend: Backend) -> None:
+    def join(replies: list[Reply]) -> str:
+        raise ConfigError("does not join")
+
+    call: Call[str] = Call("w.m", 60.0)
+    call.begin(1, join, backend)
+    call.record(0, Reply("ok", None))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="does not join"):
+            call.result()
+
+
+def test_callbacks_run_once_also_when_it_had_ended(backend: Backend) -> None:
+    call, heard = begun(backend, 1), list[str]()
+    call.when_done(lambda: heard.append("before"))
+    call.record(0, Reply("ok", "x"))
+    call.when_done(lambda: heard.append("after"))
+    assert heard == ["before", "after"]
+
+
+def test_all_who_wait_wake(backend: Backend) -> None:
+    call = begun(backend, 1)
+    results: list[list[str]] = []
+    waiters = [threading.Thread(target=lambda: results.append(call.result())) for _ in range(5)]
+    for waiter in waiters:
+        waiter.start()
+    time.sleep(0.05)
+    call.record(0, Reply("ok", "x"))
+    for waiter in waiters:
+        waiter.join(5.0)
+    assert results == [["x"]] * 5
+
+
+def test_awaiting_ends_with_the_call_whichever_thread_ends_it(backend: Backend) -> None:
+    async def main() -> list[str]:
+        call = begun(backend, 1)
+        threading.Timer(0.05, call.record, (0, Reply("ok", "x"))).start()
+        return await call
+
+    assert asyncio.run(main()) == ["x"]
+
+
+def test_giving_up_an_await_does_not_cancel_the_call(backend: Backend) -> None:
+    call = begun(backend, 1)
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.ensure_future(_await(call)), 0.05)
+
+    asyncio.run(main())
+    assert not call.done()
+    call.record(0, Reply("ok", "x"))  # its loop is closed: nobody may mind
+    assert call.result() == ["x"]
+
+
+async def _await(call: Call[list[str]]) -> list[str]:
+    return await call
+
+
+def test_cancelling_tells_the_workers_once(backend: Backend) -> None:
+    call, told = begun(backend), list[int]()
+    call.on_cancel(lambda: told.append(1))
+    assert call.cancel()
+    assert not call.cancel()
+    assert told == [1]
+    with pytest.raises(CallCancelled, match=r"w\.m was cancelled"):
+        call.result()
+
+
+def test_the_watch_ticks_delays_in_order_and_survives_what_it_runs() -> None:
+    watch, seen, ticked = Watch(), list[str](), threading.Event()
+    forget = watch.every_tick(lambda now: ticked.set())
+    watch.later(0.10, lambda: seen.append("second"))
+    watch.later(0.05, lambda: seen.append("first"))
+    watch.later(0.01, lambda: seen.append(str(1 // 0)))
+    assert ticked.wait(5.0)
+    time.sleep(0.2)
+    assert seen == ["first", "second"]
+    forget()
+    forget()
+    watch.later(0.05, lambda: seen.append("never"))
+    watch.close()
+    time.sleep(0.1)
+    assert seen == ["first", "second"]

@@ -1,0 +1,148 @@
+"""A host without a backend: requests, failures, cancelling, status, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from podium.runtime import Worker, WorkerContext, endpoint
+from podium.runtime.host import Failure, Host, Outcome, Status
+
+
+class Subject(Worker):
+    def __init__(self) -> None:
+        self.closed = False
+
+    @endpoint
+    def add(self, x: int, y: int = 1) -> int:
+        return x + y
+
+    @endpoint
+    async def wait(self, seconds: float) -> str:
+        await self._inner(seconds)
+        return "waited"
+
+    async def _inner(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    @endpoint
+    async def block_the_loop(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - what a user does by mistake
+
+    @endpoint
+    def missing(self) -> None:
+        raise AttributeError("of the method's own")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    host = Host()
+    host.do_construct("subject", Subject.bind(), WorkerContext(role="subject"), False)
+    yield host
+    host.do_shutdown()
+
+
+def run(host: Host, method: str, call_id: int = 1, **values: Any) -> Outcome:
+    return host.execute(call_id, "subject", method, values)
+
+
+def in_background(host: Host, method: str, call_id: int, **values: Any) -> tuple[threading.Thread, list[Outcome]]:
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(run(host, method, call_id, **values)))
+    thread.start()
+    time.sleep(0.1)
+    return thread, outcomes
+
+
+def test_outcomes_carry_values_and_times(host: Host) -> None:
+    outcome = run(host, "add", x=2)
+    assert (outcome.status, outcome.value) == ("ok", 3)
+    assert 0 < outcome.started_ns <= outcome.ended_ns
+    assert run(host, "wait", seconds=0.0).value == "waited"
+
+
+def test_failures_tell_type_message_and_the_workers_own_frames(host: Host) -> None:
+    outcome = run(host, "missing")
+    assert outcome.status == "error"
+    failure = outcome.value
+    assert isinstance(failure, Failure)
+    assert (failure.type_name, failure.message, failure.secondary) == ("AttributeError", "of the method's own", False)
+    assert "in missing" in failure.traceback
+    assert "in execute" not in failure.traceback
+    assert isinstance(failure.original(), AttributeError)
+    assert "no worker 'nobody'" in host.execute(1, "nobody", "add", {}).value.message
+
+
+@pytest.mark.parametrize(
+    ("error", "secondary"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("NCCL communicator was aborted"), True),
+        (RuntimeError("a shape mismatch"), False),
+        (ValueError("gloo is mentioned"), False),
+    ],
+)
+def test_a_broken_collective_counts_as_the_consequence_of_something_else(
+    host: Host, error: Exception, secondary: bool
+) -> None:
+    def fail(worker: Subject) -> None:
+        raise error
+
+    outcome = host.execute(1, "", "run", {"worker": "subject", "function": fail, "args": (), "kwargs": {}})
+    assert outcome.value.secondary is secondary
+
+
+def test_a_cancelled_request_that_has_not_begun_never_runs(host: Host) -> None:
+    host.do_cancel(7)
+    assert run(host, "add", 7, x=1).status == "cancelled"
+    assert run(host, "add", 7, x=1).status == "ok", "once"
+
+
+def test_a_running_async_request_is_cancelled(host: Host) -> None:
+    thread, outcomes = in_background(host, "wait", 9, seconds=60.0)
+    host.do_cancel(9)
+    thread.join(5.0)
+    assert outcomes[0].status == "cancelled"
+
+
+def test_status_shows_the_line_where_each_request_waits(host: Host) -> None:
+    first, _ = in_background(host, "wait", 1, seconds=0.4)
+    status = host.do_status()
+    assert isinstance(status, Status)
+    ((label, seconds, stack),) = status.running
+    assert label == "subject.wait"
+    assert 0 < seconds < 5
+    assert "await self._inner(seconds)" in stack
+    assert "await asyncio.sleep(seconds)" in stack
+    assert "await coroutine" not in stack
+    first.join()
+    second, _ = in_background(host, "block_the_loop", 2, seconds=0.4)
+    ((_, _, stack),) = host.do_status().running
+    assert "time.sleep(seconds)" in stack
+    second.join()
+    assert host.do_status().running == ()
+
+
+def test_shutdown_closes_workers_loops_and_threads(host: Host) -> None:
+    worker = host.workers["subject"]
+    assert isinstance(worker, Subject)
+    run(host, "wait", seconds=0.0)
+    host.do_shutdown()
+    assert worker.closed
+    assert not [thread for thread in threading.enumerate() if thread.name == "podium-loop" and thread.is_alive()]
+
+
+def test_a_worker_made_by_hand_is_an_ordinary_object_of_one_rank() -> None:
+    subject = Subject()
+    assert subject.add(1, y=5) == 6  # pyright: ignore[reportUnknownMemberType, reportCallIssue] - the plain method
+    assert (subject.ctx.rank, subject.ctx.world_size) == (0, 1)
+    with pytest.raises(AttributeError, match=r"Subject\.group exists on the controller's handle"):
+        _ = subject.group
