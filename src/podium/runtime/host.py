@@ -34,7 +34,10 @@ __all__ = ["Failure", "Host", "Outcome", "Status"]
 
 LOOP_END_S = 1.0  # for async endpoints that still run when their host shuts down
 
-_COLLECTIVE_HINTS = ("gloo", "nccl", "Connection closed by peer", "Connection reset", "ProcessGroup", "Broken pipe")
+_COLLECTIVE_HINTS = (
+    *("gloo", "nccl", "NCCL", "ProcessGroup"),
+    *("Connection closed by peer", "Connection reset", "Broken pipe"),
+)
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,7 @@ class Host:
         if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop_thread.join(LOOP_END_S)
+            self._loop = self._loop_thread = None
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

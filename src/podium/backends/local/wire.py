@@ -130,7 +130,7 @@ def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
         SerializationError: it does not pickle.
     """
     if type(value) in PLAIN and (not isinstance(value, str | bytes) or len(value) < INLINE_LIMIT):
-        return Parcel(pickle.dumps(value, 5), ())
+        return Parcel(pickle.dumps(value, 5), (), segments, where)
     data, buffers = encode(value, where)
     return Parcel(data, [buffer.raw() for buffer in buffers], segments, where)
 
