@@ -120,17 +120,13 @@ class Trainer(ABC, Generic[C, S]):
 
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed; the last step that is finished."""
-        if self.config.run.resume:
-            directory = self.session.directory
-            checkpoint = directory.latest_checkpoint()
-            if checkpoint is None:
-                emit(Note(f"{directory.path} has no checkpoint yet: starting at step 1"))
-                directory.rewind(0)
-            else:
-                directory.rewind(checkpoint.step)
-                self.state = load_checkpoint(checkpoint, self.roles)
-                self.restore(self.state)
-                emit(Note(f"going on after step {self.state.step} from {checkpoint.path}"))
+        checkpoint = self.session.checkpoint
+        if checkpoint is not None:
+            self.state = load_checkpoint(checkpoint, self.roles)
+            self.restore(self.state)
+            emit(Note(f"going on after step {self.state.step} from {checkpoint.path}"))
+        elif self.config.run.resume:
+            emit(Note(f"{self.session.directory.path} has no checkpoint yet: starting at step 1"))
         self.roles.publish(self.state.step)
         return self.state.step
 

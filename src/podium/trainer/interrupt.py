@@ -12,7 +12,7 @@ from types import FrameType
 from podium.telemetry import Note, emit
 
 ECHO_S = 1.0
-"""A signal so soon after the first is the same one, passed on by `make` or `timeout` to a process that had it already."""
+"""A signal so soon after the first is the same one: `make` and `timeout` pass it on to who had it already."""
 
 __all__ = ["StopRequest", "listen_for_stop"]
 

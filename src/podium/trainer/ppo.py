@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 from podium.algorithms import (
     AdvantageInputs,
@@ -35,6 +36,7 @@ from podium.trainer.metrics import join_updates, mismatch, rollout_metrics
 from podium.trainer.prompts import Prompts, PromptSource, load_prompts
 from podium.trainer.roles import RoleWorkers
 from podium.trainer.seeds import completion_seeds, row_order
+from podium.trainer.state import TrainerState
 
 __all__ = ["PPOTrainer"]
 
@@ -208,6 +210,17 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
 
     def load_data(self) -> PromptSource:
         return load_prompts(self.config.data, self.tokenizer, seed=self.config.run.seed)
+
+    def save(self, step: int) -> None:
+        self.completions.flush()
+        super().save(step)
+
+    def remember(self, step: int) -> TrainerState:
+        return replace(super().remember(step), kl_coef=self.kl.coef)
+
+    def restore(self, state: TrainerState) -> None:
+        super().restore(state)
+        self.kl = replace(self.kl, coef=state.kl_coef)
 
     def prepare(self, stack: ExitStack) -> None:
         super().prepare(stack)

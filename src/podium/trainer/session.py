@@ -14,7 +14,7 @@ from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.interrupt import StopRequest, listen_for_stop
 from podium.trainer.loading import config_to_dict
-from podium.trainer.run_dir import RunDirectory
+from podium.trainer.run_dir import Checkpoint, RunDirectory
 
 __all__ = ["PRELOAD", "Session", "open_session", "run_config_path"]
 
@@ -24,11 +24,12 @@ PRELOAD = ("torch", "transformers", "podium.workers")
 
 @dataclass(frozen=True)
 class Session:
-    """An open run."""
+    """An open run. ``checkpoint`` is where it goes on from; None at its beginning."""
 
     directory: RunDirectory
     cluster: Cluster
     stop: StopRequest
+    checkpoint: Checkpoint | None
 
 
 @contextmanager
@@ -46,12 +47,16 @@ def open_session(
     """
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory(_path(config, recipe), resume=bool(config.run.resume)))
+        checkpoint = directory.latest_checkpoint() if config.run.resume else None
+        if config.run.resume:
+            # Before a sink opens the files that this cuts.
+            directory.rewind(0 if checkpoint is None else checkpoint.step)
         stack.enter_context(directory.controller_log())
         for sink in _sinks(config, directory, show=show):
             stack.enter_context(sink)
         if isinstance(cluster, str):
             cluster = stack.enter_context(connect(cluster, log_dir=directory.logs.absolute(), preload=PRELOAD))
-        yield Session(directory, cluster, stack.enter_context(listen_for_stop()))
+        yield Session(directory, cluster, stack.enter_context(listen_for_stop()), checkpoint)
 
 
 def run_config_path(run: str) -> Path:

@@ -1,0 +1,248 @@
+"""GRPO from prompts to a checkpoint that transformers loads; and what ends or changes a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from podium.data import Batch
+from podium.errors import ConfigError, EndpointError, RewardError
+from podium.runtime import concat, endpoint, first, shard
+from podium.telemetry import StepFinished, metrics, subscribe
+from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
+from podium.workers import Policy
+from tests.integration.training import losses, metrics_rows, tiny
+
+LISTED = {  # the metrics of a step that every run reports
+    *(metrics.REWARD_MEAN, metrics.REWARD_STD, metrics.ACCURACY, metrics.FLAT_GROUPS, metrics.ENTROPY),
+    *(metrics.CLIP_FRACTION, metrics.GRAD_NORM, metrics.RATIO_MEAN, metrics.RATIO_MAX, metrics.TRUNCATED),
+    *(metrics.LENGTH_MEAN, metrics.LENGTH_MAX, metrics.MISMATCH_MEAN, metrics.MISMATCH_MAX, metrics.LOSS),
+    *(metrics.STEP_S, metrics.TOKENS_PER_S, "tokens_per_s/generate", "tokens_per_s/update", metrics.TOKENS),
+}
+
+
+def train(config: PPOConfig, cluster: str = "inline", **options: Any) -> Path:
+    PPOTrainer(config, cluster=cluster, show=False, **options).fit()
+    return Path(config.run.dir) / config.run.name
+
+
+def test_a_run_leaves_metrics_completions_a_model_and_a_summary(tmp_path: Path) -> None:
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 3}, eval={"every": 2}))
+    rows = metrics_rows(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0].keys() >= LISTED
+    assert rows[0][metrics.MISMATCH_MAX] < 1e-5  # engine and training forward pass agree in float32
+    assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 2, 3]
+    table = pq.read_table(run / "completions" / "step-000002.parquet").to_pydict()
+    assert len(table["completion"]) == 16
+    assert set(table["version"]) == {1}  # sampled by the weights of the step before
+    assert table["expected"][0] == table["prompt"][0].removesuffix("=")
+    assert table["group"] == [group for group in range(4) for _ in range(4)]
+    sums = [sum(table["advantage"][4 * group : 4 * group + 4]) for group in range(4)]
+    assert sums == pytest.approx([0, 0, 0, 0], abs=1e-4)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["items"] == 4
+    assert summary["finished"] is True
+    assert {"torch", "transformers", "podium"} <= summary["versions"].keys()
+    assert {"generate", "update", "step"} <= summary["tokens_per_s"].keys()
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    ids = AutoTokenizer.from_pretrained(run / "model")("12=", return_tensors="pt")["input_ids"]
+    assert model(ids).logits.shape == (1, 3, model.config.vocab_size)
+    assert (run / "trace.json").stat().st_size > 100
+    assert (run / "curve.png").exists()
+
+
+def test_local_with_one_rank_gives_the_same_bits_as_inline(tmp_path: Path) -> None:
+    """Every number of the run, not only the loss: what was sampled, its advantages, the norms of the gradients."""
+    inline = train(tiny(GRPOConfig, tmp_path, run={"name": "inline", "steps": 3}))
+    local = train(tiny(GRPOConfig, tmp_path, run={"name": "local", "steps": 3}), "local")
+    timeless = [
+        [{k: v for k, v in row.items() if not k.startswith("time") and "per_s" not in k} for row in metrics_rows(run)]
+        for run in (inline, local)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
+def test_two_ranks_give_the_loss_of_one(tmp_path: Path, strategy: str) -> None:
+    one = train(tiny(GRPOConfig, tmp_path, run={"name": "one"}, eval={"items": 0}))
+    two = train(
+        tiny(
+            GRPOConfig,
+            tmp_path,
+            run={"name": "two"},
+            eval={"items": 0},
+            placement={"ranks": 2},
+            parallel={"strategy": strategy},
+        ),
+        "local",
+    )
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    """Twenty prompts a step of some fifty: the checkpoint lies within an epoch, and the third step begins the next."""
+    whole = train(tiny(GRPOConfig, tmp_path, run={"name": "whole", "steps": 4}, batch={"prompts": 20}))
+    train(tiny(GRPOConfig, tmp_path, run={"name": "parts", "steps": 2}, batch={"prompts": 20}))
+    parts = tmp_path / "runs" / "parts"
+    config = tiny(GRPOConfig, tmp_path, run={"name": "parts", "steps": 4, "resume": str(parts)}, batch={"prompts": 20})
+    train(config)
+    assert losses(parts) == losses(whole)
+    states = [AutoModelForCausalLM.from_pretrained(run / "model").state_dict() for run in (whole, parts)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_run_resumed_at_the_boundary_of_an_epoch_still_trains(tmp_path: Path) -> None:
+    rows = 16
+    data = {"train_items": rows}
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 2}, batch={"prompts": rows // 2}, data=data))
+    again = {"steps": 3, "resume": str(run)}
+    train(tiny(GRPOConfig, tmp_path, run=again, batch={"prompts": rows // 2}, data=data))
+    assert [row["step"] for row in metrics_rows(run)] == [1, 2, 3]
+    assert len(pq.read_table(run / "completions" / "step-000003.parquet")) == 4 * rows // 2
+
+
+def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None:
+    def interrupt(event: object) -> None:
+        if isinstance(event, StepFinished) and event.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 50})
+    unsubscribe = subscribe(interrupt)
+    try:
+        summary = PPOTrainer(config, cluster="inline", show=False).fit()
+    finally:
+        unsubscribe()
+    run = tmp_path / "runs" / "run"
+    assert summary.steps <= 3
+    assert summary.finished is False
+    assert not (run / "model").exists()
+    saved = json.loads((run / "checkpoints" / "latest" / "trainer.json").read_text())
+    assert saved["step"] == summary.steps
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # as it was before
+
+
+def test_a_reward_that_raises_ends_the_run_with_the_completions_on_disk(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="no such luck"):
+        train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), reward=unlucky)
+    table = pq.read_table(tmp_path / "runs" / "run" / "completions" / "step-000001.parquet").to_pydict()
+    assert len(table["completion"]) == 16
+    assert all(math.isnan(reward) for reward in table["reward"])
+
+
+def unlucky(completion: str, row: Mapping[str, Any]) -> float:
+    raise ValueError("no such luck")
+
+
+def longer_is_better(completion: str, row: Mapping[str, Any]) -> Mapping[str, float]:
+    return {"score": float(len(completion)), "length": float(len(completion))}
+
+
+def test_a_reward_of_ones_own_with_parts(tmp_path: Path) -> None:
+    run = train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), reward=longer_is_better)
+    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
+    assert table["reward"] == table["reward_length"] == [float(len(text)) for text in table["completion"]]
+
+
+class Counting(Policy):
+    """A policy that reports one metric more."""
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first())
+    def update(self, batch: Batch) -> dict[str, float]:
+        return {**super().update(batch), "policy/rows": float(len(batch))}
+
+
+def test_a_policy_of_ones_own(tmp_path: Path) -> None:
+    run = train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), workers={"policy": Counting})
+    assert [row["policy/rows"] for row in metrics_rows(run)] == [16, 16]
+
+
+def test_a_role_that_the_run_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"workers\['critic'\]: this run has no such role; its roles are policy, gen"):
+        train(tiny(GRPOConfig, tmp_path), workers={"critic": Policy})
+
+
+def test_what_fails_before_the_first_step_leaves_the_name_free(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such reward"):
+        train(tiny(GRPOConfig, tmp_path, reward={"name": "exakt"}))
+    train(tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0}))
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    train(config)
+    with pytest.raises(ConfigError, match="holds a finished run: resume it"):
+        train(config)
+
+
+def test_split_sends_each_version_to_the_generator(tmp_path: Path) -> None:
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 3}, placement={"layout": "split"}))
+    colocated = train(tiny(GRPOConfig, tmp_path, run={"steps": 3, "name": "colocated"}))
+    versions = [set(pq.read_table(file)["version"].to_pylist()) for file in sorted((run / "completions").iterdir())]
+    assert versions == [{0}, {1}, {2}]
+    assert losses(run) == losses(colocated)
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_ppo_with_a_critic_and_a_reference(tmp_path: Path, kl_in: str) -> None:
+    algorithm = {"kl_in": kl_in, "kl_coef": 0.1, "kl_estimator": "k3", "epochs": 2, "minibatches": 2}
+    run = train(
+        tiny(
+            PPOConfig,
+            tmp_path,
+            run={"steps": 3},
+            batch={"prompts": 8},
+            algorithm=algorithm,
+            critic={"lr": 1e-2},
+        ),
+        reward=longer_is_better,
+    )
+    rows = metrics_rows(run)
+    assert {metrics.VALUE_LOSS, metrics.EXPLAINED_VARIANCE, metrics.KL, *LISTED} <= rows[0].keys()
+    assert rows[-1][metrics.KL] > 0  # the policy has left the reference
+    assert rows[0][metrics.RATIO_MAX] > 1.0  # several updates on one batch: the ratio moves
+    assert rows[0][metrics.MISMATCH_MAX] < 1e-5
+    assert (run / "checkpoints" / "latest" / "critic").is_dir()
+
+
+def test_ppo_resumes_with_its_critic_and_the_coefficient_of_the_kl(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "batch": {"prompts": 8},
+        "algorithm": {"kl_coef": 0.1, "kl_target": 0.01},
+        "critic": {"lr": 1e-2},
+        "eval": {"items": 0},
+    }
+    whole = train(tiny(PPOConfig, tmp_path, run={"name": "whole", "steps": 4}, **sections))
+    parts = train(tiny(PPOConfig, tmp_path, run={"name": "parts", "steps": 2}, **sections))
+    train(tiny(PPOConfig, tmp_path, run={"name": "parts", "steps": 4, "resume": str(parts)}, **sections))
+    for name in ("loss", metrics.VALUE_LOSS, "policy/kl_coef"):
+        assert [row[name] for row in metrics_rows(parts)] == [row[name] for row in metrics_rows(whole)]
+    assert metrics_rows(whole)[-1]["policy/kl_coef"] != 0.1
+
+
+class Failing(Policy):
+    @endpoint(dispatch=shard(args=("batch",)), collect=concat())
+    def logprobs(self, batch: Batch) -> Batch:
+        raise ValueError("out of luck")
+
+
+def test_a_worker_that_raises_ends_the_run_and_the_cluster_stays_usable(tmp_path: Path) -> None:
+    import podium
+
+    config = tiny(GRPOConfig, tmp_path, algorithm={"epochs": 2}, eval={"items": 0})
+    with podium.connect("inline") as cluster:
+        with pytest.raises(EndpointError, match="out of luck"):
+            PPOTrainer(config, cluster=cluster, workers={"policy": Failing}, show=False).fit()
+        again = tiny(GRPOConfig, tmp_path, run={"name": "again", "steps": 1}, eval={"items": 0})
+        assert PPOTrainer(again, cluster=cluster, show=False).fit().steps == 1

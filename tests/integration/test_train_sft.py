@@ -1,0 +1,79 @@
+"""Supervised fine-tuning on a file of examples, and what is done with its model afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import podium
+from podium.cli import main
+from podium.errors import DataError
+from podium.telemetry import metrics
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from tests.integration.training import losses, metrics_rows, tiny
+
+
+def test_the_loss_falls_and_the_model_goes_on_to_grpo(tmp_path: Path) -> None:
+    config = tiny(SFTConfig, tmp_path, run={"steps": 20, "name": "sft"}, eval={"every": 10})
+    with podium.connect("inline") as cluster:
+        warm = SFTTrainer(config, cluster=cluster, show=False).fit()
+        grpo = tiny(GRPOConfig, tmp_path, model={"path": warm.model_path, "config": {}, "tokenizer": ""})
+        after = PPOTrainer(grpo, cluster=cluster, show=False).fit()
+    run = tmp_path / "runs" / "sft"
+    assert losses(run)[-1] < 0.8 * losses(run)[0]
+    assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 10, 20]
+    assert {metrics.GRAD_NORM, metrics.LEARNING_RATE, metrics.TOKENS_PER_S} <= metrics_rows(run)[0].keys()
+    assert after.accuracy_before == warm.accuracy_after  # the same weights on the same held-out prompts
+
+
+def test_sft_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    sections = {"eval": {"items": 0}, "save": {"model": False}}
+    SFTTrainer(
+        tiny(SFTConfig, tmp_path, run={"steps": 6, "name": "whole"}, **sections), cluster="inline", show=False
+    ).fit()
+    for steps, resume in ((3, ""), (6, str(tmp_path / "runs" / "parts"))):
+        config = tiny(SFTConfig, tmp_path, run={"steps": steps, "name": "parts", "resume": resume}, **sections)
+        SFTTrainer(config, cluster="inline", show=False).fit()
+    assert losses(tmp_path / "runs" / "parts") == losses(tmp_path / "runs" / "whole")
+
+
+def test_a_run_ends_once_it_is_good_enough(tmp_path: Path) -> None:
+    config = tiny(SFTConfig, tmp_path, run={"steps": 400}, eval={"every": 20, "items": 12, "stop_at": 0.2})
+    summary = SFTTrainer(config, cluster="inline", show=False).fit()
+    assert summary.finished
+    assert summary.steps < 400
+    assert summary.accuracy_after is not None
+    assert summary.accuracy_after >= 0.2
+    assert summary.model_path is not None
+
+
+def test_an_example_without_an_answer_is_named(tmp_path: Path) -> None:
+    config = tiny(SFTConfig, tmp_path, data={"answer_column": None})
+    with pytest.raises(DataError, match="example 0 has no answer to learn"):
+        SFTTrainer(config, cluster="inline", show=False).fit()
+
+
+def test_train_eval_and_sample_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands that a user types, on a file of their own."""
+    config = tiny(SFTConfig, tmp_path)
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(json.dumps({"model": {"config": dict(config.model.config), "tokenizer": config.model.tokenizer}}))
+    data = ["--data.train", config.data.train, "--data.holdout", "0.2", "--eval.items", "4"]
+    where = ["--run.dir", str(tmp_path), "--run.name", "cli", "--sampling.max_new_tokens", "3"]
+    train = ["train", "sft", "--config", str(yaml), *data, *where, "--batch.examples", "4", "--backend", "inline"]
+    assert main([*train, "--run.steps", "2", "--optim.lr", "1e-2"]) == 0
+    assert "held-out accuracy" in capsys.readouterr().out
+    run = str(tmp_path / "cli")
+    assert main(["train", "sft", "--resume", run, "--run.steps", "3", "--backend", "inline"]) == 0
+    assert [row["step"] for row in metrics_rows(tmp_path / "cli")] == [1, 2, 3]
+    capsys.readouterr()
+    assert main(["eval", run, "--backend", "inline"]) == 0
+    out = capsys.readouterr().out
+    assert "of 4; 95% interval" in out
+    assert out.count("expected") == 3
+    assert main(["sample", run, "--prompt", "12=", "--sampling.n", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["eval", run, "--data.train", "absent.jsonl"]) == 2
+    assert "no file absent.jsonl" in capsys.readouterr().err
