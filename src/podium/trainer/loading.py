@@ -228,7 +228,9 @@ def _unknown_keys(
                 yield from _unknown_keys(
                     cast(type, section), cast("Mapping[str, Any]", value), f"{prefix}{name}.", root
                 )
-            elif not isinstance(value, cast(type, section)):
+            elif not isinstance(value, cast(type, section)) and not (
+                value is None and type(None) in _arms(_hints(cls)[name])
+            ):
                 inner = ", ".join(field.name for field in dataclasses.fields(section))
                 yield f"{prefix}{name}", f"{prefix}{name} = {value!r}: expected a section with the keys {inner}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -36,10 +36,16 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Extra:
+    rank: int = 8  # of the update
+
+
+@dataclass(frozen=True, kw_only=True)
 class Root:
     steps: int = 10  # optimizer steps
     model: Model = Model()
     optim: Optim = Optim()
+    extra: Extra | None = None
 
 
 def test_yaml_and_overrides_in_that_order(tmp_path: Path) -> None:
@@ -68,7 +74,7 @@ def test_a_negative_number_is_a_value() -> None:
         ({"optim": {"lrr": 1}}, "unknown key optim.lrr (value 1): did you mean optim.lr?"),
         ({"optimm": {}}, "unknown key optimm (value {}): did you mean optim?"),
         ({"lora_rank": 2}, "unknown key lora_rank (value 2): did you mean model.lora_rank?"),
-        ({"zzz": 2}, "unknown key zzz (value 2): the configuration has steps, model, optim"),
+        ({"zzz": 2}, "unknown key zzz (value 2): the configuration has steps, model, optim, extra"),
         ({"steps": "many"}, "steps = 'many': expected an integer"),
         ({"optim": {"lr": "fast"}}, "optim.lr = 'fast': expected a number"),
         ({"optim": {"max_norm": "big"}}, "optim.max_norm = 'big': expected a number or null"),
@@ -139,6 +145,35 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(config_to_yaml(config), encoding="utf-8")
     assert load_config(Root, path) == config
+
+
+def test_an_optional_section_is_off_until_a_key_of_it_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(config_to_yaml(Root()))
+    assert load_config(Root, path).extra is None
+    assert load_config(Root, path, ["--extra.rank", "4"]).extra == Extra(rank=4)
+    assert load_config(Root, None, ["--extra", "null"]).extra is None
+    with pytest.raises(ConfigError, match=r"unknown key extra\.rnk \(value 4\): did you mean extra\.rank\?"):
+        load_config(Root, path, ["--extra.rnk", "4"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preferring(Root):
+    RECIPE: ClassVar[Mapping[str, Any]] = {"optim": {"lr": 5e-4, "schedule": "cosine"}}
+
+
+def test_a_recipe_prefers_values_and_the_user_wins() -> None:
+    assert build_config(Preferring, {"optim": {"lr": 1.0}}).optim == Optim(lr=1.0, schedule="cosine")
+    assert next(key.default for key in keys_of(Preferring) if key.path == "optim.lr") == 5e-4
+
+
+def test_a_mistake_in_a_file_names_it_and_one_on_the_command_line_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: many")
+    with pytest.raises(ConfigError) as caught:
+        load_config(Root, path, ["--optim.lr", "fast"])
+    lines = [f"{path}: steps = 'many': expected an integer", "optim.lr = 'fast': expected a number"]
+    assert str(caught.value).splitlines() == lines
 
 
 def test_keys_carry_their_documentation() -> None:
