@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["become_subreaper", "children_of", "die_with_parent", "session_of"]
+__all__ = ["become_subreaper", "children_of", "die_with_parent", "environment_has", "session_of"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -47,6 +47,14 @@ def _table() -> dict[int, tuple[int, int]]:
 def children_of(pid: int) -> list[int]:
     """Direct children of ``pid``."""
     return [child for child, (parent, _) in _table().items() if parent == pid]
+
+
+def environment_has(pid: int, entry: str) -> bool:
+    """Whether a process was started with ``entry`` ("NAME=value") in its environment."""
+    try:
+        return entry.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended meanwhile
+        return False
 
 
 def session_of(leader: int) -> list[int]:

@@ -11,7 +11,8 @@ the children's parent-death signal means what it says.
 
 It is the warden of the controller's processes: when the controller's end of the socket closes, or the controller is no
 longer its parent, it kills every descendant (it is their subreaper, so none escapes by losing its parent), removes the
-private directory and ends. It sits in a session of its own, where a terminal's SIGINT does not reach.
+private directory and ends. When a host ends, it ends what that host had started, in whatever session. It sits in a
+session of its own, where a terminal's SIGINT does not reach.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from podium.backends.local.linux import become_subreaper, children_of, die_with_parent, session_of
+from podium.backends.local.linux import become_subreaper, children_of, die_with_parent, environment_has, session_of
 
 __all__ = ["Spawn", "main"]
 
@@ -135,14 +136,26 @@ class _Server:
             if pid == 0:
                 return
             if pid in self._hosts:
-                self._tell(("ended", self._hosts.pop(pid), status))
-                for child in session_of(pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
+                token = self._hosts.pop(pid)
+                self._tell(("ended", token, status))
+                self._end_what_it_started(pid, token)
+
+    def _end_what_it_started(self, pid: int, token: int) -> None:
+        """Processes of its session, and those in sessions of their own, which came to us when it ended."""
+        orphans = [child for child in children_of(os.getpid()) if child not in self._hosts]
+        marked = [child for child in orphans if environment_has(child, _mark(token))]
+        for child in {*session_of(pid), *marked}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
     def _tell(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the controller is gone: the loop ends next
             self._connection.send(pickle.dumps(message))
+
+
+def _mark(token: int) -> str:
+    """An entry in the environment of a host, by which what it started is known for its own."""
+    return f"PODIUM_HOST={token}"
 
 
 def _become_host(order: Spawn, fds: list[int], parent: int) -> NoReturn:
@@ -151,6 +164,8 @@ def _become_host(order: Spawn, fds: list[int], parent: int) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _redirect(order.log_path)
+    mark, _, value = _mark(order.token).partition("=")
+    env = {**order.env, mark: value}
     low = [os.dup(fd) for fd in fds]
     keep = {0, 1, 2, *low}
     for entry in os.listdir("/proc/self/fd"):
@@ -164,8 +179,8 @@ def _become_host(order: Spawn, fds: list[int], parent: int) -> NoReturn:
             f"import sys; sys.path[:] = {order.sys_path!r}; from podium.backends.local.child import main; "
             f"main({low[0]}, {low[1]}, {order.threads}, {order.cwd!r}, {order.sys_path!r})"
         )
-        os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **order.env})
-    os.environ.update(order.env)
+        os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **env})
+    os.environ.update(env)
     from podium.backends.local import child
 
     child.main(low[0], low[1], order.threads, order.cwd, order.sys_path)
