@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from podium import Cluster
 from podium.errors import CallCancelled, DeadlineExceeded, EndpointError, PodiumError, WorkerDied, WorkerStartError
 from podium.runtime import colocate
 from tests.integration.fault_workers import Faulty, Slow
-from tests.integration.processes import all_gone, parent_of, wait_for
+from tests.integration.processes import alive, all_gone, parent_of, wait_for
 
 PROMPT_S = 3.0  # far below the minutes that siblings are busy; the figures themselves are bench's
 
@@ -231,6 +232,32 @@ def test_other_groups_do_not_notice(local: Cluster, faulty: Faulty) -> None:
         faulty.fail_on(0, "kill")
     assert other.gather_ranks() == [[0.0, 1.0]] * 2
     other.group.close()
+
+
+@pytest.mark.parametrize("ending", ["restart", "crash"])
+def test_what_a_worker_started_ends_with_it_and_siblings_keep_theirs(faulty: Faulty, ending: str) -> None:
+    """In its session, in a session of its own, and orphaned into one."""
+    other = faulty.group.run_on(1, start_children)
+    mine = faulty.group.run_on(0, start_children)
+    assert all(alive(pid) for pid in (*mine, *other))
+    if ending == "restart":
+        faulty.group.restart()
+        mine += other
+    else:
+        with pytest.raises(WorkerDied):
+            faulty.fail_on(0, "os._exit", "return")
+    assert not all_gone(mine, PROMPT_S)
+    if ending == "crash":
+        assert all(alive(pid) for pid in other)
+
+
+def start_children(worker: Faulty) -> list[int]:
+    sleep = ["sleep", "600"]
+    plain, own_session = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
+    orphan = subprocess.run(
+        ["sh", "-c", "setsid sleep 600 >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [plain.pid, own_session.pid, int(orphan.stdout)]
 
 
 def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Faulty) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
 import stat
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -121,6 +123,21 @@ def test_a_closed_cluster_leaves_no_descriptor_no_thread_and_no_process() -> Non
     assert not all_gone(pids, 3.0)
     assert descriptors(os.getpid()) <= before
     assert wait_for(lambda: threading.active_count() <= threads, 3.0)
+
+
+def test_the_interrupt_handler_of_the_script_is_given_back() -> None:
+    def own(number: int, frame: FrameType | None) -> None:
+        """A user's handler."""
+
+    original = signal.getsignal(signal.SIGINT)
+    try:
+        for handler in (signal.default_int_handler, own):
+            signal.signal(signal.SIGINT, handler)
+            with podium.connect("local"):
+                assert (signal.getsignal(signal.SIGINT) is handler) is (handler is own), "a user's is left alone"
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, original)
 
 
 def test_results_may_outlive_their_cluster() -> None:
