@@ -104,7 +104,8 @@ def main() -> None:
     if request is None:
         return
     arguments = request[1]
-    torch.set_num_threads(arguments["threads"])
+    if arguments["threads"] is not None:
+        torch.set_num_threads(arguments["threads"])
     generation = Generation()
     pacer = Pacer(peer, generation.details)
     load, checkpointing = arguments["load"], arguments["gradient_checkpointing"]

@@ -1,7 +1,8 @@
 """A GRPO step, whole and by stages, beside TRL's GRPOTrainer: same model, prompts, lengths, sampling and precision.
 
-Each trains in a process of its own and pauses between its turns. TRL runs with its fastest settings: without gradient
-checkpointing, and with the number of threads that a short trial before found faster. Podium runs with its defaults.
+Each trains in a process of its own and pauses between its turns. `trl` has the fastest settings that were found: no
+gradient checkpointing, and the number of threads that a short trial before finds faster; `trl_default` is TRL as it
+comes. Podium runs with its defaults.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -47,11 +48,14 @@ def podium_trainer(context: Context, load: StepLoad) -> Iterator[Turns]:
 
 
 @contextmanager
-def trl_trainer(context: Context, load: StepLoad, python: Path, threads: int) -> Iterator[Turns]:
-    environment = {"OMP_NUM_THREADS": str(threads)}
-    log = context.log_of(f"trl-{threads}")
+def trl_trainer(
+    context: Context, load: StepLoad, python: Path, *, threads: int | None, gradient_checkpointing: bool = False
+) -> Iterator[Turns]:
+    """TRL with so many threads; None leaves them to torch."""
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    log = context.log_of(f"trl-{threads or 'default'}")
     with start_peer(peer_command(python, "trl_grpo"), log, environment=environment) as peer:
-        peer.call("open", load=load.as_arguments(), threads=threads, gradient_checkpointing=False)
+        peer.call("open", load=load.as_arguments(), threads=threads, gradient_checkpointing=gradient_checkpointing)
         yield Turns(peer, load)
 
 
@@ -59,7 +63,7 @@ def faster_threads(context: Context, load: StepLoad, python: Path) -> int:
     """With how many threads TRL is faster here: on a busy machine one beats two by far."""
     speeds: dict[int, float] = {}
     for threads in (1, 2):
-        with trl_trainer(context, load, python, threads) as trl:
+        with trl_trainer(context, load, python, threads=threads) as trl:
             trl.tokens_per_s()
             speeds[threads] = trl.tokens_per_s()
     context.say(f"TRL: {', '.join(f'{speed:.0f} tokens/s with {n} threads' for n, speed in speeds.items())}")
@@ -71,34 +75,34 @@ def grpo(context: Context) -> Iterator[Row]:
     load = StepLoad()
     python = context.peer_python("trl")
     with ExitStack() as stack:
-        podium = stack.enter_context(podium_trainer(context, load))
-        subjects = {"podium": podium.tokens_per_s}
-        trl: Turns | None = None
+        trainers = {"podium": stack.enter_context(podium_trainer(context, load))}
         if python is not None:
-            trl = stack.enter_context(trl_trainer(context, load, python, faster_threads(context, load, python)))
-            subjects["trl"] = trl.tokens_per_s
+            threads = faster_threads(context, load, python)
+            best = trl_trainer(context, load, python, threads=threads)
+            default = trl_trainer(context, load, python, threads=None, gradient_checkpointing=True)
+            trainers |= {"trl": stack.enter_context(best), "trl_default": stack.enter_context(default)}
         warmups = 2
+        subjects = {name: turns.tokens_per_s for name, turns in trainers.items()}
         figures = alternate(subjects, repetitions=context.repetitions(9), warmups=warmups)
     yield compare("grpo_step_1m", figures, unit="tokens/s", better="higher")
-    podium_told = podium.told[warmups:]
-    trl_told = trl.told[warmups:] if trl else []
-    yield from speed_rows(load, podium_told, trl_told)
-    yield from stage_rows(podium_told)
-    outside = [100 * told["outside_workers"] for told in podium_told]
+    told = {name: turns.told[warmups:] for name, turns in trainers.items()}
+    yield from speed_rows(load, told)
+    yield from stage_rows(told["podium"])
+    outside = [100 * turn["outside_workers"] for turn in told["podium"]]
     yield compare("controller_share_1m", {"podium": outside}, unit="%")
 
 
-def speed_rows(load: StepLoad, podium: list[dict[str, Any]], trl: list[dict[str, Any]]) -> Iterator[Row]:
+def speed_rows(load: StepLoad, told: Mapping[str, list[dict[str, Any]]]) -> Iterator[Row]:
     """Completion tokens a second of generation alone, and of everything that is not generation."""
-    generate = {"podium": [told["stage_s"]["generate"] / STEPS for told in podium]}
-    step = {"podium": [statistics.mean(told["step_s"]) for told in podium]}
-    if trl:
-        generate["trl"] = [sum(told["generate_s"]) / STEPS for told in trl]
-        step["trl"] = [statistics.mean(told["step_s"]) for told in trl]
-    rest = {name: [whole - part for whole, part in zip(step[name], generate[name], strict=True)] for name in generate}
-    for label, seconds in (("generate", generate), ("rest", rest)):
-        speeds = {name: [load.tokens / value for value in values] for name, values in seconds.items()}
-        yield compare(f"grpo_{label}_1m", speeds, unit="tokens/s", better="higher")
+    generate: dict[str, list[float]] = {}
+    rest: dict[str, list[float]] = {}
+    for name, turns in told.items():
+        spent = [turn["stage_s"]["generate"] if name == "podium" else sum(turn["generate_s"]) for turn in turns]
+        tokens = STEPS * load.tokens
+        generate[name] = [tokens / seconds for seconds in spent]
+        rest[name] = [tokens / (sum(turn["step_s"]) - part) for turn, part in zip(turns, spent, strict=True)]
+    yield compare("grpo_generate_1m", generate, unit="tokens/s", better="higher")
+    yield compare("grpo_rest_1m", rest, unit="tokens/s", better="higher")
 
 
 def stage_rows(podium: list[dict[str, Any]]) -> Iterator[Row]:
