@@ -1,0 +1,66 @@
+"""Every example runs as its first lines say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podium.trainer import GRPOConfig, PPOTrainer, load_config
+from tests.integration.training import metrics_rows, tiny
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("local", 4), ("inline", 1)])
+def test_custom_worker(tmp_path: Path, backend: str, ranks: int) -> None:
+    lines = run(str(EXAMPLES / "custom_worker.py"), "--backend", backend, cwd=tmp_path).splitlines()
+    assert lines[0] == f"{ranks} ranks"
+    scores = json.loads(lines[1])
+    assert sum(scores) == pytest.approx(0, abs=1e-2)
+    assert scores == sorted(scores)
+
+
+def test_custom_reward_and_advantage_in_a_run(tmp_path: Path) -> None:
+    assert "1.00  correct" in run(str(EXAMPLES / "custom_reward.py"), cwd=tmp_path)
+    assert run(str(EXAMPLES / "custom_advantage.py"), cwd=tmp_path).startswith("[0.0, 0.5, 0.0, 0.0")
+    config = tiny(
+        GRPOConfig,
+        tmp_path,
+        reward={"name": f"{EXAMPLES}/custom_reward.py:digits_in_order"},
+        algorithm={"advantage": f"{EXAMPLES}/custom_advantage.py:best_of_group"},
+        eval={"items": 0},
+    )
+    PPOTrainer(config, cluster="inline", show=False).fit()
+    assert len(metrics_rows(tmp_path / "runs" / "run")) == 2
+
+
+def test_gsm8k_configuration_is_valid() -> None:
+    config = load_config(GRPOConfig, EXAMPLES / "gsm8k_grpo.yaml", ["--data.train", "train.jsonl"])
+    assert (config.rows, config.algorithm.updates, config.reward.name) == (256, 2, "gsm8k")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_smoke_learns_to_copy_from_nothing(tmp_path: Path) -> None:
+    out = run(
+        str(EXAMPLES / "quickstart.py"), "--smoke", "--backend", "inline", "--out", str(tmp_path / "out"), cwd=tmp_path
+    )
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.05
+    assert summary["accuracy_after"] > 0.9
+    assert "held-out accuracy" in out
+    assert (tmp_path / "out" / "curve.png").stat().st_size > 10_000
