@@ -12,7 +12,8 @@ from podium.errors import ConfigError, DeadlineExceeded
 from podium.runtime.call import Call
 from podium.runtime.dispatch import World
 from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of
-from podium.runtime.hosts import HostSet, Outgoing
+from podium.runtime.flight import Outgoing
+from podium.runtime.hosts import HostSet
 from podium.runtime.markers import CallArgument
 from podium.runtime.mesh import Mesh
 

@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -40,17 +40,17 @@ from podium.errors import (
 from podium.runtime.backend import Backend, Death, HostHandle, HostSpec, Packed, Reply, Request
 from podium.runtime.call import Call
 from podium.runtime.context import WorkerContext
-from podium.runtime.host import Failure, Status
+from podium.runtime.flight import Flight, Outgoing, describe
+from podium.runtime.host import Failure
 from podium.runtime.mesh import Mesh
 from podium.runtime.pool import ResourcePool
 from podium.runtime.watch import Watch
 from podium.runtime.worker import Bound
 
-__all__ = ["HostSet", "Outgoing", "StartOptions"]
+__all__ = ["HostSet", "StartOptions"]
 
 BREAK_S = 0.2
 SETTLE_S = 1.0
-STALL_S = 60.0
 STATUS_S = 1.0
 
 _log = logging.getLogger("podium")
@@ -64,36 +64,6 @@ class StartOptions:
     env: Mapping[str, str]
     start_timeout_s: float
     distributed: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A call ready to be sent: which ranks, with what, and whose results are wanted in which order."""
-
-    target: str
-    method: str
-    ranks: Sequence[int]
-    shared: Mapping[str, Any]
-    own: Sequence[Mapping[str, Any]] | None
-    wanted: Sequence[int]
-    concurrent: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """One call in the air. ``open`` are the ranks that have not replied."""
-
-    call: Call[Any]
-    out: Outgoing
-    call_id: int
-    open: set[int]
-    submitted_ns: int
-    failed: list[int] = field(default_factory=lambda: list[int]())
-    held: PodiumError | None = None
-    cause: BaseException | None = None
-    expired: bool = False
-    breaking: bool = False
-    next_stall: float = STALL_S
 
 
 @dataclass(frozen=True)
@@ -127,7 +97,7 @@ class HostSet:
         self._threads = threads
         self._handles: Sequence[HostHandle] = ()
         self._contexts: list[WorkerContext] = []
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._send = threading.Lock()
         self._unsettled: set[int] = set()  # calls that failed on one rank while others still ran
         self._settled = threading.Condition()
@@ -301,7 +271,7 @@ class HostSet:
             return join([self.backend.unpack(replies[places[rank]].payload) for rank in wanted])
 
         call.begin(len(ranks), joined, self.backend)
-        flight = _Flight(call, out, call_id, set(ranks), time.monotonic_ns())
+        flight = Flight(call, out, call_id, set(ranks), time.monotonic_ns())
         self._flights[call_id] = flight  # from here on a death fails it; one while it was packed shows now
         try:
             self._refuse_if_unusable(call.label)
@@ -320,7 +290,7 @@ class HostSet:
         for rank, death in list(self.dead.items()):  # it died since we looked, and may have missed this flight
             self._lose(flight, rank, death)
 
-    def _send_to_all(self, flight: _Flight, shared: Packed, own: Sequence[Packed] | None) -> None:
+    def _send_to_all(self, flight: Flight, shared: Packed, own: Sequence[Packed] | None) -> None:
         out = flight.out
         common: dict[bool, Request] = {}
         for place, rank in enumerate(out.ranks):
@@ -357,7 +327,7 @@ class HostSet:
 
     # -- replies in ----------------------------------------------------------------------------------------------
 
-    def _on_reply(self, flight: _Flight, place: int, rank: int, reply: Reply) -> None:
+    def _on_reply(self, flight: Flight, place: int, rank: int, reply: Reply) -> None:
         flight.open.discard(rank)
         if reply.status == "ok":
             flight.call.record(place, reply)
@@ -386,7 +356,7 @@ class HostSet:
                 )
             )
 
-    def _on_error(self, flight: _Flight, rank: int, failure: Failure) -> None:
+    def _on_error(self, flight: Flight, rank: int, failure: Failure) -> None:
         error = EndpointError(
             f"{flight.call.label} raised {failure.type_name} on rank {rank} of {self.size} "
             f"({self.pool[rank].node}): {failure.message}\n\nTraceback of rank {rank}:\n{failure.traceback.rstrip()}",
@@ -418,7 +388,7 @@ class HostSet:
         for flight in waiting:
             self._lose(flight, rank, death)
 
-    def _lose(self, flight: _Flight, rank: int, death: Death) -> None:
+    def _lose(self, flight: Flight, rank: int, death: Death) -> None:
         if rank in flight.open:
             flight.open.discard(rank)
             flight.call.fail(self._died(flight.call.label, rank, death, "ended while this call waited for it"))
@@ -439,7 +409,7 @@ class HostSet:
             last_words=death.last_words,
         )
 
-    def _break(self, flight: _Flight, rank: int, failure: Failure) -> None:
+    def _break(self, flight: Flight, rank: int, failure: Failure) -> None:
         """A rank failed and siblings still run: they may wait for it in a collective."""
         if not flight.open or self._closing or rank in self.dead:
             self._settle(flight)
@@ -457,7 +427,7 @@ class HostSet:
         flight.breaking = True
         self._ask(rank, "break_collectives", {}, broke)
 
-    def _settle(self, flight: _Flight) -> None:
+    def _settle(self, flight: Flight) -> None:
         if flight.call_id in self._unsettled:
             with self._settled:
                 self._unsettled.discard(flight.call_id)
@@ -465,7 +435,7 @@ class HostSet:
 
     # -- deadlines and cancelling --------------------------------------------------------------------------------
 
-    def _tell_cancelled(self, flight: _Flight) -> None:
+    def _tell_cancelled(self, flight: Flight) -> None:
         for rank in list(flight.open):
             self._ask(rank, "cancel", {"cancelled": flight.call_id}, lambda reply: None)
 
@@ -493,7 +463,7 @@ class HostSet:
                     telemetry.Stalled(role=self.name, method=flight.out.method, waiting_for=open_ranks, seconds=waited)
                 )
 
-    def _expire(self, flight: _Flight) -> None:
+    def _expire(self, flight: Flight) -> None:
         stuck = sorted(flight.open)
         reports = self._statuses(stuck)
         if flight.call.done():
@@ -512,7 +482,7 @@ class HostSet:
 
         def note(rank: int, reply: Reply) -> None:
             if reply.status == "ok":
-                reports[rank] = _describe(self.backend.unpack(reply.payload))
+                reports[rank] = describe(self.backend.unpack(reply.payload))
             left.release()
 
         for rank in ranks:
@@ -522,15 +492,3 @@ class HostSet:
             if not left.acquire(timeout=max(0.0, until - time.monotonic())):
                 break
         return reports
-
-
-def _describe(status: Status) -> str:
-    if not status.running:
-        return "idle: the request is queued or lost"
-    return "; ".join(
-        f"runs {label} since {seconds:.1f} s, at\n{_indent(stack)}" for label, seconds, stack in status.running
-    )
-
-
-def _indent(stack: str) -> str:
-    return "\n".join("      " + line for line in stack.rstrip().splitlines())
