@@ -150,6 +150,8 @@ class LocalBackend(Backend):
         self._closed = True
         for host in list(self._hosts.values()):
             host.kill()
+        if self._echo is not None:
+            self._echo.stop()  # while the logs are there: the server removes the private directory
         self._io.stop()
         self._server_socket.close()  # the server's signal to end
         try:
@@ -157,8 +159,6 @@ class LocalBackend(Backend):
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
-        if self._echo is not None:
-            self._echo.stop()
         shutil.rmtree(self._private, ignore_errors=True)
         self.segments.close()
 
