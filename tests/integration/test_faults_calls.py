@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import podium
-from podium import Cluster
+from podium import Cluster, telemetry
 from podium.errors import CallCancelled, DeadlineExceeded, EndpointError, PodiumError, WorkerDied, WorkerStartError
 from podium.runtime import colocate
 from tests.integration.fault_workers import Faulty, Slow
@@ -261,8 +261,14 @@ def start_children(worker: Faulty) -> list[int]:
 
 
 def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Faulty) -> None:
+    lost: list[telemetry.Event] = []
+    unsubscribe = telemetry.subscribe(
+        lambda event: lost.append(event) if isinstance(event, telemetry.WorkerLost) else None
+    )
     os.kill(faulty.group.pids[0], signal.SIGKILL)
-    assert wait_for(lambda: 0 in faulty.group.hosts.dead, PROMPT_S)
+    assert wait_for(lambda: bool(lost), PROMPT_S)
+    unsubscribe()
+    assert lost == [telemetry.WorkerLost(role="faulty", rank=0, node="localhost", cause="signal SIGKILL")]
 
 
 def test_the_death_of_the_fork_server_is_the_death_of_its_hosts() -> None:

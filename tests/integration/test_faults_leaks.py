@@ -314,3 +314,17 @@ def _say(worker: Worker) -> None:
     sys.stdout.write(f"stdout of {worker.ctx.rank}\n")
     sys.stderr.write(f"stderr of {worker.ctx.rank}\n")
     time.sleep(0.01)
+
+
+def test_worker_output_is_echoed_with_its_label_on_request(tmp_path: Path) -> None:
+    out = run_script(
+        tmp_path,
+        """
+import podium
+from podium.runtime import Worker
+with podium.connect("local", preload=[], echo=True) as cluster:
+    talker = cluster.start(Worker.bind(), cluster.pool([2]), name="talker")
+    talker.group.run(lambda worker: print("hello from", worker.ctx.rank))
+""",
+    )
+    assert sorted(out.splitlines()) == ["[talker-0] hello from 0", "[talker-1] hello from 1"]

@@ -1,0 +1,79 @@
+"""What the runtime tells telemetry: who ran what from when to when, who started, who waits for whom."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import podium
+from podium import Cluster, telemetry
+from podium.errors import EndpointError
+from podium.testing.workers import Probe, Sleeper
+
+
+@pytest.fixture
+def events() -> Iterator[list[telemetry.Event]]:
+    heard: list[telemetry.Event] = []
+    unsubscribe = telemetry.subscribe(heard.append)
+    yield heard
+    unsubscribe()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with podium.connect("inline", threads=True) as cluster:
+        yield cluster
+
+
+def calls(events: list[telemetry.Event], method: str) -> list[telemetry.CallFinished]:
+    found = [event for event in events if isinstance(event, telemetry.CallFinished) and event.method == method]
+    return sorted(found, key=lambda event: event.rank)
+
+
+def test_each_rank_of_a_call_is_an_event_with_its_times(cluster: Cluster, events: list[telemetry.Event]) -> None:
+    sleeper = cluster.start(Sleeper.bind(), cluster.pool([2]), name="role")
+    before = time.monotonic_ns()
+    sleeper.sleep(0.05)
+    first, second = calls(events, "sleep")
+    for event in (first, second):
+        assert (event.role, event.node, event.ok) == ("role", "localhost", True)
+        assert before <= event.submitted_ns <= event.started_ns
+        assert event.ended_ns - event.started_ns >= 50_000_000
+    assert (first.rank, second.rank) == (0, 1)
+    assert first.call_id == second.call_id
+    started = [event for event in events if isinstance(event, telemetry.WorkerStarted)]
+    assert [(event.role, event.rank) for event in started] == [("role", 0), ("role", 1)]
+
+
+def test_a_call_that_fails_says_so(cluster: Cluster, events: list[telemetry.Event]) -> None:
+    probe = cluster.start(Probe.bind(), cluster.pool([2]))
+    with pytest.raises(EndpointError):
+        probe.fail([1], ValueError("no"))
+    probe.rank()
+    assert [event.ok for event in calls(events, "fail")] == [True, False]
+
+
+def test_a_listener_that_raises_does_not_harm_the_call(cluster: Cluster) -> None:
+    probe = cluster.start(Probe.bind(), cluster.pool([2]))
+    unsubscribe = telemetry.subscribe(lambda event: 1 // 0)  # pyright: ignore[reportArgumentType]
+    try:
+        assert probe.rank() == [0, 1]
+    finally:
+        unsubscribe()
+
+
+def test_a_stall_names_who_waits_for_whom(
+    cluster: Cluster, events: list[telemetry.Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    sleeper = cluster.start(Sleeper.bind(), cluster.pool([2]), name="slow")
+    with caplog.at_level(logging.WARNING, "podium"):
+        call = sleeper.sleep.submit(0.8)
+        for flight in sleeper.group.hosts._flights.values():  # pyright: ignore[reportPrivateUsage] - not a whole minute
+            flight.next_stall = 0.1
+        call.result()
+    (stalled, *_) = [event for event in events if isinstance(event, telemetry.Stalled)]
+    assert (stalled.role, stalled.method, stalled.waiting_for) == ("slow", "sleep", (0, 1))
+    assert "slow.sleep has waited" in caplog.text
