@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,9 +16,11 @@ from podium.errors import ConfigError
 
 __all__ = [
     "DTYPES",
+    "accelerator_count",
     "autocast",
     "choose_device",
     "compute_dtype",
+    "free_memory_bytes",
     "memory_peak_bytes",
     "parse_dtype",
     "random_state",
@@ -73,6 +77,22 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 def memory_peak_bytes(device: torch.device) -> int:
     """The most bytes that tensors took on the device so far; 0 for the CPU, which torch does not count."""
     return 0 if device.type == "cpu" else int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory of ``device`` that can still be had; on a CPU, what free pages and droppable caches come to together."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def accelerator_count() -> int:
+    """Accelerators that this process sees."""
+    return torch.cuda.device_count()
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ PodiumError
 ├── DeadlineExceeded     a call did not finish in time (also a TimeoutError)
 ├── CallCancelled        the result of a cancelled call was asked for
 ├── SerializationError   a value cannot cross to or from a worker
+├── GenerationError      the model produced what no token can be drawn from
 ├── RewardError          a reward function raised, or returned what is no score
 └── CheckpointError      a checkpoint is missing, unfinished or does not fit
 
@@ -28,6 +29,7 @@ __all__ = [
     "DataError",
     "DeadlineExceeded",
     "EndpointError",
+    "GenerationError",
     "PlacementError",
     "PodiumError",
     "RewardError",
@@ -121,6 +123,10 @@ class CallCancelled(PodiumError):
 
 class SerializationError(PodiumError):
     """A value cannot cross to or from a worker; names the value and the place."""
+
+
+class GenerationError(PodiumError):
+    """The model produced what no token can be drawn from: logits that are not finite."""
 
 
 class RewardError(PodiumError):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from podium.devices import DTYPES
+from podium.devices import DTYPES, accelerator_count
 from podium.errors import ConfigError
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.loading import config_to_yaml
@@ -41,8 +41,10 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str) -> str:
     """The resolved configuration and the plan, as text.
 
     Raises:
-        ConfigError: the model's configuration cannot be read.
+        ConfigError: no data are named, or the model's configuration cannot be read.
     """
+    if not config.data.train:
+        raise ConfigError("data.train is not set: expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK")
     size = model_size(config.model)
     lines = ["# resolved configuration", config_to_yaml(config).rstrip(), "", "# plan"]
     lines += [*_placement(config, backend), "", *_batch(config), "", *_memory(config, size)]
@@ -122,7 +124,7 @@ def memory_gib(config: PPOConfig | SFTConfig, size: ModelSize) -> dict[str, floa
 
 def _placement(config: PPOConfig | SFTConfig, backend: str) -> Iterator[str]:
     placement = config.placement
-    gpus = torch.cuda.device_count()
+    gpus = accelerator_count()
     roles = list(bind_roles(config))
     hosts: list[tuple[range, list[str]]] = [(range(placement.ranks), roles)]
     if placement.layout == "split" and "generator" in roles:

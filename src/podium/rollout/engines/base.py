@@ -10,17 +10,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError, GenerationError
 from podium.rollout.sampling import Completion, KeptSet, SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "EngineName", "GenerationError", "assemble", "check_request"]
+__all__ = ["Engine", "EngineConfig", "EngineName", "assemble", "check_request"]
 
 EngineName = Literal["auto", "native", "transformers", "vllm"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class GenerationError(PodiumError):
-    """The model produced what no token can be drawn from."""
 
 
 @dataclass(frozen=True, kw_only=True)

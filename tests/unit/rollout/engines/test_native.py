@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from podium.errors import ConfigError
-from podium.rollout.engines import EngineConfig, GenerationError, make_engine
+from podium.errors import ConfigError, GenerationError
+from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.native import NativeEngine, cache, engine
 from podium.rollout.engines.native.decoder import Decoder, Prefill
 from podium.rollout.sampling import SamplingParams

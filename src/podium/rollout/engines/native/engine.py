@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from podium.devices import free_memory_bytes
 from podium.errors import ConfigError
 from podium.rollout.engines.base import Engine, EngineConfig, assemble, check_request
 from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, cache_class
@@ -99,7 +98,7 @@ class NativeEngine(Engine):
         weights = self._decoder.weights
         per_slot = cache_class(weights.device).bytes_per_position(weights) * length
         gib = self._config.cache_gib
-        budget = _free_bytes(weights.device) // 4 if gib is None else int(gib * 2**30)
+        budget = free_memory_bytes(weights.device) // 4 if gib is None else int(gib * 2**30)
         slots = budget // per_slot
         if slots < ROW_QUANTUM and gib is not None:
             raise ConfigError(
@@ -107,13 +106,3 @@ class NativeEngine(Engine):
                 f"{ROW_QUANTUM * per_slot / 2**30:.2f} GiB; raise it or lower sampling.max_new_tokens"
             )
         return max(slots - slots % ROW_QUANTUM, ROW_QUANTUM)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # what free pages and droppable caches come to together; sysconf leaves the caches out
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
