@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 import podium
-from podium import Cluster
+from podium import Cluster, Worker
 
 
 @pytest.fixture(scope="session")
 def local() -> Iterator[Cluster]:
     """A local cluster that outlives the failures of its groups. A test closes the groups that it starts."""
     with podium.connect("local") as cluster:
+        cluster.start(Worker.bind()).group.close()  # the fork server is warm once a first host has started
         yield cluster
