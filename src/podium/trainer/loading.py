@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import re
 import tokenize
 import types
 import typing
@@ -38,6 +39,15 @@ __all__ = [
 ]
 
 C = TypeVar("C")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``1e-4`` as a number, as YAML 1.2 and everybody does; PyYAML's own reads it as text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,7 @@ def config_to_yaml(config: Any) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -181,7 +191,7 @@ def _parse_value(kind: Any, text: str, dotted: str) -> Any:
     if str in arms and not (type(None) in arms and text in ("null", "none", "None", "~")):
         return text
     try:
-        value: object = yaml.safe_load(text)
+        value: object = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--{dotted} {text!r} is not valid YAML: {error}") from None
     return None if value in ("none", "None") and type(None) in arms else value

@@ -64,6 +64,13 @@ def test_overrides_are_typed_by_their_key() -> None:
     assert pairs == [("model.path", "null"), ("optim.max_norm", None), ("model.lora_rank", 4)]
 
 
+def test_scientific_notation_is_a_number_where_nothing_else_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {shape: {eps: 1e-6, big: 2E3, name: e5}}")
+    assert load_config(Root, path).model.shape == {"eps": 1e-6, "big": 2000.0, "name": "e5"}
+    assert load_config(Root, None, ["--model.shape.eps", "1e-6"]).model.shape == {"eps": 1e-6}
+
+
 def test_a_negative_number_is_a_value() -> None:
     assert parse_overrides(Root, ["--steps", "-1"]) == [("steps", -1)]
 

@@ -1,0 +1,151 @@
+"""The command line: what it prints, how it fails, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podium.cli import main
+from podium.errors import ConfigError
+from tests.integration.training import MODEL, write_copy_task
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {json.dumps(MODEL)}\ndata: {{train: {write_copy_task(tmp_path)}}}\nrun: {{dir: {tmp_path}/runs}}\n"
+    )
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from podium.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit: pass\n"
+        "print({'torch', 'transformers', 'pydantic', 'rich', 'yaml'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.endswith("set()\n")
+    for command in ("train", "eval", "sample", "backends"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train", "dpo"]])
+def test_a_word_that_is_no_command_names_those_that_are(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["eval", "--help"], ["sample", "--help"], ["--version"]])
+def test_help_of_commands(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert "podium" in capsys.readouterr().out
+
+
+def test_a_mistake_is_one_clean_message(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
+    status, out, err = run(capsys, "train", "grpo", "--config", str(yaml), "--optim.lrr", "1e-4")
+    assert (status, out) == (2, "")
+    assert err == "podium train: unknown key optim.lrr (value 0.0001): did you mean optim.lr?\n"
+
+
+def test_debug_shows_where_it_was_raised(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
+    status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--optim.lrr", "1e-4", "--debug")
+    assert status == 2
+    assert "Traceback" in err
+    assert ConfigError.__name__ in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "grpo", "--config", "absent.yaml"], "cannot read the configuration absent.yaml"),
+        (["train", "sft", "--resume", "absent"], "no run at absent: it has no config.yaml"),
+        (["train", "sft", "--resume", "a", "--config", "b"], "leave out --config"),
+        (["train", "grpo", "--optim.lr"], "--optim.lr has no value"),
+        (["train", "grpo", "steps=3"], "'steps=3' is no setting"),
+        (["eval", "runs/absent", "--eval.items", "0"], "eval.items = 0"),
+    ],
+)
+def test_mistakes_before_anything_is_started(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(capsys, *arguments, *(["--backend", "inline"] if arguments[0] == "eval" else []))
+    assert status == 2
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backend_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
+    status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--backend", "inlin")
+    assert status == 2
+    assert "did you mean 'inline'?" in err
+
+
+def test_a_dry_run_prints_settings_and_plan_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], yaml: Path, tmp_path: Path
+) -> None:
+    split = ["--placement.layout", "split", "--placement.ranks", "2", "--algorithm.minibatches", "4"]
+    kl = ["--algorithm.kl_in", "loss", "--algorithm.kl_coef", "0.01"]
+    status, out, _ = run(
+        capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--batch.prompts", "4", *split, *kl
+    )
+    assert status == 0
+    assert "kl_coef: 0.01" in out
+    assert "host 0       cpu     policy, reference" in out
+    assert "host 2       cpu     generator" in out
+    assert "4 prompts x 8 completions = 32 rows" in out
+    assert "1 epoch(s) x 4 minibatch(es) = 4 optimizer step(s) of 8 rows; 4 a rank" in out
+    assert "200 steps = 800 optimizer steps" in out
+    assert "reference weights" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
+    status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--data.train", "")
+    assert status == 2
+    assert "data.train is not set" in err
+
+
+def test_adapters_train_little(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
+    _, out, _ = run(capsys, "train", "ppo", "--config", str(yaml), "--dry-run", "--model.lora.rank", "2")
+    # q 32+32, k and v 32+16 each, o 32+32, gate and up 32+64 each, down 64+32, times rank 2
+    assert "0.01 M parameters, 0.00 M trained" in out
+    assert "critic with optimizer" in out
+    assert "generator's own weights" in out
+
+
+def test_keys_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "train", "ppo", "--keys")
+    assert status == 0
+    assert "--algorithm.advantage gae\n" in out
+    assert "--placement.generator_ranks null\n" in out
+    assert "--run.trackers []\n" in out
+
+
+def test_backends_lists_what_each_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "backends")
+    assert status == 0
+    assert "inline     can: " in out
+    assert "podium.backends.local:LocalBackend" in out
