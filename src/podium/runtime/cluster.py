@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import difflib
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -89,6 +90,8 @@ class Cluster:
         self._inventory = Inventory(backend)
         self._watch = Watch()
         self._groups: dict[str, WorkerGroup] = {}
+        self._names = threading.Lock()
+        self._starting: set[str] = set()
         self._closed = False
         atexit.register(self.close)
 
@@ -182,7 +185,27 @@ class Cluster:
             ConfigError: not a bound Podium worker, a mesh that does not fit, or what this backend cannot do.
         """
         self._refuse_if_closed()
-        bounds = self._bounds(worker, name)
+        with self._names:
+            bounds = self._bounds(worker, name)
+            self._starting |= bounds.keys()
+        try:
+            return self._start(worker, bounds, pool, into, meshes or {}, env, timeout_s, start_timeout_s, distributed)
+        finally:
+            with self._names:
+                self._starting -= bounds.keys()
+
+    def _start(
+        self,
+        worker: Bound[Any] | ColocatedBound,
+        bounds: Mapping[str, Bound[Any]],
+        pool: ResourcePool | None,
+        into: Any,
+        meshes: Mapping[str, Mesh],
+        env: Mapping[str, str] | None,
+        timeout_s: float,
+        start_timeout_s: float,
+        distributed: bool | None,
+    ) -> Any:
         if into is not None:
             hosts = self._hosts_of(into, pool, env)
         else:
@@ -190,14 +213,14 @@ class Cluster:
             options = StartOptions(env=dict(env or {}), start_timeout_s=start_timeout_s, distributed=distributed)
             self._check(pool, meshes, options)
             hosts = self._start_hosts(pool, "+".join(bounds), options)
-        for mesh_name, mesh in (meshes or {}).items():
+        for mesh_name, mesh in meshes.items():
             if mesh.size != hosts.size:
                 raise ConfigError(f"mesh {mesh_name!r} is {mesh} of {mesh.size} ranks; the group has {hosts.size}")
         handles: dict[str, WorkerHandle] = {}
         try:
             for worker_name, bound in bounds.items():
-                hosts.construct(worker_name, bound, meshes or {})
-                group = WorkerGroup(hosts, worker_name, bound.cls, meshes or {}, timeout_s)
+                hosts.construct(worker_name, bound, meshes)
+                group = WorkerGroup(hosts, worker_name, bound.cls, meshes, timeout_s)
                 self._groups[worker_name] = group
                 handles[worker_name] = WorkerHandle(group)
         except BaseException:
@@ -231,8 +254,12 @@ class Cluster:
                     f"start() takes Cls.bind(...) of a podium.Worker, not {_kind(bound)}; "
                     "a class that a backend has already wrapped (such as @ray.remote) is passed as the plain class"
                 )
+            if not re.fullmatch(r"\w[\w.-]*", role):
+                raise ConfigError(
+                    f"name={role!r}: names are letters, digits, '_', '-' and '.'; they name log files too"
+                )
             running = self._groups.get(role)
-            if running is not None and role in running.hosts.workers:
+            if role in self._starting or (running is not None and role in running.hosts.workers):
                 raise ConfigError(f"a group named {role!r} runs already; pass another name=")
         return bounds
 
@@ -240,7 +267,7 @@ class Cluster:
         if not isinstance(worker, Bound):
             return "worker"
         base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cast(Any, worker).cls.__name__).lower().strip("_")
-        taken = {name for name, group in self._groups.items() if name in group.hosts.workers}
+        taken = {name for name, group in list(self._groups.items()) if name in group.hosts.workers} | self._starting
         numbers = (f"{base}_{number}" for number in range(2, len(taken) + 3))
         return base if base not in taken else next(name for name in numbers if name not in taken)
 
@@ -251,13 +278,13 @@ class Cluster:
             raise ConfigError(f"start(into=...): expected a handle that start() returned, not {type(into).__name__}")
         return into.group.hosts
 
-    def _check(self, pool: ResourcePool, meshes: Mapping[str, Mesh] | None, options: StartOptions) -> None:
+    def _check(self, pool: ResourcePool, meshes: Mapping[str, Mesh], options: StartOptions) -> None:
         can = self._backend.capabilities
         if options.distributed and len(pool) > 1 and not can.collectives:
             raise ConfigError(f"backend {self.backend_name!r} has no collectives over several ranks; use 'local'")
         if options.env and not can.processes:
             raise ConfigError(f"backend {self.backend_name!r} has no processes to give an environment; use 'local'")
-        for mesh_name, mesh in (meshes or {}).items():
+        for mesh_name, mesh in meshes.items():
             if mesh.size != len(pool):
                 raise ConfigError(f"mesh {mesh_name!r} is {mesh} of {mesh.size} ranks; the pool has {len(pool)} slots")
 

@@ -15,6 +15,8 @@ from podium.runtime.dispatch import Arguments, Broadcast, Dispatch
 
 __all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "endpoint", "endpoints_of"]
 
+TAKEN = ("bind", "ctx", "group")
+
 P = ParamSpec("P")
 Ret = TypeVar("Ret")
 Out = TypeVar("Out")
@@ -191,6 +193,10 @@ def endpoint(
 def _declare(
     function: Callable[..., Any], dispatch: Dispatch, collect: Collect[Any, Any], concurrent: bool
 ) -> EndpointMethod[Any, Any, Any]:
+    if function.__name__ in TAKEN:
+        raise ConfigError(
+            f"endpoint {function.__qualname__}: every worker has a {function.__name__!r} already; rename it"
+        )
     parameters = list(inspect.signature(function).parameters.values())[1:]
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):

@@ -52,6 +52,7 @@ __all__ = ["HostSet", "StartOptions"]
 BREAK_S = 0.2
 SETTLE_S = 1.0
 STATUS_S = 1.0
+BUSY_END_S = 0.5
 
 _log = logging.getLogger("podium")
 _call_ids = itertools.count(1)
@@ -150,9 +151,12 @@ class HostSet:
             raise
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the hosts: in order where they are idle, by force after ``timeout_s``. Idempotent."""
+        """End the hosts: in order where they are idle, by force after ``timeout_s``, or sooner where a call is in the
+        air, whose result is lost anyway. Idempotent."""
         self._closed = True
         self._forget_tick()
+        if self._flights:
+            timeout_s = min(timeout_s, BUSY_END_S)
         self._end_all(
             lambda handle: handle.stop(timeout_s), f"group {self.name} was closed while this call was in flight"
         )

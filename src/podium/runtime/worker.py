@@ -59,12 +59,14 @@ class Worker:
         Raises:
             ConfigError: the arguments do not fit the constructor.
         """
+        worker = cast("type[W]", cls)
+        plain = worker.__init__ is object.__init__
+        signature = inspect.Signature() if plain else inspect.signature(worker)
         try:
-            inspect.signature(cls).bind(*args, **kwargs)
+            signature.bind(*args, **kwargs)
         except TypeError as error:
-            name = getattr(cls, "__name__", str(cls))
-            raise ConfigError(f"{name}.bind(): {error}; {name} takes {inspect.signature(cls)}") from None
-        return Bound(cast("type[W]", cls), args, dict(kwargs))
+            raise ConfigError(f"{worker.__name__}.bind(): {error}; {worker.__name__} takes {signature}") from None
+        return Bound(worker, args, dict(kwargs))
 
     @property
     def group(self) -> WorkerGroup:

@@ -92,7 +92,7 @@ class LocalBackend(Backend):
         self._nodes = _nodes(nodes, len(self._accelerators))
         _raise_descriptor_limit()
         self._private = tempfile.mkdtemp(prefix="podium-")  # mode 0700
-        self._log_dir = Path(log_dir or Path(self._private) / "logs")
+        self._log_dir = Path(log_dir or Path(self._private) / "logs").absolute()
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self.segments = SegmentPool()
         self._echo = LogEcho() if echo else None

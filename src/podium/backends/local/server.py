@@ -122,6 +122,9 @@ class _Server:
         if pid == 0:
             try:
                 _become_host(order, fds, parent)
+            except BaseException as error:  # noqa: BLE001 - the end of the process: say why, then go
+                sys.excepthook(type(error), error, error.__traceback__)
+                sys.stderr.flush()
             finally:
                 os._exit(70)  # only reached if becoming a host failed before its own boundary
         self._hosts[pid] = order.token
