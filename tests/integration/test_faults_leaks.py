@@ -308,6 +308,31 @@ def test_worker_output_goes_to_its_log(local: Cluster, tmp_path: Path) -> None:
     assert logs == {f"talker-{rank}.log": f"stdout of {rank}\nstderr of {rank}\n" for rank in range(2)}
 
 
+def test_logs_and_last_words_are_found_wherever_the_script_goes(tmp_path: Path) -> None:
+    out = run_script(
+        tmp_path,
+        f"""
+import os, sys, podium
+from podium.errors import WorkerDied
+from podium.runtime import Worker
+
+def leave(worker):
+    print("farewell", file=sys.stderr, flush=True)
+    os._exit(1)
+
+os.chdir({str(tmp_path)!r})
+with podium.connect("local", preload=[], log_dir="logs") as cluster:
+    os.chdir("/")
+    try:
+        cluster.start(Worker.bind(), name="gone").group.run(leave)
+    except WorkerDied as death:
+        print(death.last_words)
+""",
+    )
+    assert out == "('farewell',)\n"
+    assert (tmp_path / "logs" / "gone-0.log").read_text() == "farewell\n"
+
+
 def _say(worker: Worker) -> None:
     import sys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
 
@@ -165,6 +166,26 @@ class PlacingContract:
         assert again.add(1) == [1]
         assert cluster.start(_CamelCaseName.bind(), distributed=False).group.name == "camel_case_name"
 
+    @pytest.mark.parametrize("name", ["a/b", "../up", ".hidden", "two words", "-x"])
+    def test_a_name_that_cannot_name_a_log_file_is_refused(self, cluster: Cluster, name: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(f"name={name!r}")):
+            cluster.start(Counter.bind(), name=name)
+
+    def test_groups_started_at_once_get_names_of_their_own(self, cluster: Cluster) -> None:
+        groups: list[Counter] = []
+        threads = [
+            threading.Thread(target=lambda: groups.append(cluster.start(Counter.bind(), distributed=False)))
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({group.group.name for group in groups}) == 6
+        for group in groups:
+            assert group.add(1) == [1]
+            group.group.close()
+
     def test_only_bound_workers_are_started(self, cluster: Cluster) -> None:
         with pytest.raises(ConfigError, match=r"start\(\) takes Cls\.bind.*the class Counter"):
             cluster.start(Counter)  # pyright: ignore[reportArgumentType, reportCallIssue] - the point
@@ -172,6 +193,8 @@ class PlacingContract:
             cluster.start(object())  # pyright: ignore[reportArgumentType, reportCallIssue] - the point
         with pytest.raises(ConfigError, match=r"Counter\.bind\(\): got an unexpected keyword argument 'begin'"):
             Counter.bind(begin=3)  # pyright: ignore[reportCallIssue] - the point
+        with pytest.raises(ConfigError, match=r"_CamelCaseName\.bind\(\): too many positional arguments.*takes \(\)"):
+            _CamelCaseName.bind(1)  # pyright: ignore[reportCallIssue] - the point
         with pytest.raises(ConfigError, match=r"Place\.bind\(\): too many positional arguments"):
             Place.bind(1)  # pyright: ignore[reportCallIssue] - the point
 

@@ -143,3 +143,10 @@ def test_wrong_declarations_are_refused_where_they_stand() -> None:
         class Spread(Worker):
             @endpoint  # pyright: ignore[reportArgumentType, reportCallIssue]
             def spread(self, *values: int) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"endpoint .*Groups\.group: every worker has a 'group' already"):
+
+        class Groups(Worker):
+            @endpoint
+            def group(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+                return 0
