@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from podium.errors import CallCancelled, DeadlineExceeded, PodiumError
 from podium.runtime.markers import CallArgument
@@ -101,6 +101,9 @@ class Call(Generic[T]):
             self.when_done(ended)
             yield from future.__await__()
         return self._outcome()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Call stays in the controller; another call takes its result by call.arg()")
 
     def __repr__(self) -> str:
         state = "running" if not self._ended else "failed" if self._error else "done"

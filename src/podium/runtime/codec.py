@@ -60,8 +60,10 @@ def decode(data: bytes | memoryview, buffers: Iterable[Any], where: str = "a val
         raise SerializationError(f"{where} does not unpickle: {type(error).__name__}: {error}") from error
 
 
-def _blame(value: object) -> str:
-    """Which entry of a mapping or sequence is at fault, two levels deep; "" if it is the whole."""
+def _blame(value: object, depth: int = 4) -> str:
+    """Which entry of a mapping or sequence is at fault, ``depth`` levels deep; "" if it is the whole."""
+    if depth == 0:
+        return ""
     entries: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         entries = list(value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
@@ -71,7 +73,7 @@ def _blame(value: object) -> str:
         try:
             cloudpickle.dumps(entry)  # pyright: ignore[reportUnknownMemberType]
         except Exception:  # noqa: BLE001 - the search is for the entry that raises, whatever it raises
-            return f"{key!r} ({type(entry).__name__}): {_blame(entry)}"
+            return f"{key!r} ({type(entry).__name__}): {_blame(entry, depth - 1)}"
     return ""
 
 

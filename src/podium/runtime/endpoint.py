@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 from podium.errors import ConfigError
 from podium.runtime.call import Call
 from podium.runtime.collect import Collect, Concat, First, Gather, Nothing, Reduce
-from podium.runtime.dispatch import Arguments, Broadcast, Dispatch
+from podium.runtime.dispatch import Arguments, Broadcast, Dispatch, Shard
 
 __all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "endpoint", "endpoints_of"]
 
@@ -205,6 +205,12 @@ def _declare(
                 "endpoints take named parameters and may take **kwargs"
             )
     named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    named_in_shard = (dispatch.args or ()) if isinstance(dispatch, Shard) else ()
+    if unknown := [name for name in named_in_shard if name not in {p.name for p in named}]:
+        raise ConfigError(
+            f"endpoint {function.__qualname__}: shard(args=...) names {unknown}, "
+            f"but its parameters are {[p.name for p in named]}"
+        )
     spec = EndpointSpec(
         name=function.__name__,
         names=tuple(parameter.name for parameter in named),

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.runtime.call import Call
@@ -193,6 +193,9 @@ class WorkerHandle:
                 f"{self.group.name}.{name}: what concerns the group is at {self.group.name}.group.{name}"
             )
         raise AttributeError(f"{name!r} is no endpoint of {self.group.cls.__name__}; its endpoints are {endpoints}")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a handle stays in the controller; colocated workers reach each other by self.ctx.colocated")
 
     def __repr__(self) -> str:
         return f"<{self.group.cls.__name__} {self.group}>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 if TYPE_CHECKING:
     from podium.runtime.call import Call
@@ -21,6 +21,9 @@ class PerRank:
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = list(values)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("per_rank([...]) is an argument itself, not a part of one")
+
 
 class CallArgument:
     """Stands for the result of a call that may not be done yet."""
@@ -29,6 +32,9 @@ class CallArgument:
 
     def __init__(self, call: Call[Any]) -> None:
         self.call = call
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("call.arg() is an argument itself, not a part of one: pass it on its own, or call.result()")
 
 
 def per_rank(values: Sequence[T]) -> T:
