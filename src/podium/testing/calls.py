@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError
-from podium.runtime import Cluster, Worker, endpoint, first
+from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
+from podium.runtime import Cluster, Worker, endpoint, first, per_rank
 from podium.testing.target import need
 from podium.testing.workers import Counter, Keeper, Probe, Sleeper
 
@@ -226,6 +226,17 @@ class CallContract:
         for call in calls:
             call.result(30.0)
         assert consumer.history() == [["from the producer", "behind it", "third"]] * 2
+
+    def test_what_stays_in_the_controller_says_how_to_pass_it(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        call = sleeper.double.submit(1)
+        for value, says in (
+            (call, r"call\.arg\(\)"),
+            ([call.arg()], "an argument itself"),
+            ({"a": per_rank([1, 2])}, "an argument itself"),
+            (sleeper, r"ctx\.colocated"),
+        ):
+            with pytest.raises(SerializationError, match=says):
+                sleeper.double(value)
 
     def test_calls_can_form_a_chain(self, cluster: Cluster) -> None:
         producer = cluster.start(_Producer.bind(), distributed=False)

@@ -91,3 +91,11 @@ def test_recursive_values_survive() -> None:
     knot.append(knot)
     got = travel(knot)
     assert got[1] is got
+
+
+def test_a_value_too_deep_to_pickle_is_an_error_like_any_other() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(SerializationError, match="recursion"):
+        encode({"deep": deep})

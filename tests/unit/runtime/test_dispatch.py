@@ -150,3 +150,11 @@ def test_wrong_declarations_are_refused_where_they_stand() -> None:
             @endpoint
             def group(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
                 return 0
+
+    with pytest.raises(
+        ConfigError, match=r"endpoint .*Typo\.score: shard\(args=\.\.\.\) names \['bacth'\].*\['batch'\]"
+    ):
+
+        class Typo(Worker):
+            @endpoint(dispatch=shard(args=("bacth",)))
+            def score(self, batch: Batch) -> None: ...
