@@ -25,6 +25,7 @@ from podium.trainer import (
     EvalConfig,
     ExampleBatch,
     GRPOConfig,
+    PlacementConfig,
     PPOTrainer,
     PromptBatch,
     RunConfig,
@@ -62,6 +63,9 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
             **{"operators": ["+"], "allow_parentheses": False, "allow_negation": False},
         },
     )
+    # Two ranks of one thread each; a backend without collectives (inline) has one rank.
+    ranks = 2 if cluster.capabilities.collectives else 1
+    placement = PlacementConfig(ranks=ranks, cpus=1)
     warmup = SFTConfig(
         run=RunConfig(dir=str(out), name="warmup", seed=seed, steps=800),
         model=ModelConfig(config=qwen3(hidden=128, layers=4), tokenizer=TOKENIZER, seed=seed),
@@ -69,17 +73,19 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
         sampling=SamplingParams(max_new_tokens=6),
         optim=OptimConfig(lr=1e-3, warmup_steps=20),
         batch=ExampleBatch(examples=64),
-        eval=EvalConfig(items=300, every=25, at_start=False, stop_at=0.33),
+        placement=placement,
+        eval=EvalConfig(items=200, every=10, at_start=False, stop_at=0.33),
     )
     warm = SFTTrainer(warmup, cluster=cluster, report=False).fit()
     grpo = GRPOConfig(
-        run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=200),
+        run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=150),
         model=ModelConfig(path=str(warm.model_path)),
         data=data,
         reward=RewardConfig(name="exact"),
         sampling=SamplingParams(max_new_tokens=6, n=8),
         optim=OptimConfig(lr=2e-4),
         batch=PromptBatch(prompts=64),
+        placement=placement,
         eval=EvalConfig(items=500, every=50),
     )
     return PPOTrainer(grpo, cluster=cluster).fit()
@@ -99,6 +105,7 @@ def copying(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
         sampling=SamplingParams(max_new_tokens=4, n=8),
         optim=OptimConfig(lr=1e-3),
         batch=PromptBatch(prompts=32),
+        placement=PlacementConfig(cpus=1),  # so small a model gains nothing from a second thread
         eval=EvalConfig(items=500, every=20, stop_at=0.97),
     )
     return PPOTrainer(config, cluster=cluster).fit()

@@ -32,11 +32,13 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(describe_plan(config, options.backend) + "\n")
         return 0
     if isinstance(config, PPOConfig):
-        summary = PPOTrainer(config, cluster=options.backend).fit()
+        trainer = PPOTrainer(config, cluster=options.backend)
     else:
-        summary = SFTTrainer(config, cluster=options.backend).fit()
+        trainer = SFTTrainer(config, cluster=options.backend)
+    summary = trainer.fit()
     if not summary.finished:
-        sys.stdout.write(f"stopped after step {summary.steps}; podium train {options.recipe} --resume RUN goes on\n")
+        run = trainer.session.directory.path
+        sys.stdout.write(f"stopped after step {summary.steps}; podium train {options.recipe} --resume {run} goes on\n")
     return 0
 
 

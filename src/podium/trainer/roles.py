@@ -16,6 +16,7 @@ from podium.algorithms import PolicyLoss, SFTLoss, ValueLoss
 from podium.errors import ConfigError
 from podium.runtime import Bound, Cluster, ResourcePool, Worker, colocate
 from podium.trainer.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.trainer.sections import PlacementConfig
 from podium.workers import Critic, Generator, Policy, Reference
 
 __all__ = ["ROLES", "RoleWorkers", "Roles", "bind_roles", "start_roles", "started_generator"]
@@ -93,7 +94,7 @@ def start_roles(cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWo
         parts = [{role: worker for role, worker in bound.items() if role != "generator"}]
         parts.append({"generator": bound["generator"]})
     ranks = [placement.ranks, placement.generators][: len(parts)]
-    pool = _pool(cluster, sum(ranks))
+    pool = _pool(cluster, sum(ranks), placement)
     started: dict[str, Any] = {}
     try:
         for part, place in zip(parts, pool.split(ranks), strict=True):
@@ -109,7 +110,7 @@ def start_roles(cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWo
 @contextmanager
 def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[Generator]:
     """A generator alone, with its own model, on ``config.placement``'s ranks; ended with the block."""
-    pool = _pool(cluster, config.placement.generators)
+    pool = _pool(cluster, config.placement.generators, config.placement)
     try:
         generator = cluster.start(
             Generator.bind(config.model, config.engine), pool, name="generator", timeout_s=config.run.timeout_s
@@ -148,7 +149,7 @@ def _arguments(config: PPOConfig | SFTConfig) -> dict[str, dict[str, Any]]:
     return roles
 
 
-def _pool(cluster: Cluster, slots: int) -> ResourcePool:
-    """One accelerator a slot where this cluster has them, else a share of the cores."""
+def _pool(cluster: Cluster, slots: int, placement: PlacementConfig) -> ResourcePool:
+    """One accelerator a slot where this cluster has them; cores as configured."""
     gpus = max((node.resources.get("gpu", 0) for node in cluster.nodes), default=0)
-    return cluster.pool([slots], gpus=1 if gpus >= slots else 0)
+    return cluster.pool([slots], gpus=1 if gpus >= slots else 0, cpus=placement.cpus or 0)

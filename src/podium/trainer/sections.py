@@ -75,9 +75,12 @@ class PlacementConfig:
     layout: Literal["colocated", "split"] = "colocated"  # all roles on the same ranks, or the generator on its own
     ranks: int = 1  # data-parallel ranks of the policy and the roles beside it
     generator_ranks: int | None = None  # ranks of the generator when split; null: 1 when split
+    cpus: int | None = None  # cores that each host holds, and its threads; null: an equal share, held by nobody
 
     def __post_init__(self) -> None:
         _at_least("placement", "ranks", self.ranks, 1)
+        if self.cpus is not None:
+            _at_least("placement", "cpus", self.cpus, 1)
         if self.generator_ranks is None:
             return
         _at_least("placement", "generator_ranks", self.generator_ranks, 1)
