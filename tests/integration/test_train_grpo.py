@@ -149,6 +149,27 @@ def longer_is_better(completion: str, row: Mapping[str, Any]) -> Mapping[str, fl
     return {"score": float(len(completion)), "length": float(len(completion))}
 
 
+@pytest.mark.parametrize("layout", ["colocated", "split"])
+def test_adapters_are_trained_and_merged_into_what_generates_and_what_is_saved(tmp_path: Path, layout: str) -> None:
+    base = train(tiny(GRPOConfig, tmp_path, run={"name": "base", "steps": 0}, eval={"items": 0}))
+    model = {"path": str(base / "model"), "config": {}, "tokenizer": "", "lora": {"rank": 2}}
+    sections: dict[str, Any] = {"placement": {"layout": layout}, "algorithm": {"kl_in": "loss", "kl_coef": 0.01}}
+    run = train(tiny(GRPOConfig, tmp_path, model=model, run={"steps": 3}, **sections), reward=longer_is_better)
+    rows = metrics_rows(run)
+    assert rows[0][metrics.KL] == pytest.approx(0, abs=1e-6)  # adapters begin as nothing
+    assert rows[-1][metrics.KL] > 0
+    assert max(row[metrics.MISMATCH_MAX] for row in rows) < 1e-5  # the generator has the adapted weights of each step
+    old, new = (AutoModelForCausalLM.from_pretrained(path / "model").state_dict() for path in (base, run))
+    assert old.keys() == new.keys()
+    assert not torch.equal(*(state["model.layers.0.self_attn.q_proj.weight"] for state in (old, new)))
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.8}, {"top_k": 3, "temperature": 0.7}])
+def test_filtered_sampling_trains_over_the_recorded_sets(tmp_path: Path, sampling: dict[str, float]) -> None:
+    run = train(tiny(GRPOConfig, tmp_path, sampling=sampling, run={"steps": 3}), reward=longer_is_better)
+    assert max(row[metrics.MISMATCH_MAX] for row in metrics_rows(run)) < 1e-5
+
+
 def test_a_reward_of_ones_own_with_parts(tmp_path: Path) -> None:
     run = train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), reward=longer_is_better)
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()

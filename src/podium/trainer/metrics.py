@@ -1,59 +1,53 @@
 """What a step's rollouts say about themselves, and how the metrics of several updates become one.
 
-Legend: B rows, P prompts, n completions a prompt, N tokens over all rows.
+Legend: B rows (completions), N tokens over all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
-import torch
 from torch import Tensor
 
+from podium.algorithms import flat_groups
+from podium.algorithms import mismatch as token_mismatch
 from podium.data import Batch, fields
 from podium.telemetry import metrics as names
+from podium.trainer.completions import sampled_tokens
 
-__all__ = ["explained_variance", "join_updates", "mismatch", "rollout_metrics"]
+__all__ = ["KL_COEF", "join_updates", "mismatch", "rollout_metrics"]
 
-_LARGEST = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.LENGTH_MAX})
+KL_COEF: Final = "policy/kl_coef"
+_LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX})
 
 
-def rollout_metrics(batch: Batch, correct_B: Tensor, n: int) -> dict[str, float]:
+def rollout_metrics(batch: Batch, correct_B: Tensor) -> dict[str, float]:
     """Rewards, accuracy, groups without variance and lengths of one step's completions.
 
-    ``batch`` has its rows prompt-major, ``n`` a prompt, with ``rewards``, ``loss_mask`` and ``finish_reason``.
+    ``batch`` has ``tokens``, ``loss_mask``, ``rewards``, ``group`` and ``finish_reason``; ``correct_B`` is bool.
     """
     rewards_B = batch.dense(fields.REWARDS)
-    rewards_Pn = rewards_B.view(-1, n)
-    mask = batch.jagged(fields.LOSS_MASK)
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), mask.values.cumsum(0)])[mask.offsets]
-    lengths_B = (ends[1:] - ends[:-1]).to(torch.float32)
+    lengths_B = sampled_tokens(batch).lengths.float()
     reasons = batch.python(fields.FINISH_REASON)
     return {
         names.REWARD_MEAN: float(rewards_B.mean()),
         names.REWARD_STD: float(rewards_B.std(correction=0)),
-        names.ACCURACY: float(correct_B.to(torch.float32).mean()),
-        names.FLAT_GROUPS: float((rewards_Pn.amax(1) == rewards_Pn.amin(1)).to(torch.float32).mean()),
+        names.ACCURACY: float(correct_B.float().mean()),
+        names.FLAT_GROUPS: flat_groups(rewards_B, batch.dense(fields.GROUP)),
         names.LENGTH_MEAN: float(lengths_B.mean()),
         names.LENGTH_MAX: float(lengths_B.max()),
         names.TRUNCATED: reasons.count("length") / len(reasons),
-        names.TOKENS: float(len(mask.values)),
+        names.TOKENS: float(len(batch.jagged(fields.TOKENS).values)),
     }
 
 
 def mismatch(batch: Batch) -> dict[str, float]:
     """How far the generator's log-probabilities of the sampled tokens lie from the trainer's, in nats."""
     mask_N = batch.jagged(fields.LOSS_MASK).values
-    trainer_N, generator_N = batch.jagged(fields.OLD_LOGPROBS).values, batch.jagged(fields.ROLLOUT_LOGPROBS).values
-    apart = (trainer_N - generator_N)[mask_N].abs()
+    old_N, rollout_N = batch.jagged(fields.OLD_LOGPROBS).values, batch.jagged(fields.ROLLOUT_LOGPROBS).values
+    apart = token_mismatch(old_N[mask_N], rollout_N[mask_N]).difference_N
     return {names.MISMATCH_MEAN: float(apart.mean()), names.MISMATCH_MAX: float(apart.max())}
-
-
-def explained_variance(values_N: Tensor, returns_N: Tensor, mask_N: Tensor) -> float:
-    """``1 - Var(returns - values) / Var(returns)`` over the masked tokens; 0 where the returns do not vary."""
-    returns, values = returns_N[mask_N], values_N[mask_N]
-    spread = float(returns.var(correction=0))
-    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
 
 
 def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

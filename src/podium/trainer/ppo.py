@@ -32,7 +32,7 @@ from podium.telemetry import metrics as names
 from podium.trainer.completions import CompletionsLog, Judged
 from podium.trainer.config import PPOConfig
 from podium.trainer.fitting import Trainer
-from podium.trainer.metrics import join_updates, mismatch, rollout_metrics
+from podium.trainer.metrics import KL_COEF, join_updates, mismatch, rollout_metrics
 from podium.trainer.prompts import Prompts, PromptSource, load_prompts
 from podium.trainer.roles import RoleWorkers
 from podium.trainer.seeds import completion_seeds, row_order
@@ -183,10 +183,10 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
 
     def measure(self, batch: Batch, judged: Judged, updates: list[Mapping[str, float]]) -> dict[str, float]:
         """The step's metrics, and the next coefficient of the KL."""
-        metrics = rollout_metrics(batch, judged.correct_B, self.sampling.n) | join_updates(updates)
+        metrics = rollout_metrics(batch, judged.correct_B) | join_updates(updates)
         if fields.OLD_LOGPROBS in batch:  # after several updates theirs would compare a policy that has moved
             metrics |= mismatch(batch)
-        metrics["policy/kl_coef"] = self.kl.coef
+        metrics[KL_COEF] = self.kl.coef
         self.kl = self.kl.next(metrics.get(names.KL, 0.0))
         return metrics
 

@@ -39,7 +39,7 @@ def rollouts() -> Batch:
 
 
 def test_metrics_of_rollouts() -> None:
-    found = rollout_metrics(rollouts(), torch.tensor([True, False, False, False]), 2)
+    found = rollout_metrics(rollouts(), torch.tensor([True, False, False, False]))
     assert found == {
         metrics.REWARD_MEAN: 0.5,
         metrics.REWARD_STD: pytest.approx(math.sqrt(0.125)),
