@@ -108,14 +108,17 @@ def _serve(control: socket.socket, reward: RewardFn, parent: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     children: dict[int, int] = {}  # serial number -> process id
+    incoming = select.poll()  # select() cannot take a descriptor above 1023
+    incoming.register(control, select.POLLIN)
+    incoming.register(wake_read, select.POLLIN)
     try:
         while os.getppid() == parent:
-            ready, _, _ = select.select([control, wake_read], [], [], _PARENT_CHECK_S)
+            ready = [fd for fd, _ in incoming.poll(1000 * _PARENT_CHECK_S)]
             if wake_read in ready:
                 os.read(wake_read, 4096)
             for serial, status in _reap(children):
                 control.sendall(EVENT.pack(serial, status))
-            if control in ready and not _obey(control, children, reward):
+            if control.fileno() in ready and not _obey(control, children, reward):
                 break
     except (BrokenPipeError, ConnectionResetError):  # the controller is gone: what follows is all there is to do
         pass

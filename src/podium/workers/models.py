@@ -28,6 +28,8 @@ class LoraConfig:
 
     Attributes:
         rank: of the update; its scale is ``alpha / rank``.
+        alpha: the update counts ``alpha / rank`` times.
+        dropout: share of the adapters' inputs that is dropped in training.
         targets: names of the linear layers to adapt; empty means every one but the output layer.
     """
 

@@ -23,6 +23,8 @@ class OptimConfig:
 
     Attributes:
         lr: peak learning rate.
+        betas: decay of the running means of the gradient and of its square.
+        eps: added to the root of the latter, against division by zero.
         weight_decay: applied to matrices only, not to norms and biases.
         grad_clip: largest global gradient norm; 0 does not clip.
         warmup_steps: optimizer steps over which the rate rises linearly from ``lr / warmup_steps``.

@@ -22,6 +22,7 @@ import numpy.typing as npt
 __all__ = ["Lease", "Segment", "SegmentPool", "map_segment"]
 
 KEPT_IDLE = 1 << 30  # bytes of idle segments that a process keeps; the longest idle go first
+KEPT_COUNT = 64  # and at most so many, each of which takes descriptors
 MADV_POPULATE_READ = 22  # <linux/mman.h>: map all pages for reading at once, without copying any
 Bytes = npt.NDArray[np.uint8]
 
@@ -110,7 +111,7 @@ class SegmentPool:
             return
         del self._used[segment.number]
         self._idle.append(segment)
-        while sum(idle.nbytes for idle in self._idle) > KEPT_IDLE:
+        while len(self._idle) > KEPT_COUNT or sum(idle.nbytes for idle in self._idle) > KEPT_IDLE:
             self._idle.pop(0).free()
 
 

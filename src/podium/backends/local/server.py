@@ -93,13 +93,16 @@ class _Server:
         self._hosts: dict[int, int] = {}  # pid: token
 
     def serve(self) -> None:
+        incoming = select.poll()  # select() cannot take a descriptor above 1023
+        incoming.register(self._connection, select.POLLIN)
+        incoming.register(self._wake, select.POLLIN)
         while os.getppid() == self._controller:
-            ready, _, _ = select.select([self._connection, self._wake], [], [], PARENT_CHECK_S)
-            if self._wake in ready:
+            ready = [fd for fd, _ in incoming.poll(1000 * PARENT_CHECK_S)]
+            if self._wake.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake.recv(4096)
             self._reap()
-            if self._connection in ready and not self._obey():
+            if self._connection.fileno() in ready and not self._obey():
                 return
 
     def _obey(self) -> bool:
