@@ -78,7 +78,7 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
     )
     warm = SFTTrainer(warmup, cluster=cluster, report=False).fit()
     grpo = GRPOConfig(
-        run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=150),
+        run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=240),
         model=ModelConfig(path=str(warm.model_path)),
         data=data,
         reward=RewardConfig(name="exact"),

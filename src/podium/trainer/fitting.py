@@ -110,13 +110,14 @@ class Trainer(ABC, Generic[C, S]):
         self.tokenizer = load_tokenizer(self.config.model.tokenizer_source)
         self.sampling = with_stop_tokens(self.config.sampling, self.config.model, self.tokenizer)
         self.source = self.load_data()
+        held_out = load_held_out(self.config.data, self.tokenizer, items) if (items := self.config.eval.items) else None
         self.grader = stack.enter_context(
             Grader(self.config.reward, reward=self._reward, log_path=self.session.directory.logs / "reward.log")
         )
         self.grader.start()
         self.roles = start_roles(self.session.cluster, self.config, self._workers)
         stack.callback(self.roles.close, self.session.cluster)
-        self._evaluator = self._make_evaluator()
+        self._evaluator = self._make_evaluator(held_out)
 
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed; the last step that is finished."""
@@ -207,10 +208,9 @@ class Trainer(ABC, Generic[C, S]):
             raise ConfigError("this run has no generator: eval.items = 0")
         return self.roles.generator
 
-    def _make_evaluator(self) -> Evaluator | None:
-        if not self.config.eval.items:
+    def _make_evaluator(self, held_out: PromptSource | None) -> Evaluator | None:
+        if held_out is None:
             return None
-        held_out = load_held_out(self.config.data, self.tokenizer, self.config.eval.items)
         sampling = evaluation_sampling(self.sampling, self.config.eval)
         return Evaluator(self.generator, held_out, self.grader, self.tokenizer, sampling, self.config.run.seed)
 
