@@ -67,7 +67,7 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
     ranks = 2 if cluster.capabilities.collectives else 1
     placement = PlacementConfig(ranks=ranks, cpus=1)
     warmup = SFTConfig(
-        run=RunConfig(dir=str(out), name="warmup", seed=seed, steps=800),
+        run=RunConfig(dir=str(out), name="warmup", seed=seed, steps=1500),
         model=ModelConfig(config=qwen3(hidden=128, layers=4), tokenizer=TOKENIZER, seed=seed),
         data=data,
         sampling=SamplingParams(max_new_tokens=6),
@@ -77,6 +77,8 @@ def addition(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
         eval=EvalConfig(items=200, every=10, at_start=False, stop_at=0.33),
     )
     warm = SFTTrainer(warmup, cluster=cluster, report=False).fit()
+    if not warm.finished:  # Ctrl-C
+        raise SystemExit(f"stopped during the warm-up; podium train sft --resume {out / 'warmup'} goes on")
     grpo = GRPOConfig(
         run=RunConfig(dir=str(out), name="grpo", seed=seed, steps=240),
         model=ModelConfig(path=str(warm.model_path)),

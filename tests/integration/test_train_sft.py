@@ -44,6 +44,14 @@ def test_sft_resumes_to_the_same_losses(tmp_path: Path) -> None:
     assert losses(tmp_path / "runs" / "parts") == losses(tmp_path / "runs" / "whole")
 
 
+def test_the_learning_rate_falls_to_the_end_of_the_run(tmp_path: Path) -> None:
+    optim = {"schedule": "linear", "lr": 1e-2}
+    config = tiny(SFTConfig, tmp_path, run={"steps": 4}, optim=optim, eval={"items": 0}, save={"model": False})
+    SFTTrainer(config, cluster="inline", show=False).fit()
+    rates = [row[metrics.LEARNING_RATE] for row in metrics_rows(tmp_path / "runs" / "run")]
+    assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
 def test_a_run_ends_once_it_is_good_enough(tmp_path: Path) -> None:
     config = tiny(SFTConfig, tmp_path, run={"steps": 400}, eval={"every": 20, "items": 12, "stop_at": 0.2})
     summary = SFTTrainer(config, cluster="inline", show=False).fit()

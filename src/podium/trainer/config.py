@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from podium.algorithms import AlgorithmConfig, needs_values
@@ -53,6 +53,21 @@ class _TrainingConfig(InferenceConfig):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the policy over the whole run."""
+        return self.run.steps
+
+    @property
+    def ending_optim(self) -> OptimConfig:
+        """``optim`` with a schedule that ends with the run, unless ``optim.total_steps`` ends it elsewhere."""
+        if self.optim.schedule == "constant" or self.optim.total_steps:
+            return self.optim
+        return replace(self.optim, total_steps=max(1, self.optimizer_steps))
+
+    def __post_init__(self) -> None:
+        _ = self.ending_optim  # raises where the run is too short for the warm-up
+
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(_TrainingConfig):
@@ -71,6 +86,7 @@ class PPOConfig(_TrainingConfig):
     critic: CriticConfig = field(default_factory=CriticConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
             raise ConfigError(
@@ -105,7 +121,6 @@ class PPOConfig(_TrainingConfig):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the policy, over the whole run."""
         return self.run.steps * self.algorithm.updates
 
 
@@ -125,16 +140,12 @@ class SFTConfig(_TrainingConfig):
     batch: ExampleBatch = field(default_factory=ExampleBatch)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.batch.examples < self.placement.ranks:
             raise ConfigError(
                 f"batch.examples = {self.batch.examples} for placement.ranks = {self.placement.ranks}: each rank needs "
                 "at least one"
             )
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Over the whole run."""
-        return self.run.steps
 
 
 RECIPES: Mapping[str, type[PPOConfig] | type[SFTConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig, "sft": SFTConfig}

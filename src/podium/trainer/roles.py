@@ -127,13 +127,18 @@ def _arguments(config: PPOConfig | SFTConfig) -> dict[str, dict[str, Any]]:
     model, parallel = config.model, config.parallel
     if isinstance(config, SFTConfig):
         roles: dict[str, dict[str, Any]] = {
-            "policy": {"model": model, "optim": config.optim, "parallel": parallel, "loss": SFTLoss()}
+            "policy": {"model": model, "optim": config.ending_optim, "parallel": parallel, "loss": SFTLoss()}
         }
         if config.eval.items:
             roles["generator"] = {"model": model, "engine": config.engine}
         return roles
     roles = {
-        "policy": {"model": model, "optim": config.optim, "parallel": parallel, "loss": PolicyLoss(config.algorithm)}
+        "policy": {
+            "model": model,
+            "optim": config.ending_optim,
+            "parallel": parallel,
+            "loss": PolicyLoss(config.algorithm),
+        }
     }
     if config.algorithm.needs_reference:
         roles["reference"] = {"model": model, "parallel": parallel}
@@ -141,7 +146,7 @@ def _arguments(config: PPOConfig | SFTConfig) -> dict[str, dict[str, Any]]:
         own = replace(model, path=config.critic.path, config={}) if config.critic.path else model
         roles["critic"] = {
             "model": replace(own, lora=None),
-            "optim": replace(config.optim, lr=config.critic.lr),
+            "optim": replace(config.ending_optim, lr=config.critic.lr),
             "parallel": parallel,
             "loss": ValueLoss(config.algorithm),
         }

@@ -82,6 +82,17 @@ def test_contradictions_are_refused_with_a_remedy(root: type, values: dict[str, 
         build_config(root, values)
 
 
+def test_a_schedule_ends_with_the_run() -> None:
+    values = {"run": {"steps": 10}, "algorithm": {"minibatches": 2}, "optim": {"schedule": "cosine"}}
+    assert build_config(GRPOConfig, values).ending_optim.total_steps == 20
+    assert (
+        build_config(GRPOConfig, {**values, "optim": {"schedule": "linear", "total_steps": 7}}).ending_optim.total_steps
+        == 7
+    )
+    with pytest.raises(ConfigError, match="must exceed warmup_steps=20"):
+        build_config(GRPOConfig, {**values, "optim": {"schedule": "cosine", "warmup_steps": 20}})
+
+
 def test_placement_counts_hosts() -> None:
     split = build_config(GRPOConfig, {"placement": {"layout": "split", "ranks": 3}}).placement
     assert (split.generators, split.slots) == (1, 4)
