@@ -23,7 +23,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.telemetry import CallFinished, Event, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.sections import EvalConfig, PromptBatch, RunConfig, SaveConfig
+from podium.trainer.sections import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
 from podium.workers import ModelConfig, OptimConfig
 
 MANY_STEPS = 1_000_000
@@ -86,6 +86,7 @@ def config_of(load: StepLoad, folder: Path) -> GRPOConfig:
         data=DataConfig(train=str(data), holdout=0.0),
         reward=RewardConfig(name="bench.workload:reward"),
         optim=OptimConfig(lr=load.learning_rate),
+        placement=PlacementConfig(ranks=2, cpus=1),  # two ranks of one thread each beat one rank of two threads
         batch=PromptBatch(prompts=load.prompts),
         sampling=SamplingParams(
             max_new_tokens=load.new_tokens,
@@ -93,7 +94,7 @@ def config_of(load: StepLoad, folder: Path) -> GRPOConfig:
             n=load.completions,
             stop_token_ids=(load.unused_id,),
         ),
-        engine=EngineConfig(name="native", slots=load.prompts * load.completions),
+        engine=EngineConfig(name="native", slots=load.prompts * load.completions // 2),
         eval=EvalConfig(items=0),
         save=SaveConfig(model=False),
     )

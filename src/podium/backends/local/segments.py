@@ -8,7 +8,6 @@ Memory touched before is three times faster to write than fresh memory, which is
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
@@ -23,7 +22,6 @@ __all__ = ["Lease", "Segment", "SegmentPool", "map_segment"]
 
 KEPT_IDLE = 1 << 30  # bytes of idle segments that a process keeps; the longest idle go first
 KEPT_COUNT = 64  # and at most so many, each of which takes descriptors
-MADV_POPULATE_READ = 22  # <linux/mman.h>: map all pages for reading at once, without copying any
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -138,8 +136,6 @@ def map_segment(fd: int, nbytes: int, release: Callable[[], Any]) -> Bytes:
         mapping = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
-    with contextlib.suppress(OSError):  # a kernel before 5.14 has no such advice; pages then come one fault at a time
-        mapping.madvise(MADV_POPULATE_READ)
     memory = np.frombuffer(mapping, dtype=np.uint8)
     weakref.finalize(memory, release).atexit = False
     return memory
