@@ -118,6 +118,7 @@ def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None
         if isinstance(event, StepFinished) and event.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.getsignal(signal.SIGINT)
     config = tiny(GRPOConfig, tmp_path, run={"steps": 50})
     unsubscribe = subscribe(interrupt)
     try:
@@ -130,7 +131,7 @@ def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None
     assert not (run / "model").exists()
     saved = json.loads((run / "checkpoints" / "latest" / "trainer.json").read_text())
     assert saved["step"] == summary.steps
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # as it was before
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_reward_that_raises_ends_the_run_with_the_completions_on_disk(tmp_path: Path) -> None:
