@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +45,8 @@ class InlineBackend(Backend):
     log_dir, preload, echo: accepted for the same script's sake; output goes where the controller's goes.
     """
 
+    capabilities = Capabilities(processes=False, collectives=False, concurrent=False)
+
     def __init__(
         self,
         *,
@@ -55,7 +58,7 @@ class InlineBackend(Backend):
     ) -> None:
         if nodes < 1:
             raise ConfigError(f"connect('inline', nodes={nodes}): at least one")
-        self.capabilities = Capabilities(processes=False, collectives=False, concurrent=threads)
+        self.capabilities = replace(InlineBackend.capabilities, concurrent=threads)
         self._threads = threads
         cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         names = ["localhost"] if nodes == 1 else [f"node-{at}" for at in range(nodes)]
@@ -67,12 +70,9 @@ class InlineBackend(Backend):
     def nodes(self) -> Sequence[Node]:
         return self._nodes
 
-    def start_hosts(
-        self,
-        reservation: Any,
-        specs: Sequence[HostSpec],
-        on_death: Callable[[int, Death], None],
-    ) -> Sequence[HostHandle]:
+    def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+        for name in specs[0].options:
+            raise ConfigError(f"start(options={{{name!r}: ...}}): inline has no options for a host")
         hosts = [_InlineHost(self, alone=len(specs) == 1, threaded=self._threads) for _ in specs]
         self._hosts += hosts
         return hosts
@@ -93,7 +93,7 @@ class InlineBackend(Backend):
 
     def close(self) -> None:
         for host in self._hosts:
-            host.stop(0.0)
+            host.kill()
         if self._directory is not None:
             self._directory.cleanup()
 
@@ -121,15 +121,13 @@ class _InlineHost(HostHandle):
         else:
             self._executor.submit(self._run, request, done)
 
-    def stop(self, timeout_s: float) -> None:
+    def kill(self) -> None:
+        """There is no process: its workers are let go, and what waits for its thread is dropped."""
         if not self._stopped:
             self._stopped = True
             if self._executor is not None:
                 self._executor.shutdown(wait=False, cancel_futures=True)
             self._host.do_shutdown()
-
-    def kill(self) -> None:
-        raise ConfigError("inline workers have no process to kill or restart; use podium.connect('local')")
 
     def _run(self, request: Request, done: Callable[[Reply], None]) -> None:
         with _no_process_group(unless=self._alone):

@@ -1,6 +1,17 @@
 """The control layer: workers, endpoints, pools, groups and calls over any backend."""
 
-from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Packed, Reply, Request
+from podium.runtime.backend import (
+    Backend,
+    Capabilities,
+    Death,
+    HostHandle,
+    HostSpec,
+    Node,
+    Packed,
+    Place,
+    Reply,
+    Request,
+)
 from podium.runtime.call import Call
 from podium.runtime.cluster import Cluster, backends, colocate, connect
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
@@ -30,6 +41,7 @@ __all__ = [
     "Mesh",
     "Node",
     "Packed",
+    "Place",
     "Reply",
     "Request",
     "ResourcePool",

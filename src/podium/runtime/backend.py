@@ -1,97 +1,18 @@
-"""The contract between the runtime and a backend: everything else is written once, above it.
+"""The contract between the runtime and a backend; everything else is written once, above it.
 
-A backend has an inventory, reserves slots of it, starts one host (a process, an actor, an object) a slot, and carries
-requests to hosts. A host runs :class:`podium.runtime.host.Host`, which knows workers, endpoints, errors and process
-groups, so a backend need not. A backend is found by name through the entry-point group ``podium.backends``; its class
-is called with the options of ``podium.connect(name, **options)``.
-
-Threads: the runtime may call every method from any thread. ``done`` and ``on_death`` may be called from any thread, or
-within ``invoke`` itself; they return quickly and never raise.
+A backend lists nodes, reserves slots on them, starts one host a slot and carries requests to hosts. What a host does is
+:class:`podium.runtime.host.Host`, in whatever process or object the backend makes. A backend is found by name through
+the entry-point group ``podium.backends``; its class is called with the options of ``podium.connect(name, **options)``.
+Any thread may call any method here, and ``done`` and ``on_death``, which return quickly and never raise.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-__all__ = ["Backend", "Capabilities", "Death", "HostHandle", "HostSpec", "Node", "Packed", "Reply", "Request"]
+from podium.runtime.messages import Capabilities, Death, HostSpec, Node, Packed, Place, Reply, Request
 
-
-@dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """What a backend can do; tests and the runtime ask this, never a backend's name."""
-
-    processes: bool  # hosts are processes of their own: they can be killed, restarted and given an environment
-    collectives: bool  # torch.distributed works over several ranks
-    concurrent: bool  # calls can be in flight while the controller goes on
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine: a name and what it has, such as ``{"cpu": 8, "gpu": 2, "memory": 64e9}`` (memory in bytes)."""
-
-    name: str
-    resources: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostSpec:
-    """One host to start.
-
-    ``devices`` are the node's accelerator indices that it owns: the backend makes them, and only them, visible before
-    the worker's code is imported. ``env`` is set before anything is imported. ``label`` is its name in logs.
-    """
-
-    label: str
-    rank: int
-    node: str
-    threads: int
-    devices: tuple[int, ...] = ()
-    resources: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
-    env: Mapping[str, str] = field(default_factory=lambda: dict[str, str]())
-
-
-class Death(NamedTuple):
-    """How a host ended: "signal SIGKILL" or "exit code 3", and the last lines of its stderr."""
-
-    cause: str
-    last_words: tuple[str, ...] = ()
-
-
-Packed = Any
-"""A value as the backend carries it; the runtime only passes it on. It may be sent to many hosts."""
-
-
-@dataclass(slots=True)
-class Request:
-    """One call for one host: ``Host.handle(target, method, arguments)``, arguments being ``shared`` and ``own`` merged.
-
-    ``wants_result`` is False where only the end of the call matters. A ``concurrent`` request runs at once, beside
-    others; the rest run one at a time in the order sent. ``wire`` is the backend's to use.
-    """
-
-    call_id: int
-    target: str
-    method: str
-    shared: Packed
-    own: Packed | None = None
-    wants_result: bool = True
-    concurrent: bool = False
-    wire: Any = None
-
-
-class Reply(NamedTuple):
-    """What came of a request. ``payload`` is Packed: the result, or for "error" a ``host.Failure``.
-
-    Times are CLOCK_MONOTONIC nanoseconds of the host's machine.
-    """
-
-    status: Literal["ok", "error", "cancelled"]
-    payload: Packed
-    started_ns: int = 0
-    ended_ns: int = 0
+__all__ = ["Backend", "Capabilities", "Death", "HostHandle", "HostSpec", "Node", "Packed", "Place", "Reply", "Request"]
 
 
 class HostHandle(ABC):
@@ -104,41 +25,41 @@ class HostHandle(ABC):
         """Send; never waits for the answer. ``done`` is called once, or never if the host dies (then ``on_death``)."""
 
     @abstractmethod
-    def stop(self, timeout_s: float) -> None:
-        """End it in order, by force after ``timeout_s``; returns when it has ended. Idempotent."""
-
-    @abstractmethod
     def kill(self) -> None:
-        """End it and its children by force; returns when it has ended. Idempotent."""
+        """End it and its children by force; returns when it has ended. Idempotent. The runtime has let it shut down
+        in order before, unless it did not answer or a restart is due."""
 
 
 class Backend(ABC):
-    """A place where hosts run."""
+    """A place where hosts run. ``capabilities`` stands in the class, unless it depends on the options."""
 
     capabilities: Capabilities
 
     @abstractmethod
     def nodes(self) -> Sequence[Node]:
-        """All nodes with all they have, reserved or not."""
+        """All nodes, in a stable order, as they are now."""
 
-    def reserve(self, specs: Sequence[Mapping[str, float]], nodes: Sequence[str]) -> Any:
-        """Hold resources for slots on the nodes named; the runtime has checked that they are free."""
-        return None
+    def reserve(self, places: Sequence[Place], detached: bool) -> tuple[Any, Sequence[Place]]:
+        """Hold ``places``, which the runtime has chosen where they are free. Returns a token, which pickles, and the
+        places, with other ``devices`` where the cluster hands them out. ``detached``: it outlives this controller.
 
-    def release(self, reservation: Any) -> None:  # noqa: B027 - the backend's own token; nothing held by default
+        Raises PlacementError if they cannot be had within seconds; nothing is held then."""
+        return None, places
+
+    def release(self, token: Any) -> None:  # noqa: B027 - nothing is held by default
         """Give a reservation back."""
 
     @abstractmethod
-    def start_hosts(
-        self,
-        reservation: Any,
-        specs: Sequence[HostSpec],
-        on_death: Callable[[int, Death], None],
-    ) -> Sequence[HostHandle]:
-        """Start one host for each spec; all or nothing. ``on_death(rank, death)`` reports each end, wanted or not.
+    def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+        """Start one host for each spec; all or nothing. ``on_death(rank, death)`` reports each end, wanted or not,
+        after all replies that the host sent before it. Raises WorkerStartError, or ConfigError for unknown options."""
 
-        Replies that a host sent before its death are delivered before the death is reported.
-        """
+    def attach(self, name: str, on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+        """The hosts, in rank order, of a group that another controller started ``detached``; none if there is none."""
+        return ()
+
+    def let_go(self, hosts: Sequence[HostHandle]) -> None:  # noqa: B027 - only where there are detached hosts
+        """Forget hosts that go on without this controller."""
 
     @abstractmethod
     def rendezvous(self, hosts: Sequence[HostHandle]) -> str:
@@ -150,7 +71,7 @@ class Backend(ABC):
 
     @abstractmethod
     def unpack(self, payload: Packed) -> Any:
-        """The value of a reply's payload. Raises SerializationError."""
+        """The value of a reply's payload, the reader's own to change. Raises SerializationError."""
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
         """Deliver replies in the calling thread, which has nothing else to do, until ``ended()`` or ``timeout_s``.
@@ -162,4 +83,4 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all hosts and free everything. Idempotent."""
+        """End all hosts that are not detached and free everything. Idempotent."""

@@ -210,7 +210,13 @@ class Cluster:
             hosts = self._hosts_of(into, pool, env)
         else:
             pool = pool if pool is not None else self.pool()
-            options = StartOptions(env=dict(env or {}), start_timeout_s=start_timeout_s, distributed=distributed)
+            options = StartOptions(
+                env=dict(env or {}),
+                start_timeout_s=start_timeout_s,
+                distributed=distributed,
+                options={},
+                detached=False,
+            )
             self._check(pool, meshes, options)
             hosts = self._start_hosts(pool, "+".join(bounds), options)
         for mesh_name, mesh in meshes.items():

@@ -53,6 +53,7 @@ BREAK_S = 0.2
 SETTLE_S = 1.0
 STATUS_S = 1.0
 BUSY_END_S = 0.5
+SHUT_DOWN_NAP_S = 0.05  # between two offers to deliver replies for the backend
 
 _log = logging.getLogger("podium")
 _call_ids = itertools.count(1)
@@ -65,6 +66,8 @@ class StartOptions:
     env: Mapping[str, str]
     start_timeout_s: float
     distributed: bool | None
+    options: Mapping[str, Any]
+    detached: bool
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class HostSet:
         self._generation = 0
         self._closing = False
         self._closed = False
+        self._leaving: set[int] = set()  # ranks that have been asked to shut down
+        self._left = threading.Event()
         self._forget_tick = watch.every_tick(self._tick)
         self._boot()
 
@@ -138,7 +143,7 @@ class HostSet:
         if self._closed:
             raise ConfigError(f"group {self.name} is closed; start another with cluster.start(...)")
         names = ", ".join(self.workers) or self.name
-        self._end_all(lambda handle: handle.kill(), f"group {names} was restarted while this call was in flight")
+        self._end_all(f"group {names} was restarted while this call was in flight", 0.0)
         self.dead.clear()
         self.broken = ""
         self._closing = False
@@ -157,9 +162,13 @@ class HostSet:
         self._forget_tick()
         if self._flights:
             timeout_s = min(timeout_s, BUSY_END_S)
-        self._end_all(
-            lambda handle: handle.stop(timeout_s), f"group {self.name} was closed while this call was in flight"
-        )
+        reason = f"group {self.name} was closed while this call was in flight"
+        if self.options.detached:
+            self._fail_flights(reason)
+            self.backend.let_go(self._handles)
+            self._handles = ()
+        else:
+            self._end_all(reason, timeout_s)
 
     def close_worker(self, name: str) -> None:
         """Let one of several colocated workers go."""
@@ -178,11 +187,13 @@ class HostSet:
             HostSpec(
                 label=f"{self.name}-{rank}",
                 rank=rank,
-                node=slot.node,
+                place=slot.place,
+                token=slot.reservation.token,
+                slot=slot.number,
                 threads=self._threads[rank],
-                devices=slot.devices,
-                resources=slot.resources,
                 env=self.options.env,
+                options=self.options.options,
+                detached=self.name if self.options.detached else "",
             )
             for rank, slot in enumerate(slots)
         ]
@@ -191,7 +202,7 @@ class HostSet:
             if generation == self._generation:
                 self._on_death(rank, death)
 
-        self._handles = self.backend.start_hosts(slots[0].reservation.token, specs, on_death)
+        self._handles = self.backend.start_hosts(specs, on_death)
         rendezvous = self.backend.rendezvous(self._handles) if self.options.distributed is not False else ""
         places = [slot.node for slot in slots]
         self._contexts = [
@@ -226,7 +237,20 @@ class HostSet:
             rank = error.rank if isinstance(error, WorkerDied) else min(error.running, default=None)
             raise WorkerStartError(f"{worker.name} did not start: {error}", rank=rank) from error
 
-    def _end_all(self, end: Callable[[HostHandle], None], reason: str) -> None:
+    def _end_all(self, reason: str, timeout_s: float) -> None:
+        """End the hosts, in order if they manage within ``timeout_s``."""
+        self._fail_flights(reason)
+        if timeout_s > 0:
+            self._shut_down(timeout_s)
+        enders = [threading.Thread(target=handle.kill, daemon=True) for handle in self._handles]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+        self._generation += 1
+        self._handles = ()
+
+    def _fail_flights(self, reason: str) -> None:
         self._closing = True
         for flight in list(self._flights.values()):
             flight.call.fail(CallCancelled(f"{flight.call.label}: {reason}"))
@@ -234,13 +258,25 @@ class HostSet:
         with self._settled:
             self._unsettled.clear()
             self._settled.notify_all()
-        enders = [threading.Thread(target=end, args=(handle,), daemon=True) for handle in self._handles]
-        for ender in enders:
-            ender.start()
-        for ender in enders:
-            ender.join()
-        self._generation += 1
-        self._handles = ()
+
+    def _shut_down(self, timeout_s: float) -> None:
+        """Let every host close its workers; returns when all have answered or ended, or after ``timeout_s``."""
+        self._leaving = set(range(len(self._handles))) - self.dead.keys()
+        self._left = threading.Event()
+        nothing = self.backend.pack({}, self.size)
+        for rank in sorted(self._leaving):
+            request = Request(next(_call_ids), "", "shutdown", nothing, None, False)
+            self._handles[rank].invoke(request, lambda reply, rank=rank: self._has_left(rank))
+        until = time.monotonic() + timeout_s
+        while self._leaving and (left := until - time.monotonic()) > 0:
+            if not self.backend.wait(self._left.is_set, left):
+                self._left.wait(min(left, SHUT_DOWN_NAP_S))
+
+    def _has_left(self, rank: int) -> None:
+        self._leaving.discard(rank)
+        if not self._leaving:
+            self._left.set()
+            self.backend.wake()
 
     # -- calls out -----------------------------------------------------------------------------------------------
 
@@ -383,6 +419,7 @@ class HostSet:
 
     def _on_death(self, rank: int, death: Death) -> None:
         if self._closing:
+            self._has_left(rank)
             return
         self.dead[rank] = death
         telemetry.emit(telemetry.WorkerLost(role=self.name, rank=rank, node=self.pool[rank].node, cause=death.cause))

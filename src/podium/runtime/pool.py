@@ -12,6 +12,7 @@ from typing import Any, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
+from podium.runtime.messages import Node, Place
 
 __all__ = ["Inventory", "Reservation", "ResourcePool", "Slot"]
 
@@ -19,9 +20,10 @@ __all__ = ["Inventory", "Reservation", "ResourcePool", "Slot"]
 class Reservation:
     """What one ``cluster.pool(...)`` holds, and the groups that run on it."""
 
-    def __init__(self, token: Any) -> None:
+    def __init__(self, token: Any, places: Sequence[Place], *, detached: bool = False) -> None:
         self.token = token
-        self.slots: list[Slot] = []
+        self.slots = [Slot(place, self, number) for number, place in enumerate(places)]
+        self.detached = detached
         self.holders: list[str] = []
         self.released = False
 
@@ -30,10 +32,21 @@ class Reservation:
 class Slot:
     """A place for one host: its node, what it holds there, and which of the node's accelerators."""
 
-    node: str
-    resources: Mapping[str, float]
-    devices: tuple[int, ...]
+    place: Place
     reservation: Reservation = field(repr=False, compare=False)
+    number: int = field(repr=False)
+
+    @property
+    def node(self) -> str:
+        return self.place.node
+
+    @property
+    def resources(self) -> Mapping[str, float]:
+        return self.place.resources
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return self.place.devices
 
 
 class ResourcePool:
@@ -83,7 +96,7 @@ class Inventory:
         self._lock = threading.Lock()
         self._reservations: list[Reservation] = []
 
-    def reserve(self, counts: Sequence[int], want: Mapping[str, float]) -> ResourcePool:
+    def reserve(self, counts: Sequence[int], want: Mapping[str, float], *, detached: bool = False) -> ResourcePool:
         """Reserve ``counts[i]`` slots of ``want`` each, every entry on a node of its own.
 
         Raises:
@@ -97,14 +110,14 @@ class Inventory:
         if want.get("gpu", 0) % 1 and want["gpu"] > 1:
             raise ConfigError(f"pool(gpus={want['gpu']}): a slot has whole accelerators, or a fraction of one")
         with self._lock:
-            free = self._free()
-            nodes = self._place(counts, want, free)
-            devices = self._devices(counts, nodes, want.get("gpu", 0))
-            flat = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
-            reservation = Reservation(self._backend.reserve([dict(want)] * len(flat), flat))
-            reservation.slots = [
-                Slot(node, dict(want), own, reservation) for node, own in zip(flat, devices, strict=True)
-            ]
+            nodes = self._backend.nodes()
+            free = self._free(nodes)
+            chosen = self._place(counts, want, nodes, free)
+            devices = self._devices(counts, chosen, want.get("gpu", 0), nodes)
+            flat = [node for node, count in zip(chosen, counts, strict=True) for _ in range(count)]
+            places = [Place(node, dict(want), own) for node, own in zip(flat, devices, strict=True)]
+            token, places = self._backend.reserve(places, detached)
+            reservation = Reservation(token, places, detached=detached)
             self._reservations.append(reservation)
             return ResourcePool(reservation.slots)
 
@@ -128,8 +141,12 @@ class Inventory:
         with self._lock:
             return sum(slot.node == node for held in self._reservations for slot in held.slots)
 
-    def _free(self) -> dict[str, dict[str, float]]:
-        free = {node.name: dict(node.resources) for node in self._backend.nodes()}
+    def _free(self, nodes: Sequence[Node]) -> dict[str, dict[str, float]]:
+        free = {node.name: dict(node.resources) for node in nodes}
+        for node in nodes:
+            for held in node.taken.values():
+                for name, amount in held.items():
+                    free[node.name][name] = free[node.name].get(name, 0.0) - amount
         for reservation in self._reservations:
             for slot in reservation.slots:
                 for name, amount in slot.resources.items():
@@ -138,7 +155,11 @@ class Inventory:
         return free
 
     def _place(
-        self, counts: Sequence[int], want: Mapping[str, float], free: Mapping[str, Mapping[str, float]]
+        self,
+        counts: Sequence[int],
+        want: Mapping[str, float],
+        nodes: Sequence[Node],
+        free: Mapping[str, Mapping[str, float]],
     ) -> list[str]:
         """A node for each entry: the largest entries choose first, each the fullest node that still has room."""
         chosen: dict[int, str] = {}
@@ -150,13 +171,15 @@ class Inventory:
                 and all(amount * counts[at] <= has.get(name, 0.0) + 1e-9 for name, amount in want.items() if amount)
             ]
             if not fits:
-                raise PlacementError(self._refusal(counts, want, free))
+                raise PlacementError(self._refusal(counts, want, nodes, free))
             chosen[at] = min(fits, key=lambda node: sum(free[node].get(name, 0.0) for name in want))
         return [chosen[at] for at in range(len(counts))]
 
-    def _devices(self, counts: Sequence[int], nodes: Sequence[str], gpus: float) -> list[tuple[int, ...]]:
+    def _devices(
+        self, counts: Sequence[int], chosen: Sequence[str], gpus: float, nodes: Sequence[Node]
+    ) -> list[tuple[int, ...]]:
         """Accelerator indices for each slot: whole ones apart, fractions packed onto shared ones."""
-        total = {node.name: int(node.resources.get("gpu", 0)) for node in self._backend.nodes()}
+        total = {node.name: int(node.resources.get("gpu", 0)) for node in nodes}
         load: dict[tuple[str, int], float] = {}
         for reservation in self._reservations:
             for slot in reservation.slots:
@@ -165,7 +188,7 @@ class Inventory:
                         1.0, slot.resources.get("gpu", 0)
                     )
         result: list[tuple[int, ...]] = []
-        for node, count in zip(nodes, counts, strict=True):
+        for node, count in zip(chosen, counts, strict=True):
             for _ in range(count):
                 share = min(1.0, gpus)
                 room = [d for d in range(total[node]) if load.get((node, d), 0.0) + share <= 1 + 1e-9]
@@ -178,14 +201,18 @@ class Inventory:
         return result
 
     def _refusal(
-        self, counts: Sequence[int], want: Mapping[str, float], free: Mapping[str, Mapping[str, float]]
+        self,
+        counts: Sequence[int],
+        want: Mapping[str, float],
+        nodes: Sequence[Node],
+        free: Mapping[str, Mapping[str, float]],
     ) -> str:
         wanted = {name: amount for name, amount in want.items() if amount}
         asked = " + ".join(
             ", ".join([f"{amount * count:g} {name}" for name, amount in wanted.items()] or [f"{count} slots"])
             for count in counts
         )
-        nodes = f"{len(counts)} node{'s' * (len(counts) > 1)}"
+        where = f"{len(counts)} node{'s' * (len(counts) > 1)}"
         has = ", ".join(
             f"{' and '.join(f'{has.get(name, 0):g} {name}' for name in wanted) or 'room'} free on {node}"
             for node, has in free.items()
@@ -198,5 +225,10 @@ class Inventory:
             if amount:
                 name = "+".join(reservation.holders) or "a pool without a group"
                 held[name] = held.get(name, 0.0) + amount
+        for node in nodes:
+            for name, resources in node.taken.items():
+                amount = max((resources.get(kind, 0.0) for kind in wanted), default=0.0)
+                if amount:
+                    held[name] = held.get(name, 0.0) + amount
         holders = ", ".join(f"{name} ({count:g})" for name, count in held.items()) or "nobody"
-        return f"asked for {asked} on {nodes}; {has}; held by: {holders}"
+        return f"asked for {asked} on {where}; {has}; held by: {holders}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.backends.local import devices
+from podium.backends import devices
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from podium.backends.local.linux import children_of, session_of
-from podium.backends.local.logs import WORDS, LogEcho, last_lines
+from podium.backends.logs import WORDS, LogEcho, last_lines
 
 
 def test_children_and_sessions_are_seen() -> None:

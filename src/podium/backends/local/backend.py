@@ -30,9 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.backends.local.devices import accelerators, visibility
+from podium.backends.devices import accelerators, visibility
 from podium.backends.local.io import IoLoop
-from podium.backends.local.logs import LogEcho, last_lines
 from podium.backends.local.outbox import Outbox
 from podium.backends.local.segments import Lease, SegmentPool
 from podium.backends.local.server import Spawn
@@ -49,6 +48,7 @@ from podium.backends.local.wire import (
     read_answer,
     released,
 )
+from podium.backends.logs import LogEcho, last_lines
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
 
@@ -71,6 +71,8 @@ class LocalBackend(Backend):
     nodes: how many nodes to pretend this machine is, to try a multi-node layout.
     """
 
+    capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
+
     def __init__(
         self,
         *,
@@ -87,7 +89,6 @@ class LocalBackend(Backend):
             raise ConfigError(f"connect('local', nodes={nodes}): at least one")
         if isinstance(preload, str):
             raise ConfigError(f"connect('local', preload={preload!r}): a sequence of module names, as in [{preload!r}]")
-        self.capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
         self._accelerators = accelerators()
         self._nodes = _nodes(nodes, len(self._accelerators))
         _raise_descriptor_limit()
@@ -110,12 +111,9 @@ class LocalBackend(Backend):
     def nodes(self) -> Sequence[Node]:
         return self._nodes
 
-    def start_hosts(
-        self,
-        reservation: Any,
-        specs: Sequence[HostSpec],
-        on_death: Callable[[int, Death], None],
-    ) -> Sequence[HostHandle]:
+    def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+        for name in specs[0].options:
+            raise ConfigError(f"start(options={{{name!r}: ...}}): local has no options for a host")
         hosts = [self._spawn(spec, on_death) for spec in specs]
         until = time.monotonic() + START_TIMEOUT_S
         for host in hosts:
@@ -176,7 +174,7 @@ class LocalBackend(Backend):
         order = Spawn(
             token=token,
             rank=spec.rank,
-            env={**_thread_limits(spec), **visibility(spec.devices, self._accelerators), **spec.env},
+            env={**_thread_limits(spec), **visibility(spec.place.devices, self._accelerators), **spec.env},
             fresh=any(name.startswith(FIRST) for name in spec.env),
             threads=spec.threads,
             log_path=str(log_path),
@@ -273,13 +271,6 @@ class _LocalHost(HostHandle):
         self._pending[request.call_id] = done
         fds = [lease.segment.fd for lease in leases] if leases else _NO_FDS
         (self.control_out if request.concurrent else self.calls_out).send(message, fds)
-
-    def stop(self, timeout_s: float) -> None:
-        if timeout_s > 0 and not self.ended.is_set():
-            quietly: Done = lambda reply: None  # noqa: E731 - its end is what is waited for
-            self.invoke(Request(0, "", "shutdown", self._backend.pack({}, 1)), quietly)
-            self.ended.wait(timeout_s)
-        self.kill()
 
     def kill(self) -> None:
         if not self.ended.is_set() and self.started.wait(START_TIMEOUT_S):
