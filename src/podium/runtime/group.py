@@ -140,13 +140,12 @@ class WorkerGroup:
                 call, spec, args, kwargs = self._waiting[0]
                 if not call.done() and _unfinished(args, kwargs):
                     return
-                self._waiting.popleft()
-                if call.done():
-                    continue
                 try:
-                    self._launch(call, spec, args, kwargs)
+                    if not call.done():
+                        self._launch(call, spec, args, kwargs)
                 except Exception as error:  # noqa: BLE001 - nobody waits here: it belongs to the call, whatever it is
                     call.fail(error)
+                self._waiting.popleft()  # only now: submit() sends at once when nobody waits, and would overtake it
             if self._forget_tick is not None:
                 self._forget_tick()
                 self._forget_tick = None
