@@ -188,8 +188,9 @@ def train(actor: Actor, rollouts: list[Rollout]) -> tuple[list[float], Batch]:
         metrics = actor.train_batch(batch)
         assert metrics["tokens"] == float(batch.jagged("loss_mask").values.sum()), "every token counts once"
         weights = actor.weights.submit()
-        for rollout in rollouts:  # after the sampling that is in flight: calls of a group run in the order submitted
-            rollout.load_weights.submit(weights.arg(), step + 1)
+        loads = [rollout.load_weights.submit(weights.arg(), step + 1) for rollout in rollouts]
+        for load in loads:  # each after what its worker is sampling: calls of a group run in the order submitted
+            load.result()
         rewards.append(float(batch.dense("rewards").mean()))
     assert stalest == MAX_STALENESS, "sampling and learning did not overlap"
     return rewards, batch
