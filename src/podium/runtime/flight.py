@@ -33,6 +33,7 @@ class Flight:
     """One call in the air.
 
     Attributes:
+        generation: the hosts it was sent to, as their set counts its restarts.
         open: the ranks that have not replied.
         failed: the ranks that raised.
         held: an error that waits for its cause to arrive.
@@ -44,6 +45,7 @@ class Flight:
     call: Call[Any]
     out: Outgoing
     call_id: int
+    generation: int
     open: set[int]
     submitted_ns: int
     failed: list[int] = field(default_factory=lambda: list[int]())

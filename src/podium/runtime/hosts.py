@@ -311,7 +311,7 @@ class HostSet:
             return join([self.backend.unpack(replies[places[rank]].payload) for rank in wanted])
 
         call.begin(len(ranks), joined, self.backend)
-        flight = Flight(call, out, call_id, set(ranks), time.monotonic_ns())
+        flight = Flight(call, out, call_id, self._generation, set(ranks), time.monotonic_ns())
         self._flights[call_id] = flight  # from here on a death fails it; one while it was packed shows now
         try:
             self._refuse_if_unusable(call.label)
@@ -452,12 +452,13 @@ class HostSet:
 
     def _break(self, flight: Flight, rank: int, failure: Failure) -> None:
         """A rank failed and siblings still run: they may wait for it in a collective."""
-        if not flight.open or self._closing or rank in self.dead:
+        if not flight.open or self._closing or rank in self.dead or flight.generation != self._generation:
             self._settle(flight)
             return
 
         def broke(reply: Reply) -> None:
-            if reply.status == "ok" and self.backend.unpack(reply.payload) and not self.broken:
+            current = flight.generation == self._generation
+            if current and reply.status == "ok" and self.backend.unpack(reply.payload) and not self.broken:
                 self.broken = (
                     f"rank {rank} raised {failure.type_name} in {flight.call.label} while ranks "
                     f"{sorted(flight.open)} went on, so its process group was destroyed to free them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,17 @@ class LifetimeContract:
         assert caught.value.rank == 1
         gatherer.group.restart()
         assert gatherer.gather_all(1.0) == [[1.0, 2.0, 3.0]] * 3
+        gatherer.group.close()
+
+    def test_what_a_failure_broke_does_not_reach_the_workers_of_a_restart(self, cluster: Cluster) -> None:
+        need(cluster, "collectives", "processes")
+        gatherer = cluster.start(Gatherer.bind(), cluster.pool([2]))
+        with pytest.raises(EndpointError, match="ValueError: I am the cause"):
+            gatherer.gather_unless(rank=1)
+        gatherer.group.restart()  # at once: what frees the siblings a moment later finds them gone
+        until = time.monotonic() + 0.6
+        while time.monotonic() < until:
+            assert gatherer.gather_all(1.0) == [[1.0, 2.0]] * 2
         gatherer.group.close()
 
 
