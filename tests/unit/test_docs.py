@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "workers.md"]
+PAGES = [ROOT / "README.md"] + [
+    ROOT / "docs" / f"{page}.md" for page in ("workers", "coming-from-verl", "coming-from-areal")
+]
 
 
 def _scripts() -> list[tuple[str, str]]:
@@ -30,5 +32,6 @@ def test_a_script_of_the_docs_runs_as_printed(script: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_there_are_scripts_to_run() -> None:
-    assert len(_scripts()) == 4
+def test_there_are_scripts_to_run_on_every_page() -> None:
+    assert {name.rpartition("-")[0] for name, _ in _scripts()} == {page.name for page in PAGES}
+    assert len(_scripts()) == 6
