@@ -6,7 +6,12 @@ import pytest
 
 from podium.testing import BackendContract, Target
 
-BACKENDS = [Target("inline"), Target("inline", threads=True), Target("local")]
+BACKENDS = [
+    Target("inline"),
+    Target("inline", threads=True),
+    Target("local"),
+    pytest.param(Target("ray"), marks=pytest.mark.ray),
+]
 
 
 @pytest.fixture(scope="module", params=BACKENDS, ids=str)

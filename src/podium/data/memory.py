@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["concat_tensors"]
+__all__ = ["concat_tensors", "copy_bytes"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -74,6 +74,15 @@ def concat_tensors(parts: Sequence[Tensor]) -> Tensor:
             np.copyto(joined[at : at + part.nbytes], _bytes_of(part))
         at += part.nbytes
     return torch.from_numpy(joined).view(first.dtype).view(shape)  # pyright: ignore[reportUnknownMemberType]
+
+
+def copy_bytes(source: Bytes) -> Bytes:
+    """A copy of uint8 ``[n]``; a large one lands in memory used before."""
+    if source.nbytes < SMALLEST:
+        return source.copy()
+    copy = _blocks.take(source.nbytes)
+    np.copyto(copy, source)
+    return copy
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:

@@ -1,0 +1,5 @@
+"""The backend ``ray``: one Ray actor a host, on this machine or on a cluster. Needs ``pip install 'podium[ray]'``."""
+
+from podium.backends.ray.backend import RayBackend
+
+__all__ = ["RayBackend"]

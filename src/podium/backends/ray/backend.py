@@ -1,0 +1,260 @@
+# pyright: basic
+"""The backend ``ray``: hosts are actors of a Ray cluster, embedded or running.
+
+    connect("ray")                       a cluster of this machine alone, which ends with the script
+    connect("ray", address="auto")       the cluster that runs on this machine, or that RAY_ADDRESS names
+    connect("ray://head:10001")          a cluster elsewhere, through Ray's client
+
+Calls are actor calls, and Ray's futures bring the replies: no thread waits. A call is delivered at most once, so
+actors are never restarted behind anyone's back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayError
+
+from podium.backends.logs import LogEcho, last_lines
+from podium.backends.ray.actor import GROUPS, HostActor, Setting
+from podium.backends.ray.host import RayHost
+from podium.backends.ray.placement import Inventory, Reservation
+from podium.backends.ray.wire import Parcel, pack
+from podium.errors import ConfigError, WorkerStartError
+from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Place
+
+__all__ = ["RayBackend"]
+
+START_TIMEOUT_S = 120.0
+NAMESPACE = "podium"
+REFUSED = ("max_restarts", "max_task_retries")
+QUIET = {"configure_logging": False, "log_to_driver": False}
+EMBEDDED = {**QUIET, "include_dashboard": False, "logging_level": logging.ERROR}
+ENVIRONMENT = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_process_group_cleanup_enabled": "1",  # what a worker started ends with it
+}
+
+
+class RayBackend(Backend):
+    """Args:
+    address: "auto", "host:port" or "ray://host:port" of a running cluster; None starts one for this script, or uses
+        the one to which this process is connected already.
+    actor_options: of Ray, for every host; ``start(options=...)`` adds to them. ``max_restarts`` and
+        ``max_task_retries`` are refused: a call is delivered at most once.
+    preload: modules that every host imports before its workers are made.
+    log_dir: where each host's output goes, ``LABEL.log``, on the node it runs on; a temporary directory unless given.
+    echo: also print the output of hosts on this machine here, every line with its host's label.
+    init: further arguments of ``ray.init``, such as ``num_cpus``, ``object_store_memory`` or ``runtime_env``.
+    """
+
+    capabilities = Capabilities(processes=True, collectives=True, concurrent=True, exit_status=False, detached=True)
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        actor_options: Mapping[str, Any] | None = None,
+        preload: Sequence[str] = ("torch",),
+        log_dir: str | Path | None = None,
+        echo: bool = False,
+        init: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._actor_options = dict(actor_options or {})
+        _refuse(self._actor_options, "connect('ray', actor_options=...)")
+        self._preload = tuple(preload)
+        _connect(address, dict(init or {}))
+        self._inventory = Inventory()
+        self._private = Path(tempfile.mkdtemp(prefix="podium-ray-"))
+        self._log_dir = Path(log_dir or self._private / "logs").absolute()
+        self._echo = LogEcho() if echo else None
+        self._hosts: set[RayHost] = set()
+        self._rendezvous = itertools.count(1)
+        self._nodes_of: dict[RayHost, str] = {}
+        self._reservations: list[Reservation] = []
+        self._closed = False
+
+    # -- contract ------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> Sequence[Node]:
+        return self._inventory.nodes()
+
+    def reserve(self, places: Sequence[Place], detached: bool) -> tuple[Any, Sequence[Place]]:
+        reservation, given = self._inventory.reserve(places, detached=detached)
+        if not detached:
+            self._reservations.append(reservation)
+        return reservation, given
+
+    def release(self, token: Reservation) -> None:
+        self._inventory.release(token)
+        if token in self._reservations:
+            self._reservations.remove(token)
+
+    def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+        hosts = [self._make(spec, on_death) for spec in specs]
+        try:
+            self._settle(hosts, specs)
+        except BaseException:
+            for host in hosts:
+                with contextlib.suppress(RayError):
+                    ray.kill(host.actor, no_restart=True)
+            raise
+        self._hosts.update(hosts)
+        self._nodes_of.update(zip(hosts, (spec.place.node for spec in specs), strict=True))
+        return hosts
+
+    def attach(self, name: str, on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+        hosts: list[RayHost] = []
+        for rank in itertools.count():
+            try:
+                actor = ray.get_actor(f"{name}:{rank}", namespace=NAMESPACE)
+            except ValueError:
+                break
+            hosts.append(RayHost(rank, f"{name}-{rank}", actor, on_death))
+        for host, settled in zip(hosts, ray.get([host.actor.hello.remote() for host in hosts]), strict=True):
+            host.settled(settled, self._log_dir / f"{host.label}.log")
+        return hosts
+
+    def let_go(self, hosts: Sequence[HostHandle]) -> None:
+        for host in hosts:
+            if isinstance(host, RayHost):
+                host.forget()
+                self._hosts.discard(host)
+
+    def rendezvous(self, hosts: Sequence[HostHandle]) -> str:
+        known = [host for host in hosts if isinstance(host, RayHost)]
+        if len({self._nodes_of[host] for host in known}) == 1 and _is_here(known[0]):
+            return f"file://{self._private}/rendezvous-{next(self._rendezvous)}"
+        return f"tcp://{ray.get(known[0].actor.free_address.remote())}"
+
+    def pack(self, value: Any, readers: int) -> Parcel:
+        return pack(value, "an argument")
+
+    def unpack(self, payload: Parcel) -> Any:
+        return payload.read("the result")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if ray.is_initialized():
+            for host in list(self._hosts):
+                host.kill()
+            for reservation in list(self._reservations):
+                with contextlib.suppress(RayError):
+                    self.release(reservation)
+        if self._echo is not None:
+            self._echo.stop()
+        self._inventory.close()
+        _disconnect()
+        shutil.rmtree(self._private, ignore_errors=True)
+
+    # -- hosts ---------------------------------------------------------------------------------------------------
+
+    def _make(self, spec: HostSpec, on_death: Callable[[int, Death], None]) -> RayHost:
+        _refuse(spec.options, "start(options=...)")
+        own = {**self._actor_options, **spec.options}
+        runtime_env = dict(own.pop("runtime_env", {}))
+        if spec.env:
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **spec.env}
+        if spec.detached:
+            own |= {"name": f"{spec.detached}:{spec.rank}", "namespace": NAMESPACE, "lifetime": "detached"}
+        options = {
+            "num_cpus": 0,
+            "scheduling_strategy": self._inventory.strategy(spec.place.node, spec.token, spec.slot),
+            **({"runtime_env": runtime_env} if runtime_env else {}),
+            **own,
+        }
+        try:
+            made = _Actor.options(**options).remote()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{spec.label}: Ray refuses these actor options: {error}") from error
+
+        def ended(rank: int, death: Death) -> None:
+            self._hosts.discard(host)
+            self._nodes_of.pop(host, None)
+            on_death(rank, death)
+
+        host = RayHost(spec.rank, spec.label, made, ended)
+        return host
+
+    def _settle(self, hosts: Sequence[RayHost], specs: Sequence[HostSpec]) -> None:
+        """Wait until all have taken over this script's surroundings."""
+        here = [path or os.getcwd() for path in sys.path]
+        asked: dict[Any, tuple[RayHost, Path]] = {}
+        for host, spec in zip(hosts, specs, strict=True):
+            path = self._log_dir / f"{spec.label}.log"
+            visible = spec.token.devices[spec.slot]
+            setting = Setting(spec.threads, visible, spec.env, str(path), os.getcwd(), here, self._preload)
+            asked[host.actor.settle_in.remote(setting)] = host, path
+            if self._echo is not None:
+                self._echo.follow(spec.label, path)
+        until = time.monotonic() + START_TIMEOUT_S
+        waiting = list(asked)
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                late = ", ".join(asked[ref][0].label for ref in waiting)
+                raise WorkerStartError(f"Ray did not start {late} within {START_TIMEOUT_S:g} s", rank=hosts[0].rank)
+            host, path = asked[ready[0]]
+            try:
+                host.settled(ray.get(ready[0]), path)
+            except RayError as error:
+                words = "\n".join(last_lines(path))
+                raise WorkerStartError(
+                    f"{host.label}: its Ray actor did not start: {error}\n{words}", rank=host.rank
+                ) from error
+
+
+def _refuse(options: Mapping[str, Any], where: str) -> None:
+    for name in REFUSED:
+        if name in options:
+            raise ConfigError(
+                f"{where}: {name} cannot be set: a call is delivered at most once, and a worker that died is made "
+                "again by group.restart()"
+            )
+
+
+_Actor: Any = cast(Any, ray.remote)(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(HostActor)
+_users = [0, 0]  # open backends, and of those that found Ray connected by somebody else
+
+
+def _connect(address: str | None, init: dict[str, Any]) -> None:
+    """Connect this process to Ray, unless it is."""
+    if not ray.is_initialized():
+        given = {**EMBEDDED, **init} if address is None else {**QUIET, **init}
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            ray.init(address="local" if address is None else address, **given)
+        except (ConnectionError, RayError, ValueError, TypeError) as error:
+            where = "an embedded cluster" if address is None else f"address {address!r}"
+            raise ConfigError(f"connect('ray'): {where} cannot be had: {error}") from error
+        _users[0] = 0
+    elif not _users[0]:
+        _users[1] = 1  # connected by the user's own ray.init(): not ours to end
+    _users[0] += 1
+
+
+def _disconnect() -> None:
+    """The last one out ends the connection, and an embedded cluster with it."""
+    _users[0] -= 1
+    if not _users[0]:
+        if not _users[1]:
+            ray.shutdown()
+        _users[1] = 0
+
+
+def _is_here(host: RayHost) -> bool:
+    return host.log is not None and host.log[0].exists()

@@ -1,0 +1,118 @@
+# pyright: basic
+"""A host as the controller sees it: requests become actor calls, futures become replies, the actor's end a death."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from podium.backends.logs import last_lines
+from podium.backends.ray.actor import Settled
+from podium.backends.ray.wire import Parcel, wire_to_outcome
+from podium.runtime.backend import Death, HostHandle, Reply, Request
+from podium.runtime.host import Failure
+
+__all__ = ["RayHost"]
+
+Done = Callable[[Reply], None]
+KILL_S = 10.0
+
+
+class RayHost(HostHandle):
+    """One actor. ``Backend.start_hosts`` has it settle in before it carries requests."""
+
+    def __init__(self, rank: int, label: str, actor: Any, on_death: Callable[[int, Death], None]) -> None:
+        self.rank = rank
+        self.label = label
+        self.actor = actor
+        self.ended = threading.Event()
+        self.log: tuple[Path, int] | None = None
+        self.tail: Callable[[], Iterable[str]] | None = None
+        self._call, self._control, self._aside = actor.call, actor.control, actor.aside
+        self._on_death = on_death
+        self._lock = threading.Lock()
+        self._in_air = 1  # the watch
+        self._lost: BaseException | None = None
+        self._killed = False
+        self._forgotten = False
+
+    def settled(self, settled: Settled, log_path: Path) -> None:
+        """It is ready; from now on its end is seen."""
+        self.pid = settled.pid
+        self.log = (log_path, settled.log_start)
+        self.actor.watch.remote().future().add_done_callback(self._on_watch)
+
+    def invoke(self, request: Request, done: Done) -> None:
+        if request.wire is None:
+            request.wire = _encode(request)
+        method = self._call if not request.concurrent else self._aside if request.target else self._control
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._in_air += 1
+        method.remote(*request.wire).future().add_done_callback(lambda future: self._on_answer(future, done))
+
+    def kill(self) -> None:
+        self._killed = True
+        if not self.ended.is_set():
+            ray.kill(self.actor, no_restart=True)
+            self.ended.wait(KILL_S)
+
+    def forget(self) -> None:
+        """It goes on without this controller, which is not told of its end any more."""
+        self._forgotten = True
+
+    def _on_answer(self, future: Any, done: Done) -> None:
+        error = future.exception()
+        if error is None:
+            status, started, ended, payload = wire_to_outcome(future.result())
+            done(Reply(status, payload, started, ended))
+        elif not isinstance(error, RayActorError):  # an argument that was lost on its way, say: the host lives
+            failure = Failure(type(error).__name__, str(error), "", None, False)
+            done(Reply("error", Parcel(pickle.dumps(failure, 5))))
+        self._landed(error if isinstance(error, RayActorError) else None)
+
+    def _on_watch(self, future: Any) -> None:
+        self._landed(future.exception() or RuntimeError("its watch ended"))
+
+    def _landed(self, lost: BaseException | None) -> None:
+        """One call came back. The end is told once nothing is in the air: replies sent before it are in by then."""
+        with self._lock:
+            self._in_air -= 1
+            self._lost = self._lost or lost
+            if self._lost is None or self._in_air or self.ended.is_set():
+                return
+        words = () if self._killed or self.log is None else last_lines(*self.log)
+        self.ended.set()
+        if not self._forgotten:
+            self._on_death(self.rank, Death(_cause(self._lost, self._killed), words))
+
+
+def _encode(request: Request) -> tuple[Any, ...]:
+    """The message, the same for every host it goes to, and what Ray keeps of it."""
+    parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
+    inside = [(parcel.data, None if parcel.stored is not None else parcel.buffers) for parcel in parcels]
+    head = (request.call_id, request.target, request.method, request.wants_result, inside)
+    return pickle.dumps(head, 5), *(parcel.stored for parcel in parcels if parcel.stored is not None)
+
+
+def _cause(error: BaseException | None, killed: bool) -> str:
+    """Ray's own words, as far as they say something."""
+    if killed:
+        return "killed by its controller"
+    text = str(error)
+    if "node" in text and "died" in text.lower() and "Node" in text:
+        found = re.search(r"[^\n]*(?:node|Node)[^\n]*(?:died|dead|terminated)[^\n]*", text)
+        if found:
+            return found[0].strip()
+    detail = re.search(r"Worker exit detail: ([^\n]*?\.)(?: |$)", text)
+    kind = re.search(r"Worker exit type: (\w+)", text)
+    said = ": ".join(match[1] for match in (kind, detail) if match)
+    return f"its Ray actor ended ({said})" if said else text.strip().splitlines()[0] if text.strip() else "it ended"
