@@ -12,7 +12,8 @@ elsewhere), the workers form one more process group among themselves, as an obje
     join ──────────▶ 0, 1 of 3                       2 of 3              all three at once
     send, receive ─▶ send(half of the weight) ─────▶ receive both        both calls in flight
 
-On accelerators ProcessGroupNCCL takes the place of ProcessGroupGloo.
+All of them are on one node here; across nodes, listen at an address that all of them reach. On accelerators
+ProcessGroupNCCL takes the place of ProcessGroupGloo.
 """
 
 from __future__ import annotations
