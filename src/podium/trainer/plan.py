@@ -5,7 +5,7 @@ Nothing is started and no weights are loaded: the model is laid out on torch's m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +15,28 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from podium.devices import DTYPES, accelerator_count
 from podium.errors import ConfigError
+from podium.rewards import NAMED_REWARDS, resolve_reward
+from podium.rollout.tasks import check_files
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.loading import config_to_yaml
 from podium.trainer.roles import bind_roles
 from podium.workers import LoraConfig, ModelConfig, load_model
 
-__all__ = ["ModelSize", "describe_plan", "memory_gib", "model_size"]
+__all__ = ["Hosts", "ModelSize", "describe_plan", "memory_gib", "model_size", "placed_hosts"]
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Host processes that hold the same roles, by their numbers."""
+
+    numbers: range
+    roles: tuple[str, ...]
+
+    def __str__(self) -> str:
+        first, last = self.numbers[0], self.numbers[-1]
+        return f"host {first}" if first == last else f"hosts {first}-{last}"
 
 
 @dataclass(frozen=True)
@@ -41,14 +55,35 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str) -> str:
     """The resolved configuration and the plan, as text.
 
     Raises:
-        ConfigError: no data are named, or the model's configuration cannot be read.
+        ConfigError: no data or reward are named, or there is no such reward, or the model's configuration cannot be
+            read.
+        DataError: a file of the data is not there.
     """
     if not config.data.train:
         raise ConfigError("data.train is not set: expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK")
-    size = model_size(config.model)
+    for spec in filter(None, (config.data.train, config.data.eval)):
+        check_files(spec)
+    _check_reward(config.reward.name)
+    size, path = model_size(config.model), _critic_path(config)
+    critic = model_size(replace(config.model, path=path, config={}, lora=None)) if path else size
     lines = ["# resolved configuration", config_to_yaml(config).rstrip(), "", "# plan"]
-    lines += [*_placement(config, backend), "", *_batch(config), "", *_memory(config, size)]
+    lines += [*_placement(config, backend), "", *_batch(config), "", *_memory(config, size, critic)]
     return "\n".join(lines)
+
+
+def _check_reward(name: str) -> None:
+    """A module's reward is left to the run, which imports it in a process of its own."""
+    if name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
+        resolve_reward(name)
+
+
+def placed_hosts(config: PPOConfig | SFTConfig) -> list[Hosts]:
+    """Which roles each host process holds, as ``config.placement`` puts them."""
+    placement, roles = config.placement, tuple(bind_roles(config))
+    if placement.layout == "colocated" or "generator" not in roles:
+        return [Hosts(range(placement.ranks), roles)]
+    beside = tuple(role for role in roles if role != "generator")
+    return [Hosts(range(placement.ranks), beside), Hosts(range(placement.ranks, placement.slots), ("generator",))]
 
 
 def model_size(model: ModelConfig) -> ModelSize:
@@ -92,49 +127,57 @@ def _adapter_parameters(model: PreTrainedModel, lora: LoraConfig) -> int:
     return sum(lora.rank * (module.in_features + module.out_features) for module in adapted)
 
 
-def memory_gib(config: PPOConfig | SFTConfig, size: ModelSize) -> dict[str, float]:
-    """An estimate for each rank that holds all of its roles, by what takes it, in GiB.
+def memory_gib(
+    config: PPOConfig | SFTConfig, size: ModelSize, roles: Collection[str], critic: ModelSize | None = None
+) -> dict[str, float]:
+    """An estimate for one host process that holds ``roles``, by what takes it, in GiB.
 
     Activations are rough: 16 hidden vectors a token and layer (one with gradient checkpointing), and three copies of
-    the logits.
+    the logits. Keys and values are those of prompts and completions of the greatest length.
+
+    Args:
+        size: of the policy's model.
+        roles: of ``policy``, ``reference``, ``critic``, ``generator``.
+        critic: size of the critic's model; None: the policy's.
     """
     width = DTYPES[config.model.dtype].itemsize
     shards = config.placement.ranks if config.parallel.strategy == "fsdp2" else 1
-    roles = bind_roles(config)
     kept = 1 if config.model.gradient_checkpointing else 16
     tokens = config.parallel.micro_batch_tokens
-    parts = {
-        "weights": size.parameters * width / shards,
-        "gradients": size.trained * width / shards,
-        "optimizer (AdamW)": 2 * size.trained * width / shards,
-        "activations": tokens * (size.layers * size.hidden * kept + 3 * size.vocabulary) * 4,
-    }
+    parts: dict[str, float] = {}
+    if "policy" in roles:
+        parts["weights"] = size.parameters * width / shards
+        parts["gradients"] = size.trained * width / shards
+        parts["optimizer (AdamW)"] = 2 * size.trained * width / shards
+        parts["activations"] = tokens * (size.layers * size.hidden * kept + 3 * size.vocabulary) * 4
     if "critic" in roles:
-        parts["critic with optimizer"] = 4 * size.parameters * width / shards
+        parts["critic with optimizer"] = 4 * (critic or size).parameters * width / shards
     if "reference" in roles and config.model.lora is None:
         parts["reference weights"] = size.parameters * width / shards
     if "generator" in roles:
-        if shards > 1 or config.model.lora is not None or config.engine.dtype not in (None, config.model.dtype):
-            parts["generator's own weights"] = size.parameters * width
-        cache_width = DTYPES[config.engine.dtype or config.model.dtype].itemsize
+        own = config.engine.dtype or config.model.dtype
+        shared = "policy" in roles and shards == 1 and config.model.lora is None and own == config.model.dtype
+        if not shared:
+            parts["generator's own weights"] = size.parameters * DTYPES[own].itemsize
         length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-        parts["key/value cache"] = config.engine.slots * length * size.layers * 2 * size.key_value_width * cache_width
+        cache = config.engine.slots * length * size.layers * 2 * size.key_value_width * DTYPES[own].itemsize
+        most = config.engine.cache_gib
+        parts["key/value cache"] = cache if most is None else min(cache, most * _GIB)
     return {name: nbytes / _GIB for name, nbytes in parts.items()}
 
 
+def _critic_path(config: PPOConfig | SFTConfig) -> str:
+    return config.critic.path if isinstance(config, PPOConfig) and config.has_critic else ""
+
+
 def _placement(config: PPOConfig | SFTConfig, backend: str) -> Iterator[str]:
-    placement = config.placement
-    gpus = accelerator_count()
-    roles = list(bind_roles(config))
-    hosts: list[tuple[range, list[str]]] = [(range(placement.ranks), roles)]
-    if placement.layout == "split" and "generator" in roles:
-        beside = [role for role in roles if role != "generator"]
-        hosts = [(hosts[0][0], beside), (range(placement.ranks, placement.slots), ["generator"])]
-    yield f"backend      {backend}: {hosts[-1][0].stop} host process(es), layout {placement.layout}"
-    for ranks, names in hosts:
-        for rank in ranks:
-            device = f"cuda:{rank}" if gpus >= placement.slots else "cpu"
-            yield f"host {rank:<7} {device:<7} {', '.join(names)}"
+    placement, hosts = config.placement, placed_hosts(config)
+    gpus, slots = accelerator_count(), hosts[-1].numbers.stop
+    yield f"backend      {backend}: {slots} host process(es), layout {placement.layout}"
+    for group in hosts:
+        for number in group.numbers:
+            device = f"cuda:{number}" if gpus >= slots else "cpu"
+            yield f"host {number:<7} {device:<7} {', '.join(group.roles)}"
     yield f"strategy     {config.parallel.strategy} over {placement.ranks} data-parallel rank(s)"
 
 
@@ -142,17 +185,21 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
     ranks = config.placement.ranks
     if isinstance(config, SFTConfig):
         examples = config.batch.examples
-        yield f"step         {examples} examples, one optimizer step; {examples / ranks:g} a rank"
+        yield f"step         {examples} examples, one optimizer step; {_share(examples, ranks)} a rank"
     else:
         algorithm, n = config.algorithm, config.sampling.n
         yield f"step         {config.batch.prompts} prompts x {n} completions = {config.rows} rows"
         rows = config.rows // algorithm.minibatches
         yield (
             f"updates      {algorithm.epochs} epoch(s) x {algorithm.minibatches} minibatch(es) = {algorithm.updates} "
-            f"optimizer step(s) of {rows} rows; {rows / ranks:g} a rank"
+            f"optimizer step(s) of {rows} rows; {_share(rows, ranks)} a rank"
         )
         yield f"tokens       at most {config.rows * config.sampling.max_new_tokens} sampled a step"
     yield f"run          {config.run.steps} steps = {config.optimizer_steps} optimizer steps; " + _cadence(config)
+
+
+def _share(rows: int, ranks: int) -> str:
+    return f"{rows / ranks:,.1f}".removesuffix(".0")
 
 
 def _cadence(config: PPOConfig | SFTConfig) -> str:
@@ -167,10 +214,19 @@ def _cadence(config: PPOConfig | SFTConfig) -> str:
     return f"evaluation: {evaluation if config.eval.items else 'none'}; checkpoint {saving}"
 
 
-def _memory(config: PPOConfig | SFTConfig, size: ModelSize) -> Iterator[str]:
+def _memory(config: PPOConfig | SFTConfig, size: ModelSize, critic: ModelSize) -> Iterator[str]:
     millions = f"{size.parameters / 1e6:,.2f} M parameters, {size.trained / 1e6:,.2f} M trained"
     yield f"model        {millions}, {config.model.dtype}"
-    parts = memory_gib(config, size)
-    yield f"memory       about {sum(parts.values()):.2f} GiB a rank (estimate):"
-    for name, gib in parts.items():
-        yield f"  {name:<24} {gib:8.3f} GiB"
+    total, hosts = 0.0, placed_hosts(config)
+    for group in hosts:
+        parts = memory_gib(config, size, group.roles, critic)
+        each = " each" if len(group.numbers) > 1 else ""
+        yield f"memory       about {_amount(sum(parts.values()))}{each} on {group} (estimate):"
+        yield from (f"  {name:<24} {_amount(gib):>11}" for name, gib in parts.items())
+        total += len(group.numbers) * sum(parts.values())
+    if hosts[-1].numbers.stop > 1:
+        yield f"memory       about {_amount(total)} on all hosts"
+
+
+def _amount(gib: float) -> str:
+    return f"{gib:,.2f} GiB" if gib >= 1 else f"{gib * _GIB / _MIB:,.1f} MiB"

@@ -25,7 +25,7 @@ from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.rows import PlacedRow, columns_hint, find_files, is_file_spec, read_rows
 from podium.telemetry import Note, emit
 
-__all__ = ["Example", "Messages", "load_examples"]
+__all__ = ["Example", "Messages", "check_files", "load_examples"]
 
 Messages = list[dict[str, str]]
 """A conversation: each entry has "role" and "content"."""
@@ -89,6 +89,12 @@ def load_examples(
     return examples
 
 
+def check_files(spec: str) -> None:
+    """Raise DataError if ``spec`` means a file, or a pattern of files, that is not there; names the nearest."""
+    if not spec.startswith(gym.PREFIX) and _means_files(spec):
+        find_files(spec)
+
+
 def _generated(spec: str, config: DataConfig, held_out: bool, side: float, seed: int, wanted: int) -> list[Example]:
     """Different problems of a side that takes the share ``side`` of all, until ``wanted`` or no new ones come."""
     found: dict[str, Example] = {}
@@ -132,15 +138,18 @@ def _stored(spec: str, config: DataConfig, held_out: bool, limit: int | None) ->
 def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[PlacedRow], bool]:
     """The rows, and whether training and held-out examples are both among them."""
     shared = not config.eval and (held_out or config.holdout > 0)
-    path = Path(spec).expanduser()
-    if is_file_spec(spec) or (spec.startswith((".", "/", "~")) and not path.is_dir()):
+    if _means_files(spec):
         return (row for file in find_files(spec) for row in read_rows(file)), shared
-    if path.is_dir():
+    if (path := Path(spec).expanduser()).is_dir():
         spec = str(path)
     if shared and config.eval_split in hub.split_names(spec, config.options):
         shared = False
     split = config.eval_split if held_out and not shared else config.train_split
     return hub.dataset_rows(spec, split, config.options), shared
+
+
+def _means_files(spec: str) -> bool:
+    return is_file_spec(spec) or (spec.startswith((".", "/", "~")) and not Path(spec).expanduser().is_dir())
 
 
 def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:

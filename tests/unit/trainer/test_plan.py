@@ -1,0 +1,120 @@
+"""The plan of a dry run: what each host holds, and the memory that it takes for that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from podium.errors import ConfigError, DataError
+from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_plan
+from podium.trainer.plan import Hosts, ModelSize, memory_gib, model_size, placed_hosts
+from podium.workers import ModelConfig, load_model
+from tests.integration.training import MODEL, tiny
+
+SIZE = ModelSize(parameters=2**28, trained=2**28, layers=1, hidden=1, key_value_width=1, vocabulary=1)
+
+
+def test_hosts_hold_what_the_placement_puts_there(tmp_path: Path) -> None:
+    kl = {"kl_in": "loss"}
+    together = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, algorithm=kl)
+    assert placed_hosts(together) == [Hosts(range(2), ("policy", "reference", "generator"))]
+    apart = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 2, "generator_ranks": 3}, algorithm=kl)
+    assert placed_hosts(apart) == [Hosts(range(2), ("policy", "reference")), Hosts(range(2, 5), ("generator",))]
+    assert [str(hosts) for hosts in placed_hosts(apart)] == ["hosts 0-1", "hosts 2-4"]
+    no_generator = tiny(SFTConfig, tmp_path, placement={"layout": "split", "ranks": 1}, eval={"items": 0})
+    assert [(str(hosts), hosts.roles) for hosts in placed_hosts(no_generator)] == [("host 0", ("policy",))]
+
+
+def test_memory_is_that_of_a_hosts_own_roles(tmp_path: Path) -> None:
+    config = tiny(PPOConfig, tmp_path, placement={"layout": "split", "ranks": 2}, parallel={"micro_batch_tokens": 1})
+    trains = memory_gib(config, SIZE, ("policy", "reference", "critic"))
+    assert {name: round(gib, 3) for name, gib in trains.items()} == {
+        "weights": 1.0,
+        "gradients": 1.0,
+        "optimizer (AdamW)": 2.0,
+        "activations": 0.0,
+        "critic with optimizer": 4.0,
+        "reference weights": 1.0,
+    }
+    generates = memory_gib(config, SIZE, ("generator",))
+    assert generates["generator's own weights"] == 1.0
+    assert set(generates) == {"generator's own weights", "key/value cache"}
+    half = memory_gib(config, SIZE, ("critic",), critic=replace(SIZE, parameters=2**27))
+    assert half == {"critic with optimizer": 2.0}
+
+
+def test_a_colocated_generator_reads_the_policys_weights_unless_they_are_sharded_adapted_or_of_another_type(
+    tmp_path: Path,
+) -> None:
+    roles = ("policy", "generator")
+    assert "generator's own weights" not in memory_gib(tiny(GRPOConfig, tmp_path), SIZE, roles)
+    sharded = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, parallel={"strategy": "fsdp2"})
+    assert memory_gib(sharded, SIZE, roles)["generator's own weights"] == 1.0
+    assert memory_gib(sharded, SIZE, roles)["weights"] == 0.5
+    adapted = tiny(GRPOConfig, tmp_path, model={"lora": {"rank": 2}})
+    assert memory_gib(adapted, SIZE, roles)["generator's own weights"] == 1.0
+    half = tiny(GRPOConfig, tmp_path, engine={"dtype": "bfloat16"})
+    assert memory_gib(half, SIZE, roles)["generator's own weights"] == 0.5
+
+
+def test_the_cache_is_at_most_what_the_engine_may_hold(tmp_path: Path) -> None:
+    size = replace(SIZE, key_value_width=2**20)
+    assert memory_gib(tiny(GRPOConfig, tmp_path), size, ("generator",))["key/value cache"] > 1.0
+    capped = tiny(GRPOConfig, tmp_path, engine={"cache_gib": 0.5})
+    assert memory_gib(capped, size, ("generator",))["key/value cache"] == 0.5
+
+
+def test_the_plan_shows_each_kind_of_host_and_all_together(tmp_path: Path) -> None:
+    split = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 3})
+    plan = describe_plan(split, "local").partition("# plan")[2]
+    assert "16 rows; 5.3 a rank" in plan
+    assert " each on hosts 0-2 (estimate):\n  weights" in plan
+    assert " on host 3 (estimate):\n  generator's own weights" in plan
+    assert plan.rstrip().endswith("on all hosts")
+    alone = describe_plan(tiny(GRPOConfig, tmp_path), "local")
+    assert " on host 0 (estimate):" in alone
+    assert "all hosts" not in alone
+
+
+def test_a_critic_of_another_model_has_its_own_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = {**MODEL, "config": {**MODEL["config"], "intermediate_size": 128}}
+    policy, critic = ModelConfig(**MODEL), ModelConfig(**wide)
+    load_model(critic).save_pretrained(tmp_path / "critic")
+    monkeypatch.chdir(tmp_path)
+    config = tiny(PPOConfig, tmp_path, critic={"path": "critic"})
+    parameters = model_size(critic).parameters
+    assert parameters == model_size(policy).parameters + 3 * 32 * 64
+    assert f"critic with optimizer {4 * 4 * parameters / 2**20:10.1f} MiB" in describe_plan(config, "local")
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "message"),
+    [
+        ({"data": {"train": "absent.jsonl"}}, DataError, r"no file absent\.jsonl"),
+        ({"data": {"eval": "./absent/part-*"}}, DataError, r"no file \./absent/part-\*"),
+        ({"reward": {"name": "exat"}}, ConfigError, "did you mean exact"),
+        ({"reward": {"name": "absent.py:score"}}, ConfigError, r"no file .*absent\.py"),
+    ],
+)
+def test_what_is_not_there_is_found_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, dict[str, str]],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        describe_plan(tiny(GRPOConfig, tmp_path, **sections), "local")
+
+
+def test_what_only_the_run_can_find_is_left_to_it(tmp_path: Path) -> None:
+    config = tiny(
+        GRPOConfig,
+        tmp_path,
+        data={"train": "an_owner/a_dataset", "eval": "reasoning_gym:chain_sum"},
+        reward={"name": "a_module.of_mine:score"},
+    )
+    assert "an_owner/a_dataset" in describe_plan(config, "local")
