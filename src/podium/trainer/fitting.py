@@ -42,7 +42,6 @@ S = TypeVar("S", bound=PromptSource | PairSource)
 class Trainer(ABC, Generic[C, S]):
     """The frame of a recipe; a recipe says what a step is. See :class:`PPOTrainer` for the arguments."""
 
-    recipe: str
     session: Session
     roles: Roles
     source: S
@@ -51,11 +50,11 @@ class Trainer(ABC, Generic[C, S]):
         self,
         config: C,
         *,
-        cluster: Cluster | str,
-        workers: RoleWorkers | None,
-        reward: RewardFn | None,
-        show: bool,
-        report: bool,
+        cluster: Cluster | str = "local",
+        workers: RoleWorkers | None = None,
+        reward: RewardFn | None = None,
+        show: bool = True,
+        report: bool = True,
     ) -> None:
         self.config = config
         self._cluster = cluster
@@ -65,6 +64,11 @@ class Trainer(ABC, Generic[C, S]):
         self._reports = show and report
         self.clock = StageClock()
         self.state = TrainerState()
+
+    @property
+    @abstractmethod
+    def recipe(self) -> str:
+        """What the run is called in its directory's name, its metrics and its report."""
 
     @abstractmethod
     def load_data(self) -> S:

@@ -25,8 +25,6 @@ from podium.algorithms import (
 )
 from podium.data import Batch, fields
 from podium.errors import RewardError
-from podium.rewards import RewardFn
-from podium.runtime import Cluster
 from podium.telemetry import CompletionsSampled, emit
 from podium.telemetry import metrics as names
 from podium.trainer.completions import CompletionsLog, Judged
@@ -34,7 +32,6 @@ from podium.trainer.config import PPOConfig
 from podium.trainer.fitting import Trainer
 from podium.trainer.metrics import KL_COEF, join_updates, mismatch, rollout_metrics
 from podium.trainer.prompts import Prompts, PromptSource, load_prompts
-from podium.trainer.roles import RoleWorkers
 from podium.trainer.seeds import completion_seeds, row_order
 from podium.trainer.state import TrainerState
 
@@ -54,25 +51,17 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
 
     Args:
         config: a :class:`GRPOConfig` or :class:`PPOConfig`.
-        cluster: a connected cluster, which stays open, or the name of a backend to connect to for this run.
-        workers: a class of your own for any role ("policy", "reference", "critic", "generator"), or ``Mine.bind(...)``.
+        cluster: the name of a backend to connect to for this run, or a connected cluster, which stays open.
+        workers: a class of your own for any role ("policy", "reference", "critic", "generator"): it is given what the
+            role's own class is given. ``Mine.bind(...)`` has all its arguments already, and gets no others.
         reward: a function to use in place of ``config.reward.name``.
         show: progress on the terminal.
         report: with ``show``, what the run came to, when it ends.
     """
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        *,
-        cluster: Cluster | str = "local",
-        workers: RoleWorkers | None = None,
-        reward: RewardFn | None = None,
-        show: bool = True,
-        report: bool = True,
-    ) -> None:
-        super().__init__(config, cluster=cluster, workers=workers, reward=reward, show=show, report=report)
-        self.recipe = "ppo" if config.has_critic else config.algorithm.advantage.rpartition(":")[2]
+    @property
+    def recipe(self) -> str:
+        return "ppo" if self.config.has_critic else self.config.algorithm.advantage.rpartition(":")[2]
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -9,13 +9,10 @@ from collections.abc import Mapping
 
 from podium.algorithms import loss_weights
 from podium.data import fields
-from podium.rewards import RewardFn
-from podium.runtime import Cluster
 from podium.telemetry import metrics as names
 from podium.trainer.config import SFTConfig
 from podium.trainer.fitting import Trainer
 from podium.trainer.prompts import PairSource, load_pairs
-from podium.trainer.roles import RoleWorkers
 
 __all__ = ["SFTTrainer"]
 
@@ -29,19 +26,9 @@ class SFTTrainer(Trainer[SFTConfig, PairSource]):
             "generator".
     """
 
-    recipe = "sft"
-
-    def __init__(
-        self,
-        config: SFTConfig,
-        *,
-        cluster: Cluster | str = "local",
-        workers: RoleWorkers | None = None,
-        reward: RewardFn | None = None,
-        show: bool = True,
-        report: bool = True,
-    ) -> None:
-        super().__init__(config, cluster=cluster, workers=workers, reward=reward, show=show, report=report)
+    @property
+    def recipe(self) -> str:
+        return "sft"
 
     def step(self, step: int) -> Mapping[str, float]:
         """Train once. Returns the step's metrics, by their names in :mod:`podium.telemetry.metrics`."""
