@@ -22,6 +22,7 @@ from podium.runtime.group import Colocated, WorkerGroup
 from podium.runtime.markers import per_rank
 from podium.runtime.mesh import Mesh
 from podium.runtime.pool import ResourcePool, Slot
+from podium.runtime.replicas import Replicas
 from podium.runtime.worker import Bound, Worker
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Node",
     "Packed",
     "Place",
+    "Replicas",
     "Reply",
     "Request",
     "ResourcePool",

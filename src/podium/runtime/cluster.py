@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import logging
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend, Capabilities, Node
 from podium.runtime.group import Colocated, WorkerGroup, WorkerHandle
 from podium.runtime.hosts import HostSet, StartOptions
 from podium.runtime.mesh import Mesh
 from podium.runtime.pool import Inventory, ResourcePool
+from podium.runtime.replicas import Replicas
 from podium.runtime.watch import Watch
 from podium.runtime.worker import Bound, Worker
 
@@ -27,6 +30,15 @@ W = TypeVar("W", bound=Worker)
 
 CALL_TIMEOUT_S = 30 * 60.0
 START_TIMEOUT_S = 10 * 60.0
+WAIT_LOOKS_S, WAIT_SAYS_S = 0.25, 5.0  # for a pool: how often to look, and to say what is missing
+
+PROTECTED = {
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+}
+"""Variables that ``env`` cannot set: which devices a worker sees is its slot's, and its place is in ``self.ctx``."""
+
+_log = logging.getLogger("podium")
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,8 @@ class Cluster:
         gpus: float = 0,
         memory: float = 0,
         resources: Mapping[str, float] | None = None,
+        wait_s: float = 0.0,
+        detached: bool = False,
     ) -> ResourcePool:
         """Reserve slots, one host each: ``pool([4])`` is four on one node, ``pool([4, 2])`` two unequal nodes.
 
@@ -127,13 +141,29 @@ class Cluster:
             slots: slots on each node; every entry gets a node of its own.
             cpus, gpus, memory, resources: what each slot holds (memory in bytes). A slot without ``cpus`` shares
                 the node's cores with the other slots. ``gpus`` may be a fraction of one.
+            wait_s: how long to wait for what cannot be had at once; every few seconds the log says for what.
+            detached: for a detached group: the slots stay reserved until it is stopped.
 
         Raises:
-            PlacementError: it cannot be had; says what is free where and who holds the rest. Never waits.
+            PlacementError: it cannot be had; says what is free where and who holds the rest.
         """
         self._refuse_if_closed()
-        want = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
-        return self._inventory.reserve(slots, {name: amount for name, amount in want.items() if amount})
+        self._refuse_unless_detached(detached, "pool")
+        every = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
+        want = {name: amount for name, amount in every.items() if amount}
+        until = time.monotonic() + wait_s
+        say = 0.0
+        while True:
+            try:
+                return self._inventory.reserve(slots, want, detached=detached)
+            except PlacementError as error:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise
+                if time.monotonic() >= say:
+                    _log.warning("waiting up to %.0f s more for a pool: %s", left, error)
+                    say = time.monotonic() + WAIT_SAYS_S
+                time.sleep(min(WAIT_LOOKS_S, left))
 
     def release(self, pool: ResourcePool) -> None:
         """Give a pool's slots back; PlacementError while a group runs on them."""
@@ -144,12 +174,14 @@ class Cluster:
         self, worker: Bound[W], pool: ResourcePool | None = None, *, into: Any = None, name: str | None = None,
         meshes: Mapping[str, Mesh] | None = None, env: Mapping[str, str] | None = None,
         timeout_s: float = ..., start_timeout_s: float = ..., distributed: bool | None = None,
+        options: Mapping[str, Any] | None = None, detached: bool = False,
     ) -> W: ...  # fmt: skip
     @overload
     def start(
         self, worker: ColocatedBound, pool: ResourcePool | None = None, *, into: Any = None, name: str | None = None,
         meshes: Mapping[str, Mesh] | None = None, env: Mapping[str, str] | None = None,
         timeout_s: float = ..., start_timeout_s: float = ..., distributed: bool | None = None,
+        options: Mapping[str, Any] | None = None, detached: bool = False,
     ) -> Colocated: ...  # fmt: skip
     def start(
         self,
@@ -163,6 +195,8 @@ class Cluster:
         timeout_s: float = CALL_TIMEOUT_S,
         start_timeout_s: float = START_TIMEOUT_S,
         distributed: bool | None = None,
+        options: Mapping[str, Any] | None = None,
+        detached: bool = False,
     ) -> Any:
         """Start a worker on every slot of ``pool`` (one slot of its own if None) and wait until all are made.
 
@@ -176,6 +210,9 @@ class Cluster:
             start_timeout_s: deadline of start-up.
             distributed: whether the hosts form a torch.distributed process group before the constructors run. None:
                 where torch is loaded and the backend can.
+            options: the backend's own for each host, such as Ray's actor options.
+            detached: the group outlives this controller; others find it by ``attach(name)``, and ``stop(name)`` ends
+                it. Its pool, if that holds anything, is detached too.
 
         Returns:
             A handle typed as the class: its endpoints are called on all ranks. Its ``group`` restarts and closes it.
@@ -189,7 +226,14 @@ class Cluster:
             bounds = self._bounds(worker, name)
             self._starting |= bounds.keys()
         try:
-            return self._start(worker, bounds, pool, into, meshes or {}, env, timeout_s, start_timeout_s, distributed)
+            how = StartOptions(
+                env=dict(env or {}),
+                start_timeout_s=start_timeout_s,
+                distributed=distributed,
+                options=dict(options or {}),
+                detached=detached,
+            )
+            return self._start(worker, bounds, pool, into, meshes or {}, how, timeout_s)
         finally:
             with self._names:
                 self._starting -= bounds.keys()
@@ -201,24 +245,15 @@ class Cluster:
         pool: ResourcePool | None,
         into: Any,
         meshes: Mapping[str, Mesh],
-        env: Mapping[str, str] | None,
+        how: StartOptions,
         timeout_s: float,
-        start_timeout_s: float,
-        distributed: bool | None,
     ) -> Any:
         if into is not None:
-            hosts = self._hosts_of(into, pool, env)
+            hosts = self._hosts_of(into, pool, how)
         else:
-            pool = pool if pool is not None else self.pool()
-            options = StartOptions(
-                env=dict(env or {}),
-                start_timeout_s=start_timeout_s,
-                distributed=distributed,
-                options={},
-                detached=False,
-            )
-            self._check(pool, meshes, options)
-            hosts = self._start_hosts(pool, "+".join(bounds), options)
+            pool = pool if pool is not None else self.pool(detached=how.detached)
+            self._check(pool, meshes, how)
+            hosts = self._start_hosts(pool, "+".join(bounds), how)
         for mesh_name, mesh in meshes.items():
             if mesh.size != hosts.size:
                 raise ConfigError(f"mesh {mesh_name!r} is {mesh} of {mesh.size} ranks; the group has {hosts.size}")
@@ -229,11 +264,75 @@ class Cluster:
                 group = WorkerGroup(hosts, worker_name, bound.cls, meshes, timeout_s)
                 self._groups[worker_name] = group
                 handles[worker_name] = WorkerHandle(group)
+            if how.detached:
+                hosts.keep_record({name: (bound.cls, meshes, timeout_s) for name, bound in bounds.items()})
         except BaseException:
             if into is None:
                 self._abandon(hosts, list(bounds))
             raise
         return Colocated(handles) if isinstance(worker, ColocatedBound) else next(iter(handles.values()))
+
+    def start_replicas(
+        self, worker: Bound[W], count: int, slots: Sequence[int] = (1,), *, name: str | None = None,
+        cpus: float = 0, gpus: float = 0, memory: float = 0, resources: Mapping[str, float] | None = None,
+        wait_s: float = 0.0, **how: Any,
+    ) -> Replicas[W]:  # fmt: skip
+        """Start ``count`` independent groups of one worker, ``NAME-0`` and so on, each on a pool of its own.
+
+        Args:
+            slots, cpus, gpus, memory, resources, wait_s: of each replica, as in :meth:`pool`.
+            how: of each replica, as in :meth:`start`.
+
+        Raises:
+            PlacementError, WorkerStartError, ConfigError: all replicas or none; what had started is ended.
+        """
+        if count < 1:
+            raise ConfigError(f"start_replicas(count={count}): at least one")
+        with self._names:
+            base = name or self._free_name(worker)
+        pools: list[ResourcePool] = []
+        handles: list[W] = []
+        try:
+            for _ in range(count):
+                own = self.pool(slots, cpus=cpus, gpus=gpus, memory=memory, resources=resources, wait_s=wait_s)
+                pools.append(own)  # all are placed before the first one starts
+            for number, pool in enumerate(pools):
+                handles.append(self.start(worker, pool, name=f"{base}-{number}", **how))
+        except BaseException:
+            for handle in handles:
+                cast(Any, handle).group.close()
+            for pool in pools:
+                self._inventory.release(pool)
+            raise
+        return Replicas(handles)
+
+    def attach(self, name: str) -> Any:
+        """The handle of a group that another script started with ``detached=True``; a ``Colocated`` if it holds several
+        workers (its name is theirs, joined by "+"). Closing it, or this cluster, leaves it running.
+
+        Raises:
+            ConfigError: there is none of this name, or this backend has no detached groups.
+        """
+        self._refuse_if_closed()
+        self._refuse_unless_detached(True, "attach")
+        hosts, record = HostSet.attach(self._backend, self._watch, name)
+        handles: dict[str, WorkerHandle] = {}
+        for worker, (cls, meshes, timeout_s) in record.workers.items():
+            self._groups[worker] = WorkerGroup(hosts, worker, cls, meshes, timeout_s)
+            handles[worker] = WorkerHandle(self._groups[worker])
+        return Colocated(handles) if len(handles) > 1 else next(iter(handles.values()))
+
+    def stop(self, name: str) -> None:
+        """End a detached group, whoever started it, and give its pool back.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        self._refuse_if_closed()
+        self._refuse_unless_detached(True, "stop")
+        hosts, record = HostSet.attach(self._backend, self._watch, name)
+        hosts.stop()
+        self._backend.release(record.token)
 
     def close(self) -> None:
         """End all groups, the last started first, then the backend. Idempotent."""
@@ -277,9 +376,9 @@ class Cluster:
         numbers = (f"{base}_{number}" for number in range(2, len(taken) + 3))
         return base if base not in taken else next(name for name in numbers if name not in taken)
 
-    def _hosts_of(self, into: Any, pool: ResourcePool | None, env: Mapping[str, str] | None) -> HostSet:
-        if pool is not None or env is not None:
-            raise ConfigError("start(into=group): the hosts run already, so pool and env cannot be given")
+    def _hosts_of(self, into: Any, pool: ResourcePool | None, how: StartOptions) -> HostSet:
+        if pool is not None or how.env or how.options or how.detached:
+            raise ConfigError("start(into=group): the hosts run already, so pool, env, options and detached are theirs")
         if not isinstance(into, WorkerHandle):
             raise ConfigError(f"start(into=...): expected a handle that start() returned, not {type(into).__name__}")
         return into.group.hosts
@@ -290,6 +389,15 @@ class Cluster:
             raise ConfigError(f"backend {self.backend_name!r} has no collectives over several ranks; use 'local'")
         if options.env and not can.processes:
             raise ConfigError(f"backend {self.backend_name!r} has no processes to give an environment; use 'local'")
+        for name in sorted(PROTECTED & options.env.keys()):
+            raise ConfigError(
+                f"start(env={{{name!r}: ...}}): {name} cannot be set: a worker sees the devices of its slot, and its "
+                "rank and world size are in self.ctx"
+            )
+        self._refuse_unless_detached(options.detached, "start")
+        held = [slot.reservation for slot in pool if slot.resources]
+        if options.detached and not all(reservation.detached for reservation in held):
+            raise ConfigError("start(detached=True): its pool holds resources, so reserve it with pool(detached=True)")
         for mesh_name, mesh in meshes.items():
             if mesh.size != len(pool):
                 raise ConfigError(f"mesh {mesh_name!r} is {mesh} of {mesh.size} ranks; the pool has {len(pool)} slots")
@@ -318,10 +426,14 @@ class Cluster:
     def _abandon(self, hosts: HostSet, names: Sequence[str]) -> None:
         for worker_name in names:
             self._groups.pop(worker_name, None)
-        hosts.close(timeout_s=0.0)
+        hosts.stop(timeout_s=0.0)
         for slot in hosts.pool:
             if hosts.name in slot.reservation.holders:
                 slot.reservation.holders.remove(hosts.name)
+
+    def _refuse_unless_detached(self, wanted: bool, what: str) -> None:
+        if wanted and not self._backend.capabilities.detached:
+            raise ConfigError(f"{what}(): backend {self.backend_name!r} has no detached groups; use 'ray'")
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -111,6 +111,7 @@ class Host:
         self._pool: ThreadPoolExecutor | None = None
         self._functions: dict[tuple[str, str], tuple[Callable[..., Any], WorkerContext | None]] = {}
         self._owns_process_group = False
+        self._record: Any = None
 
     # -- running requests ----------------------------------------------------------------------------------------
 
@@ -210,6 +211,14 @@ class Host:
             return function(self.workers[worker], *args, **kwargs)
         finally:
             current_context.reset(token)
+
+    def do_keep(self, record: Any) -> None:
+        """Keep something for controllers that attach later."""
+        self._record = record
+
+    def do_kept(self) -> Any:
+        """What was kept; None if nothing was."""
+        return self._record
 
     def do_close_worker(self, name: str) -> None:
         """Let a worker go."""

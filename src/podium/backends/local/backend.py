@@ -49,13 +49,13 @@ from podium.backends.local.wire import (
     released,
 )
 from podium.backends.logs import LogEcho, last_lines
+from podium.backends.process import THREAD_VARIABLES
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
 
 __all__ = ["LocalBackend"]
 
 START_TIMEOUT_S = 120.0
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FIRST = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_", "PYTHON")
 """Names of variables that libraries read when they are loaded: a worker given one starts in a fresh interpreter."""
 
@@ -339,7 +339,7 @@ def _start_server(theirs: socket.socket, preload: list[str], private: str) -> su
         f"import sys; sys.path[:] = {paths!r}; from podium.backends.local.server import main; "
         f"main({theirs.fileno()}, {preload!r}, {private!r})"
     )
-    one_thread = dict.fromkeys(THREADS, "1")
+    one_thread = dict.fromkeys(THREAD_VARIABLES, "1")
     given: Mapping[str, str] = os.environ
     with theirs:
         return subprocess.Popen(
@@ -353,7 +353,7 @@ def _start_server(theirs: socket.socket, preload: list[str], private: str) -> su
 
 def _thread_limits(spec: HostSpec) -> dict[str, str]:
     """Instead of the fork server's one thread; torch starts with the fewest that any of them allows."""
-    return dict.fromkeys(THREADS, spec.env.get("OMP_NUM_THREADS", str(spec.threads)))
+    return dict.fromkeys(THREAD_VARIABLES, spec.env.get("OMP_NUM_THREADS", str(spec.threads)))
 
 
 def _nodes(count: int, gpus: int) -> list[Node]:

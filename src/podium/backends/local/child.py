@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import os
 import pickle
-import random
 import signal
 import socket
 import sys
@@ -31,6 +30,7 @@ from podium.backends.local.wire import (
     released,
     send_message,
 )
+from podium.backends.process import settle_in
 from podium.errors import SerializationError
 from podium.runtime.host import Failure, Host, Outcome
 
@@ -41,7 +41,7 @@ _Header = tuple[str, str, bool, bool]
 
 def main(calls_fd: int, control_fd: int, threads: int, cwd: str, sys_path: list[str]) -> NoReturn:
     """Run until told to shut down or until the controller is gone; never returns."""
-    _settle_in(threads, cwd, sys_path)
+    _prepare(threads, cwd, sys_path)
     process = _HostProcess(socket.socket(fileno=calls_fd), socket.socket(fileno=control_fd))
     threading.Thread(target=process.serve_control, name="podium-control", daemon=True).start()
     code = 1
@@ -57,20 +57,13 @@ def main(calls_fd: int, control_fd: int, threads: int, cwd: str, sys_path: list[
         os._exit(code)
 
 
-def _settle_in(threads: int, cwd: str, sys_path: list[str]) -> None:
+def _prepare(threads: int, cwd: str, sys_path: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.path[:] = sys_path
-    with contextlib.suppress(OSError):
-        os.chdir(cwd)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo otherwise listens on every interface
-    random.seed()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)
+    settle_in(threads, cwd, sys_path, "lo")
 
 
 class _HostProcess:

@@ -6,21 +6,17 @@ long. Ray keeps a caller's calls in the order sent, and the default group has on
 
     call     one request at a time, in order            (default group: one thread)
     control  the host's own: status, cancel, …          (a few threads)
-    aside    endpoints marked concurrent                (THREADS threads)
+    aside    endpoints marked concurrent                (GROUPS[...] threads)
     watch    never returns: its failure is the host's end
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
 import pickle
-import random
 import socket
-import struct
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,13 +25,13 @@ from typing import Any, NamedTuple
 import ray
 
 from podium.backends.devices import visibility
+from podium.backends.process import THREAD_VARIABLES, interface_of, log_to, settle_in
 from podium.backends.ray.wire import Parcel, outcome_to_wire
 from podium.errors import SerializationError
 from podium.runtime.host import Failure, Host, Outcome
 
 __all__ = ["GROUPS", "HostActor", "Setting", "Settled"]
 
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 GROUPS = {"control": 4, "aside": 32, "watch": 1}
 
 
@@ -66,21 +62,13 @@ class HostActor:
 
     def settle_in(self, setting: Setting) -> Settled:
         """Take over the controller's surroundings, then import what workers need."""
-        limits = dict.fromkeys(THREADS, setting.env.get("OMP_NUM_THREADS", str(setting.threads)))
-        shown = visibility(range(len(setting.visible)), setting.visible)
-        os.environ.update({**limits, **shown, **setting.env})
-        address = ray.util.get_node_ip_address()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(address) or "lo")
-        log_start = _log_to(Path(setting.log_path))
-        with contextlib.suppress(OSError):
-            os.chdir(setting.cwd)
-        sys.path[:] = [*setting.sys_path, *(path for path in sys.path if path not in setting.sys_path)]
+        limits = dict.fromkeys(THREAD_VARIABLES, setting.env.get("OMP_NUM_THREADS", str(setting.threads)))
+        os.environ.update({**limits, **visibility(range(len(setting.visible)), setting.visible), **setting.env})
+        log_start = log_to(Path(setting.log_path))
         for module in setting.preload:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
-        random.seed()
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(setting.threads)
+        settle_in(setting.threads, setting.cwd, setting.sys_path, interface_of(ray.util.get_node_ip_address()))
         return Settled(os.getpid(), log_start)
 
     def call(self, message: bytes, *stored: Any) -> bytes | list[Any]:
@@ -141,32 +129,3 @@ def _answer(outcome: Outcome, wants: bool) -> bytes | list[Any]:
 
 def _unreadable(error: SerializationError) -> Failure:
     return Failure("SerializationError", str(error), str(error.__cause__ or ""), error, False)
-
-
-def _log_to(path: Path) -> int:
-    """Send this process's output to ``path``; the file's size before. Where that fails it stays in Ray's own logs."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    except OSError:
-        return 0
-    start = os.fstat(log).st_size
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - Ray had put its own objects there
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    return start
-
-
-def _interface_of(address: str) -> str | None:
-    """The network interface that has ``address``; gloo otherwise goes by the host's name, which may be loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None

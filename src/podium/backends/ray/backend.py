@@ -156,7 +156,6 @@ class RayBackend(Backend):
                     self.release(reservation)
         if self._echo is not None:
             self._echo.stop()
-        self._inventory.close()
         _disconnect()
         shutil.rmtree(self._private, ignore_errors=True)
 
