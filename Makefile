@@ -16,7 +16,7 @@ TORCH_SPEC ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PEERS := ray trl
+PEERS := ray trl verl
 
 ##@ Use
 quickstart: $(STAMP)  ## train a small model on a reasoning task: about five minutes on two cores
@@ -71,12 +71,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
 	@touch $@
 
-.venvs/%/.installed: bench/peers/%.txt
+# A peer may have a second file, NAME.no-deps.txt: packages that are installed without what they say they need.
+.SECONDEXPANSION:
+.venvs/%/.installed: bench/peers/%.txt $$(wildcard bench/peers/$$*.no-deps.txt)
 	@[[ -n "$(PYTHON)" ]] || { echo "the peers need Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
 	@[[ -x .venvs/$*/bin/python ]] || $(PYTHON) -m venv .venvs/$*
 	@echo "installing the peer $* into .venvs/$*"
 	@.venvs/$*/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
 	@.venvs/$*/bin/pip install -q --disable-pip-version-check -r $<
+	@for file in $(filter %.no-deps.txt,$^); do \
+		.venvs/$*/bin/pip install -q --disable-pip-version-check --no-deps -r "$$file"; done
 	@touch $@
 
 .PHONY: quickstart smoke env check lint format test test-fast bench bench-peers help

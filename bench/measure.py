@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Better = Literal["lower", "higher"]
+Subjects = Mapping[str, Callable[[], float]]  # each measures itself once and returns its figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,7 @@ def round_to(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def alternate(
-    subjects: Mapping[str, Callable[[], float]], *, repetitions: int, warmups: int = 1
-) -> dict[str, list[float]]:
+def alternate(subjects: Subjects, *, repetitions: int, warmups: int = 1) -> dict[str, list[float]]:
     """Call each subject once a repetition, in an order that rotates, and return each one's figures.
 
     A subject measures itself and returns its figure, since what belongs to a figure and what prepares it only it

@@ -1,30 +1,20 @@
-"""Raw Ray actors doing what Podium's workers do in bench.suites.runtime. Runs in .venvs/ray, without Podium."""
+"""Raw Ray actors doing what Podium's workers do in bench.suites. Runs in .venvs/ray, without Podium."""
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
-# Two cores, many actors: as in Podium, each process computes with one thread.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
-import ray
-import torch
 from protocol import Peer
-
-OBJECT_STORE_BYTES = 4 << 30
-ROW_FLOATS = 1024
+from ray_cluster import RayPeer, median_s, ray, rows_of, torch
 
 
 @ray.remote(num_cpus=0)
 class Actor:
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         import torch
 
+        self._rank = rank
         self._scratch = torch.zeros(1)
 
     def noop(self) -> None:
@@ -36,56 +26,43 @@ class Actor:
     def touch(self, tensor: Any) -> float:
         return float(tensor[0, 0])
 
+    def pid(self) -> int:
+        return os.getpid()
 
-def median_s(call: Callable[[], object], calls: int) -> float:
-    times = []
-    for _ in range(calls):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    def fault(self, *arguments: Any) -> None:
+        from faulty import fail_or_work
+
+        fail_or_work(self._rank, *arguments)
 
 
-class RayPeer:
+class ActorsPeer(RayPeer):
     def __init__(self) -> None:
         self._actors: list[Any] = []
 
-    def init(self) -> float:
-        """Start Ray; seconds."""
-        started = time.perf_counter()
-        ray.init(
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-        )
-        return time.perf_counter() - started
-
-    def start(self, workers: int) -> float:
-        """Start `workers` actors with torch imported; seconds to the last one's first answer."""
-        started = time.perf_counter()
-        self._actors = [Actor.remote() for _ in range(workers)]
-        ray.get([actor.noop.remote() for actor in self._actors])
-        return time.perf_counter() - started
+    def make(self, workers: int) -> None:
+        self._actors = [Actor.remote(rank) for rank in range(workers)]
 
     def stop(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
 
-    def shutdown(self) -> None:
-        ray.shutdown()
+    def call_all(self) -> None:
+        ray.get(self.send("noop"))
 
-    def noop(self, calls: int) -> float:
-        return median_s(lambda: ray.get([actor.noop.remote() for actor in self._actors]), calls)
+    def send(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(actor, method).remote(*arguments) for actor in self._actors]
+
+    def replace(self, rank: int) -> None:
+        self._actors[rank] = Actor.remote(rank)
+        self.call_all()
 
     def echo(self, nbytes: int, calls: int, numpy: bool) -> float:
         """A batch split over the actors and joined again.
 
         Slices are cloned first: pickled as they are, each would carry the whole batch along.
         """
-        rows = torch.rand(nbytes // (4 * ROW_FLOATS), ROW_FLOATS)
+        rows = rows_of(nbytes)
 
         def once() -> None:
             parts = [part.numpy() if numpy else part.clone() for part in rows.chunk(len(self._actors))]
@@ -97,7 +74,7 @@ class RayPeer:
 
     def broadcast(self, nbytes: int, calls: int) -> float:
         """One put, the reference to every actor."""
-        rows = torch.rand(nbytes // (4 * ROW_FLOATS), ROW_FLOATS)
+        rows = rows_of(nbytes)
 
         def once() -> None:
             reference = ray.put(rows)
@@ -107,6 +84,6 @@ class RayPeer:
 
 
 if __name__ == "__main__":
-    peer = RayPeer()
-    names = ("init", "start", "stop", "shutdown", "noop", "echo", "broadcast")
+    peer = ActorsPeer()
+    names = ("init", "start", "stop", "shutdown", "noop", "echo", "broadcast", "exception", "kill")
     Peer().serve({name: getattr(peer, name) for name in names})

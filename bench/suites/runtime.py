@@ -7,16 +7,19 @@ little, and slow the other subjects by the same few per cent while they are meas
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
 
 import podium
 from bench.context import Context
 from bench.floors import PipeFloor, SharedFloor
-from bench.measure import Row, alternate, compare, median_call_s
-from bench.peer import PeerClient, peer_command, start_peer
+from bench.groups import peer_calls, peer_clusters, peer_groups, peer_processes, probes
+from bench.measure import Row, Subjects, alternate, compare, median_call_s
+from bench.peer import PeerClient
 from bench.probe import Probe
 from podium import Batch
 
@@ -24,45 +27,42 @@ MIB = 1 << 20
 ROW_FLOATS = 1024
 # Enough calls a repetition that a median of them means something, few enough that a repetition stays short.
 CALLS_BY_MIB = {1: 20, 16: 8, 128: 3, 512: 1}
+REPETITIONS_BY_MIB = {1: 11, 16: 11, 128: 7, 512: 5}
+PEER_CALLS = 50
+PEER_CALLS_BY_MIB = {1: 3, 16: 3, 128: 1, 512: 1}
 
 
 @contextmanager
-def ray_actors(context: Context, workers: int | None) -> Iterator[PeerClient | None]:
-    """A peer with Ray running and `workers` actors started; None where Ray's environment is missing."""
-    python = context.peer_python("ray")
-    if python is None:
-        yield None
-        return
-    with start_peer(peer_command(python, "ray_actors"), context.log_of("ray")) as peer:
-        if workers is not None:
-            peer.call("init")
-            peer.call("start", workers=workers)
-        yield peer
-        if workers is not None:
-            peer.call("shutdown")
-
-
-@contextmanager
-def probes(workers: int) -> Iterator[Probe]:
-    with podium.connect("local") as cluster:
-        group = cluster.start(Probe.bind(), cluster.pool([workers]))
-        group.noop()
-        yield group
+def local_groups(context: Context, workers: int) -> Iterator[tuple[Probe, dict[str, PeerClient]]]:
+    """Local workers, and as many Ray actors where Ray is installed."""
+    with (
+        podium.connect("local") as cluster,
+        peer_clusters(context, ("ray",)) as peers,
+        probes(cluster, workers) as group,
+        peer_groups(peers, workers),
+    ):
+        yield group, peers
 
 
 def noop(context: Context) -> Iterator[Row]:
     """A blocking broadcast of a call that does nothing."""
     calls = 200 if context.quick else 500
     for workers in (2, 4, 8):
-        with probes(workers) as group, PipeFloor.start(workers) as pipe, ray_actors(context, workers) as ray:
-            subjects: dict[str, Callable[[], float]] = {
-                "podium": lambda group=group: median_call_s(group.noop, calls),
-                "pipe": lambda pipe=pipe: median_call_s(pipe.noop, calls),
-            }
-            if ray:
-                subjects["ray"] = lambda ray=ray: ray.call("noop", calls=calls // 10)
-            figures = alternate(subjects, repetitions=context.repetitions(21, 5))
-        yield compare(f"noop_{workers}_local", figures, unit="us", scale=1e6)
+        with local_groups(context, workers) as (group, peers), PipeFloor.start(workers) as pipe:
+            floors = {"pipe": lambda pipe=pipe: median_call_s(pipe.noop, calls)}
+            yield noop_row(context, f"noop_{workers}_local", group, floors, peers, calls=calls)
+
+
+def noop_row(
+    context: Context, name: str, group: Probe, floors: Subjects, peers: Mapping[str, PeerClient], *, calls: int
+) -> Row:
+    """So many calls a turn; peers, which need milliseconds for one, make fewer."""
+    subjects: Subjects = {
+        "podium": lambda: median_call_s(group.noop, calls),
+        **floors,
+        **peer_calls(peers, "noop", calls=min(calls, PEER_CALLS)),
+    }
+    return compare(name, alternate(subjects, repetitions=context.repetitions(21, 5)), unit="us", scale=1e6)
 
 
 def echo(context: Context) -> Iterator[Row]:
@@ -72,46 +72,65 @@ def echo(context: Context) -> Iterator[Row]:
     with numpy arrays, which it maps without a copy and hands out read-only.
     """
     for workers in (4, 8):
-        with probes(workers) as group, ray_actors(context, workers) as ray:
-            for mib in (1, 16) if context.quick else (1, 16, 128, 512):
-                yield echo_row(context, group, ray, workers, mib)
+        with local_groups(context, workers) as (group, peers):
+            for mib in echo_sizes(context):
+                rows = rows_of(mib)
+                with SharedFloor.start(workers, mib * MIB // workers) as shared:
+                    floors = echo_floors(shared, rows)
+                    yield echo_row(context, f"echo_{mib}MiB_{workers}_local", group, rows, floors, peers)
 
 
-def echo_row(context: Context, group: Probe, ray: PeerClient | None, workers: int, mib: int) -> Row:
-    calls = CALLS_BY_MIB[mib]
-    rows = torch.rand(mib * MIB // (4 * ROW_FLOATS), ROW_FLOATS)
+def echo_sizes(context: Context) -> tuple[int, ...]:
+    return (1, 16) if context.quick else (1, 16, 128, 512)
+
+
+def rows_of(mib: int) -> Tensor:
+    return torch.rand(mib * MIB // (4 * ROW_FLOATS), ROW_FLOATS)
+
+
+def echo_floors(shared: SharedFloor, rows: Tensor) -> Subjects:
+    calls = CALLS_BY_MIB[rows.nbytes // MIB]
     joined = torch.zeros_like(rows)
+    return {
+        "shm": lambda: median_call_s(lambda: shared.echo(rows, joined), calls),
+        "shm_fresh": lambda: median_call_s(lambda: shared.echo(rows), calls),
+    }
+
+
+def echo_row(
+    context: Context, name: str, group: Probe, rows: Tensor, floors: Subjects, peers: Mapping[str, PeerClient]
+) -> Row:
+    """Peers twice: with what they take by default for tensors, and with numpy arrays on the wire."""
+    mib = rows.nbytes // MIB
+    calls = CALLS_BY_MIB[mib]
     batch = Batch({"rows": rows})
     if not torch.equal(group.echo(batch).dense("rows"), rows):
-        raise AssertionError(f"echo of {mib} MiB over {workers} workers came back changed")
-    with SharedFloor.start(workers, mib * MIB // workers) as shared:
-        subjects: dict[str, Callable[[], float]] = {
-            "podium": lambda: median_call_s(lambda: group.echo(batch), calls),
-            "shm": lambda: median_call_s(lambda: shared.echo(rows, joined), calls),
-            "shm_fresh": lambda: median_call_s(lambda: shared.echo(rows), calls),
-        }
-        if ray:
-            subjects["ray"] = lambda: ray.call("echo", nbytes=mib * MIB, calls=min(calls, 3), numpy=False)
-            subjects["ray_numpy"] = lambda: ray.call("echo", nbytes=mib * MIB, calls=min(calls, 3), numpy=True)
-        figures = alternate(subjects, repetitions=context.repetitions(7 if mib > 16 else 11))
-    return compare(f"echo_{mib}MiB_{workers}_local", figures, unit="ms", scale=1e3)
+        raise AssertionError(f"{name} came back changed")
+    peer_load = {"nbytes": rows.nbytes, "calls": PEER_CALLS_BY_MIB[mib]}
+    subjects: Subjects = {
+        "podium": lambda: median_call_s(lambda: group.echo(batch), calls),
+        **floors,
+        **peer_calls(peers, "echo", **peer_load, numpy=False),
+        **{f"{peer}_numpy": call for peer, call in peer_calls(peers, "echo", **peer_load, numpy=True).items()},
+    }
+    figures = alternate(subjects, repetitions=context.repetitions(REPETITIONS_BY_MIB[mib]))
+    return compare(name, figures, unit="ms", scale=1e3)
 
 
 def broadcast(context: Context) -> Iterator[Row]:
     """One tensor to all workers, each of which looks at one element: the floor is one copy and a message each."""
-    mib, workers, calls = 128, 8, 3
-    tensor = torch.rand(mib * MIB // (4 * ROW_FLOATS), ROW_FLOATS)
+    mib, workers = 128, 8
+    calls = CALLS_BY_MIB[mib]
+    tensor = rows_of(mib)
     with (
-        probes(workers) as group,
+        local_groups(context, workers) as (group, peers),
         SharedFloor.start(workers, mib * MIB, one_inbox=True) as shared,
-        ray_actors(context, workers) as ray,
     ):
-        subjects: dict[str, Callable[[], float]] = {
+        subjects: Subjects = {
             "podium": lambda: median_call_s(lambda: group.touch(tensor), calls),
             "shm": lambda: median_call_s(lambda: shared.broadcast(tensor), calls),
+            **peer_calls(peers, "broadcast", nbytes=mib * MIB, calls=PEER_CALLS_BY_MIB[mib]),
         }
-        if ray:
-            subjects["ray"] = lambda: ray.call("broadcast", nbytes=mib * MIB, calls=calls)
         figures = alternate(subjects, repetitions=context.repetitions(11))
     yield compare(f"broadcast_{mib}MiB_{workers}_local", figures, unit="ms", scale=1e3)
 
@@ -120,19 +139,33 @@ def startup(context: Context) -> Iterator[Row]:
     """From nothing (cold) or a connected cluster (warm) to eight workers' first answers, torch imported in each."""
     workers = 8
     repetitions = context.repetitions(5, 2)
-    with ray_actors(context, None) as ray:
-        cold: dict[str, Callable[[], float]] = {"podium": lambda: podium_cold_s(workers)}
-        if ray:
-            cold["ray"] = lambda: ray_cold_s(ray, workers)
+    with peer_processes(context, ("ray",)) as peers:
+        cold: Subjects = {
+            "podium": lambda: podium_cold_s(workers),
+            **{name: partial(peer_cold_s, peer, workers) for name, peer in peers.items()},
+        }
         yield compare(f"startup_{workers}_local_cold", alternate(cold, repetitions=repetitions), unit="s")
+        for peer in peers.values():
+            peer.call("init")
         with podium.connect("local") as cluster:
-            warm: dict[str, Callable[[], float]] = {"podium": lambda: podium_warm_s(cluster, workers)}
-            if ray:
-                ray.call("init")
-                warm["ray"] = lambda: ray_warm_s(ray, workers)
-            yield compare(f"startup_{workers}_local_warm", alternate(warm, repetitions=repetitions), unit="s")
-        if ray:
-            ray.call("shutdown")
+            yield startup_row(f"startup_{workers}_local_warm", cluster, workers, peers, repetitions=repetitions)
+
+
+def startup_row(
+    name: str,
+    cluster: podium.Cluster,
+    workers: int,
+    peers: Mapping[str, PeerClient],
+    *,
+    repetitions: int,
+    warmups: int = 1,
+) -> Row:
+    """Clusters run: from asking for the workers to the first answer of the last, torch imported in each."""
+    subjects: Subjects = {
+        "podium": lambda: podium_warm_s(cluster, workers),
+        **{peer_name: partial(peer_warm_s, peer, workers) for peer_name, peer in peers.items()},
+    }
+    return compare(name, alternate(subjects, repetitions=repetitions, warmups=warmups), unit="s")
 
 
 def podium_cold_s(workers: int) -> float:
@@ -144,22 +177,17 @@ def podium_cold_s(workers: int) -> float:
 
 def podium_warm_s(cluster: podium.Cluster, workers: int) -> float:
     started = time.perf_counter()
-    pool = cluster.pool([workers])
-    group = cluster.start(Probe.bind(), pool)
-    group.noop()
-    seconds = time.perf_counter() - started
-    group.group.close()
-    cluster.release(pool)
+    with probes(cluster, workers):
+        return time.perf_counter() - started
+
+
+def peer_cold_s(peer: PeerClient, workers: int) -> float:
+    seconds = peer.call("init") + peer.call("start", workers=workers)
+    peer.call("shutdown")
     return seconds
 
 
-def ray_cold_s(ray: PeerClient, workers: int) -> float:
-    seconds = ray.call("init") + ray.call("start", workers=workers)
-    ray.call("shutdown")
-    return seconds
-
-
-def ray_warm_s(ray: PeerClient, workers: int) -> float:
-    seconds = ray.call("start", workers=workers)
-    ray.call("stop")
+def peer_warm_s(peer: PeerClient, workers: int) -> float:
+    seconds = peer.call("start", workers=workers)
+    peer.call("stop")
     return seconds
