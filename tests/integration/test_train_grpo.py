@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from podium.algorithms import PolicyLoss
 from podium.data import Batch
 from podium.errors import ConfigError, EndpointError, RewardError
 from podium.runtime import concat, endpoint, first, shard
@@ -113,7 +114,7 @@ def test_a_run_resumed_at_the_boundary_of_an_epoch_still_trains(tmp_path: Path) 
     assert len(pq.read_table(run / "completions" / "step-000003.parquet")) == 4 * rows // 2
 
 
-def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None:
+def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(event: object) -> None:
         if isinstance(event, StepFinished) and event.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -122,11 +123,14 @@ def test_the_first_interrupt_finishes_the_step_and_saves(tmp_path: Path) -> None
     config = tiny(GRPOConfig, tmp_path, run={"steps": 50})
     unsubscribe = subscribe(interrupt)
     try:
-        summary = PPOTrainer(config, cluster="inline", show=False).fit()
+        summary = PPOTrainer(config, cluster="inline").fit()
     finally:
         unsubscribe()
     run = tmp_path / "runs" / "run"
     assert summary.steps <= 3
+    rows = [line.split()[:1] for line in capsys.readouterr().out.splitlines()]
+    assert ["before"] in rows
+    assert ["after"] not in rows  # the only evaluation was that of before the first step
     assert summary.finished is False
     assert not (run / "model").exists()
     saved = json.loads((run / "checkpoints" / "latest" / "trainer.json").read_text())
@@ -193,6 +197,13 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
 def test_a_role_that_the_run_does_not_have_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"workers\['critic'\]: this run has no such role; its roles are policy, gen"):
         train(tiny(GRPOConfig, tmp_path), workers={"critic": Policy})
+    with pytest.raises(ConfigError, match=r"workers\['policy'\] is .*: expected a subclass of Worker"):
+        train(tiny(GRPOConfig, tmp_path), workers={"policy": PolicyLoss})
+
+
+def test_several_ranks_need_a_backend_with_collectives(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"placement\.ranks = 2: inline has no collectives over several ranks"):
+        train(tiny(GRPOConfig, tmp_path, placement={"ranks": 2}))
 
 
 def test_what_fails_before_the_first_step_leaves_the_name_free(tmp_path: Path) -> None:

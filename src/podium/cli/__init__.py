@@ -19,8 +19,8 @@ __all__ = ["main"]
 
 COMMANDS = {
     "train": "train a model: podium train grpo|ppo|sft",
-    "eval": "score a checkpoint or a model on held-out prompts",
-    "sample": "talk to a checkpoint or a model",
+    "eval": "score a run's model, or any other, on held-out prompts",
+    "sample": "ask a run's model, or any other, something",
     "backends": "list the backends installed here, and what each can do",
 }
 

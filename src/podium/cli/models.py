@@ -36,7 +36,7 @@ def inference_config(model: str, path: str | None, overrides: Sequence[str]) -> 
     """The configuration to use ``model`` with: that of its run where it is one, then ``path``, then ``overrides``.
 
     Raises:
-        ConfigError: a run without a final model, or wrong settings.
+        ConfigError: a run without a final model, a directory that is neither run nor model, or wrong settings.
     """
     from podium.trainer import InferenceConfig, build_config, read_values
 
@@ -45,12 +45,27 @@ def inference_config(model: str, path: str | None, overrides: Sequence[str]) -> 
     if run.is_file():
         known = {field.name for field in dataclasses.fields(InferenceConfig)}
         values = {name: section for name, section in read_values(InferenceConfig, run).items() if name in known}
+        values.get("sampling", {}).pop("n", None)  # that is of training: here one completion answers a prompt
         final = Path(model) / "model"
         if not final.is_dir():
-            raise ConfigError(f"{model} has no final model yet: resume the run, or name a model's directory")
+            raise ConfigError(
+                f"{model} has no final model yet: resume the run (podium train … --resume {model}), or name a model's "
+                "directory"
+            )
         values["model"] = {"path": str(final)}
+    else:
+        _check_model(Path(model))
     given = read_values(InferenceConfig, path, overrides)
     for name, section in given.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     values.setdefault("model", {}).setdefault("path", model)
     return build_config(InferenceConfig, values)
+
+
+def _check_model(path: Path) -> None:
+    """A hub name looks like a path; one below a directory that is here is meant as a path."""
+    if path.is_dir():
+        if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise ConfigError(f"{path} is no run (it has no config.yaml) and no model (it has no config.json)")
+    elif path.exists() or path.is_absolute() or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
+        raise ConfigError(f"no run and no model at {path}")

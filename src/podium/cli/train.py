@@ -69,14 +69,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequence[str]) -> PPOConfig | SFTConfig:
-    from podium.trainer import config_class, load_config, run_config_path
+    from podium.trainer import config_class, load_config, read_values, run_config_path
+    from podium.trainer.loading import parse_overrides
 
+    cls = config_class(recipe)
+    if resume is None and path is None:  # --run.resume without a file means the same
+        resume = dict(parse_overrides(cls, overrides)).get("run.resume") or None
     if resume is not None:
         if path is not None:
             raise ConfigError("--resume goes on with the run's own settings: leave out --config; give single settings")
         path = str(run_config_path(resume))
+        supervised = "examples" in read_values(cls, path).get("batch", {})
+        if supervised != (recipe == "sft"):
+            right = "sft" if supervised else "grpo"
+            raise ConfigError(f"{resume} is a run of another recipe: podium train {right} --resume {resume}")
         overrides = [*overrides, "--run.resume", resume]
-    return load_config(config_class(recipe), path, overrides)
+    return load_config(cls, path, overrides)
 
 
 def print_keys(cls: type) -> int:
@@ -85,7 +93,8 @@ def print_keys(cls: type) -> int:
 
     for key in keys_of(cls):
         sys.stdout.write(f"--{key.path} {_shown(key.default)}\n")
-        sys.stdout.write(textwrap.indent(textwrap.fill(f"{key.doc} ({key.expects})", 100), "      ") + "\n")
+        doc = key.doc.replace("``", "").rstrip(".")
+        sys.stdout.write(textwrap.indent(textwrap.fill(f"{doc} ({key.expects})", 100), "      ") + "\n")
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
+from podium.rollout.tasks import check_data
 from podium.runtime import Cluster
 from podium.telemetry import EvalFinished, Note, PhaseStarted, emit
 from podium.telemetry.sinks.console import terminal
@@ -110,6 +111,7 @@ class Trainer(ABC, Generic[C, S]):
 
     def prepare(self, stack: ExitStack) -> None:
         """Open everything; what is opened goes on ``stack``. Data and reward come first: their mistakes are cheap."""
+        check_data(self.config.data)
         self.session = stack.enter_context(open_session(self.config, self.recipe, self._cluster, show=self._show))
         self.tokenizer = load_tokenizer(self.config.model.tokenizer_source)
         self.sampling = with_stop_tokens(self.config.sampling, self.config.model, self.tokenizer)
@@ -243,8 +245,9 @@ class Trainer(ABC, Generic[C, S]):
             title=f"{self.recipe}: {summary.task}",
             steps=summary.steps,
             wall_s=summary.wall_s,
-            before=_accuracy(first) if first and last and first.step < last.step else None,
-            after=_accuracy(last) if last else None,
+            before=_accuracy(first) if first and last and (first.step < last.step or first.step == 0) else None,
+            after=_accuracy(last) if last and last.step > 0 else None,
+            after_step=last.step if last and last.step != summary.steps else None,
             comparisons=_comparisons(first, last),
             curve=curve,
             paths=paths,

@@ -42,7 +42,17 @@ C = TypeVar("C")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads ``1e-4`` as a number, as YAML 1.2 and everybody does; PyYAML's own reads it as text."""
+    """Reads ``1e-4`` as a number, as YAML 1.2 and everybody does; PyYAML's own reads it as text. Refuses a key that is
+    there twice, of which PyYAML silently takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -141,7 +151,10 @@ def _keys(cls: type, prefix: str, defaults: object) -> Iterator[Key]:
         kind = _hints(cls)[field.name]
         default = getattr(defaults, field.name, _default_of(field))
         if dataclasses.is_dataclass(section := _section_of(kind)):
-            yield from _keys(cast(type, section), path + ".", default)
+            first, *rest = _keys(cast(type, section), path + ".", default)
+            if default is None:
+                first = dataclasses.replace(first, doc=f"{first.doc} {path} is off until a key of it is given")
+            yield from (first, *rest)
         else:
             yield Key(path, _expected(kind), default, docs.get(field.name, ""))
 

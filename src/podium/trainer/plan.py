@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from podium.devices import DTYPES, accelerator_count
 from podium.errors import ConfigError
 from podium.rewards import NAMED_REWARDS, resolve_reward
-from podium.rollout.tasks import check_files
+from podium.rollout.tasks import check_data
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.loading import config_to_yaml
 from podium.trainer.roles import bind_roles
@@ -59,10 +59,7 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str) -> str:
             read.
         DataError: a file of the data is not there.
     """
-    if not config.data.train:
-        raise ConfigError("data.train is not set: expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK")
-    for spec in filter(None, (config.data.train, config.data.eval)):
-        check_files(spec)
+    check_data(config.data)
     _check_reward(config.reward.name)
     size, path = model_size(config.model), _critic_path(config)
     critic = model_size(replace(config.model, path=path, config={}, lora=None)) if path else size
@@ -203,7 +200,7 @@ def _share(rows: int, ranks: int) -> str:
 
 
 def _cadence(config: PPOConfig | SFTConfig) -> str:
-    evaluation = f"{config.eval.items} held-out items " + (
+    evaluation = f"at most {config.eval.items} held-out items " + (
         f"every {config.eval.every} steps"
         if config.eval.every
         else "before and after"

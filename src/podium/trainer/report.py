@@ -115,13 +115,17 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that `render` shows. ``paths`` are shown under their keys, in their order."""
+    """Everything that `render` shows. ``paths`` are shown under their keys, in their order.
+
+    ``after_step`` is the step after which ``after`` was measured, where that was not the last one.
+    """
 
     title: str
     steps: int
     wall_s: float
     before: Accuracy | None = None
     after: Accuracy | None = None
+    after_step: int | None = None
     comparisons: Sequence[Comparison] = ()
     curve: Curve | None = None
     paths: Mapping[str, Path | str] = field(default_factory=dict[str, Path | str])
@@ -264,7 +268,7 @@ def draw_curve(curve: Curve, width: int = 80, height: int = 16) -> Text:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Four to six round numbers that enclose both."""
-    span = max(high - low, 1e-9, abs(high) * 1e-6)
+    span = max(high - low, abs(high) * 1e-6) or 1.0
     unit = 10 ** math.floor(math.log10(span / 4))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if span / (unit * factor) <= 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -281,10 +285,8 @@ def render(report: Report, console: Console) -> None:
     title = Text.assemble((report.title, "bold"), f"  {report.steps} steps in {duration(report.wall_s)}")
     console.print(Rule(title, align="left", style="dim", characters="─"), width=width)
     console.print()
-    if report.after is not None:
-        console.print(
-            Padding(_accuracies(report.before, report.after, width - 4), (0, 0, 0, 2), expand=False), highlight=False
-        )
+    if report.before is not None or report.after is not None:
+        console.print(Padding(_accuracies(report, width - 4), (0, 0, 0, 2), expand=False), highlight=False)
         console.print()
     if report.comparisons:
         console.print(
@@ -296,12 +298,15 @@ def render(report: Report, console: Console) -> None:
     _print_paths(report.paths, console)
 
 
-def _accuracies(before: Accuracy | None, after: Accuracy, width: int) -> Group:
+def _accuracies(report: Report, width: int) -> Group:
+    before, after = report.before, report.after
     bar = max(10, min(40, width - 46))
     rows = [_accuracy_row(name, one, bar) for name, one in (("before", before), ("after", after)) if one is not None]
     heading = Text.assemble(("held-out accuracy", "bold"), ("  with the 95% interval", "dim"))
+    if after is not None and report.after_step is not None:
+        heading.append(f", last measured after step {report.after_step}", "dim")
     lines = [heading, *rows]
-    if before is not None:
+    if before is not None and after is not None:
         low, high = gain_interval(before, after)
         points = 100 * (after.share - before.share)
         style = "bold green" if low > 0 else "bold red" if high < 0 else "bold"

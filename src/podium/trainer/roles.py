@@ -66,7 +66,8 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
     """Each role of this configuration with its constructor's arguments, in the order in which they are made.
 
     Raises:
-        ConfigError: ``workers`` names a role that there is not, or that this configuration does not use.
+        ConfigError: ``workers`` names a role that there is not or that this configuration does not use, or holds
+            something that is no worker.
     """
     given = dict(workers or {})
     arguments = _arguments(config)
@@ -76,6 +77,8 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
     bound: dict[str, Bound[Any]] = {}
     for role, kwargs in arguments.items():
         worker = given.get(role, ROLES[role])
+        if not isinstance(worker, Bound) and not (isinstance(worker, type) and issubclass(worker, Worker)):
+            raise ConfigError(f"workers[{role!r}] is {worker!r}: expected a subclass of Worker, or its .bind(...)")
         bound[role] = worker if isinstance(worker, Bound) else worker.bind(**kwargs)
     return bound
 
@@ -84,11 +87,17 @@ def start_roles(cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWo
     """Start every role where ``config.placement`` puts it.
 
     Raises:
+        ConfigError: several ranks on a backend without collectives, or ``workers`` does not fit.
         PlacementError: the ranks or their devices cannot be had.
         WorkerStartError: a constructor raised.
     """
     bound = bind_roles(config, workers)
     placement = config.placement
+    if placement.ranks > 1 and not cluster.capabilities.collectives:
+        raise ConfigError(
+            f"placement.ranks = {placement.ranks}: {cluster.backend_name} has no collectives over several ranks; "
+            "set it to 1, or take the backend local"
+        )
     parts = [dict(bound)]
     if placement.layout == "split" and "generator" in bound:
         parts = [{role: worker for role, worker in bound.items() if role != "generator"}]

@@ -198,7 +198,9 @@ class RunDirectory:
             return
         if is_run:
             state = "a finished run" if self.summary_path.exists() else "an unfinished run"
-            raise ConfigError(f"{self.path} holds {state}: resume it (run.resume), or choose another directory")
+            raise ConfigError(
+                f"{self.path} holds {state}: resume it (--resume {self.path}), or choose another run.name"
+            )
         entries = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
         # Names of ours without a config.yaml are what a start that failed left behind.
         foreign = [name for name in entries if not _OURS.fullmatch(name)]

@@ -180,9 +180,16 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"model.config.{name} is no field of {kind!r}{hint}")
     try:
-        return AutoConfig.for_model(kind, **fields)
+        settings = AutoConfig.for_model(kind, **fields)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.config does not fit {kind!r}: {error}") from error
+    heads, shared = (getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        origin = "" if "num_key_value_heads" in fields else f", the default of {kind!r}"
+        raise ConfigError(
+            f"model.config.num_key_value_heads = {shared}{origin}: expected a divisor of num_attention_heads = {heads}"
+        )
+    return settings
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:

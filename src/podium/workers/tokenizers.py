@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final, cast
 
 import tokenizers
@@ -33,7 +34,10 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source))
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"no tokenizer at {source!r}: {error}; set model.tokenizer") from error
+        place = (
+            f"in the directory {source}" if Path(source).is_dir() else f"on the hub at {source!r}, no directory here"
+        )
+        raise ConfigError(f"no tokenizer {place}: {str(error).rstrip('.')}; set model.tokenizer") from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

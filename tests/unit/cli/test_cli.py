@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from podium.cli import main
+from podium.cli.models import inference_config
 from podium.errors import ConfigError
 from tests.integration.training import MODEL, write_copy_task
 
@@ -80,7 +81,11 @@ def test_debug_shows_where_it_was_raised(capsys: pytest.CaptureFixture[str], yam
         (["train", "sft", "--resume", "a", "--config", "b"], "leave out --config"),
         (["train", "grpo", "--optim.lr"], "--optim.lr has no value"),
         (["train", "grpo", "steps=3"], "'steps=3' is no setting"),
+        (["train", "sft", "--run.resume", "absent"], "no run at absent: it has no config.yaml"),
+        (["train", "grpo"], "data.train is not set"),
         (["eval", "runs/absent", "--eval.items", "0"], "eval.items = 0"),
+        (["eval", "/absent"], "no run and no model at /absent"),
+        (["sample", "/"], "/ is no run (it has no config.yaml) and no model (it has no config.json)"),
     ],
 )
 def test_mistakes_before_anything_is_started(
@@ -101,6 +106,29 @@ def test_a_backend_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]
     status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--backend", "inlin")
     assert status == 2
     assert "did you mean 'inline'?" in err
+
+
+def test_a_run_of_another_recipe_is_not_resumed(capsys: pytest.CaptureFixture[str], yaml: Path, tmp_path: Path) -> None:
+    for recipe, batch in (("grpo", "prompts: 4"), ("sft", "examples: 4")):
+        (tmp_path / recipe).mkdir()
+        (tmp_path / recipe / "config.yaml").write_text(f"{yaml.read_text()}batch: {{{batch}}}\n")
+    status, _, err = run(capsys, "train", "ppo", "--resume", str(tmp_path / "sft"))
+    assert status == 2
+    assert f"is a run of another recipe: podium train sft --resume {tmp_path / 'sft'}" in err
+    status, _, err = run(capsys, "train", "sft", "--run.resume", str(tmp_path / "grpo"))
+    assert status == 2
+    assert "podium train grpo --resume" in err
+    status, out, _ = run(capsys, "train", "grpo", "--run.resume", str(tmp_path / "grpo"), "--dry-run")
+    assert status == 0
+    assert "step         4 prompts" in out  # the run's own settings
+
+
+def test_a_runs_model_answers_once_unless_asked_for_more(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.yaml").write_text("sampling: {n: 8, max_new_tokens: 5}\n")
+    config = inference_config(str(tmp_path), None, [])
+    assert (config.sampling.n, config.sampling.max_new_tokens) == (1, 5)
+    assert inference_config(str(tmp_path), None, ["--sampling.n", "3"]).sampling.n == 3
 
 
 def test_a_dry_run_prints_settings_and_plan_and_starts_nothing(
@@ -142,6 +170,7 @@ def test_keys_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture
     assert "--algorithm.advantage gae\n" in out
     assert "--placement.generator_ranks null\n" in out
     assert "--run.trackers []\n" in out
+    assert "``" not in out
 
 
 def test_backends_lists_what_each_can_do(capsys: pytest.CaptureFixture[str]) -> None:

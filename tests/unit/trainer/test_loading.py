@@ -133,7 +133,12 @@ def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a: [1", "is not valid YAML"), ("- 1", "holds list, and a configuration is a mapping")]
+    ("text", "message"),
+    [
+        ("a: [1", "is not valid YAML"),
+        ("- 1", "holds list, and a configuration is a mapping"),
+        ("optim:\n  lr: 1\n  schedule: cosine\n  lr: 2", r"'lr' is there twice[^$]*line 4, column 3"),
+    ],
 )
 def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.yaml"
@@ -190,3 +195,4 @@ def test_keys_carry_their_documentation() -> None:
     assert keys["optim.max_norm"].expects == "a number or null"
     assert keys["optim.betas"].default == (0.9, 0.99)
     assert list(keys)[:3] == ["steps", "model.path", "model.shape"]
+    assert keys["extra.rank"].doc.endswith(" extra is off until a key of it is given")

@@ -225,6 +225,20 @@ def test_a_gain_within_chance_is_called_so() -> None:
     assert "may be chance" not in rendered(full_report())
 
 
+def test_a_run_that_was_stopped_says_what_was_measured_and_when() -> None:
+    stopped = Report(title="t", steps=7, wall_s=1.0, before=Accuracy(50, 100))
+    assert [line.split()[0] for line in rendered(stopped).splitlines() if "%" in line] == ["held-out", "before"]
+    later = Report(title="t", steps=7, wall_s=1.0, before=Accuracy(50, 100), after=Accuracy(80, 100), after_step=5)
+    assert "last measured after step 5" in rendered(later)
+    assert "last measured" not in rendered(full_report())
+
+
+@pytest.mark.parametrize("level", [0.0, 0.5])
+def test_a_curve_that_does_not_move_has_round_ticks(level: float) -> None:
+    text = draw_curve(Curve(metric=metrics.ACCURACY, steps=[1, 2, 3], values=[level] * 3), width=60, height=12).plain
+    assert {line.split("%")[0].strip() for line in text.splitlines() if "%" in line} <= {"0", "20", "50", "60"}
+
+
 def test_a_run_without_evaluation_has_a_report_too() -> None:
     text = rendered(Report(title="sft", steps=3, wall_s=0.5, paths={"metrics": "m.jsonl"}))
     assert "held-out" not in text

@@ -61,7 +61,7 @@ def test_a_new_run_has_its_folders(tmp_path: Path) -> None:
 
 def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
     run.close()
-    with pytest.raises(ConfigError, match=r"an unfinished run: resume it \(run\.resume\), or choose another"):
+    with pytest.raises(ConfigError, match=r"an unfinished run: resume it \(--resume .*\), or choose another"):
         RunDirectory(run.path)
     run.write_summary(Summary(task="copy", seed=0, steps=1, wall_s=1.0))
     with pytest.raises(ConfigError, match="a finished run"):

@@ -2,7 +2,7 @@
 
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.encode import EncodedPrompts, encode_pairs, encode_prompts
-from podium.rollout.tasks.examples import Example, Messages, check_files, load_examples
+from podium.rollout.tasks.examples import Example, Messages, check_data, load_examples
 from podium.rollout.tasks.stream import PromptStream
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "Example",
     "Messages",
     "PromptStream",
-    "check_files",
+    "check_data",
     "encode_pairs",
     "encode_prompts",
     "load_examples",

@@ -25,12 +25,13 @@ from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.rows import PlacedRow, columns_hint, find_files, is_file_spec, read_rows
 from podium.telemetry import Note, emit
 
-__all__ = ["Example", "Messages", "check_files", "load_examples"]
+__all__ = ["Example", "Messages", "check_data", "load_examples"]
 
 Messages = list[dict[str, str]]
 """A conversation: each entry has "role" and "content"."""
 
 GENERATED_ITEMS: Final = 10_000  # training examples of a generated task, unless data.train_items says otherwise
+_SPECS: Final = "expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK"
 _PATIENCE: Final = 200  # so many problems of a side without a new one among them: the task is exhausted
 
 
@@ -75,7 +76,7 @@ def load_examples(
     source = config.eval if held_out and config.eval else spec
     if not source:
         keys = "neither data.eval nor data.train is set" if held_out else "data.train is not set"
-        raise ConfigError(f"{keys}: expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK")
+        raise ConfigError(f"{keys}: {_SPECS}")
     if limit is None and not held_out:
         limit = config.train_items
     if source.startswith(gym.PREFIX):
@@ -89,10 +90,18 @@ def load_examples(
     return examples
 
 
-def check_files(spec: str) -> None:
-    """Raise DataError if ``spec`` means a file, or a pattern of files, that is not there; names the nearest."""
-    if not spec.startswith(gym.PREFIX) and _means_files(spec):
-        find_files(spec)
+def check_data(config: DataConfig) -> None:
+    """Find at once what is wrong with ``config.train`` and ``config.eval``, without loading anything.
+
+    Raises:
+        ConfigError: there is nothing to train on.
+        DataError: a file, or a pattern's files, are not there; names the nearest.
+    """
+    if not config.train:
+        raise ConfigError(f"data.train is not set: {_SPECS}")
+    for spec in (config.train, config.eval):
+        if spec and not spec.startswith(gym.PREFIX) and _means_files(spec):
+            find_files(spec)
 
 
 def _generated(spec: str, config: DataConfig, held_out: bool, side: float, seed: int, wanted: int) -> list[Example]:
