@@ -73,10 +73,10 @@ class Backend(ABC):
     def unpack(self, payload: Packed) -> Any:
         """The value of a reply's payload, the reader's own to change. Raises SerializationError."""
 
-    def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
+    def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool | None:
         """Deliver replies in the calling thread, which has nothing else to do, until ``ended()`` or ``timeout_s``.
-        False at once where replies come in by themselves: the caller then sleeps until its call has ended."""
-        return False
+        False at once if another thread does that just now; None, as here, where replies come in by themselves."""
+        return None
 
     def wake(self) -> None:  # noqa: B027 - nothing to wake by default
         """Let every thread in :meth:`wait` look at ``ended()`` again."""

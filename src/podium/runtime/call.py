@@ -176,9 +176,10 @@ class Call(Generic[T]):
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 break
-            if self._backend is not None and self._backend.wait(self.done, left):
+            driven = None if self._backend is None else self._backend.wait(self.done, left)
+            if driven:
                 continue
-            sleep = LAST_NAP_S if self._backend is None else nap
+            sleep = LAST_NAP_S if driven is None else nap
             if self._gate.acquire(timeout=sleep if left is None else min(sleep, left)):
                 self._gate.release()
             nap = min(2 * nap, LAST_NAP_S)

@@ -23,14 +23,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType, MappingProxyType, TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
+from podium.errors import SerializationError
 from podium.runtime.context import WorkerContext, current_context
 from podium.runtime.worker import Bound, Worker
 
-__all__ = ["Failure", "Host", "Outcome", "Status"]
+__all__ = ["Failure", "Host", "Outcome", "Status", "Values", "pack_outcome"]
+
+P = TypeVar("P")
+Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""The arguments of a request, or what reads them: if that raises, so has the request."""
 
 LOOP_END_S = 1.0  # for async endpoints that still run when their host shuts down
 
@@ -82,6 +87,16 @@ class Outcome(NamedTuple):
     ended_ns: int
 
 
+def pack_outcome(outcome: Outcome, wants_result: bool, pack: Callable[[Any], P]) -> tuple[Outcome, P]:
+    """An outcome and its value as ``pack`` makes it; a result that does not pickle becomes an error."""
+    value = None if outcome.status == "ok" and not wants_result else outcome.value
+    try:
+        return outcome, pack(value)
+    except SerializationError as error:
+        failure = Failure("SerializationError", str(error), str(error.__cause__ or ""), error, False)
+        return outcome._replace(status="error", value=failure), pack(failure)
+
+
 class _Running:
     __slots__ = ("cancelled", "coroutine", "label", "since", "task", "thread")
 
@@ -115,7 +130,7 @@ class Host:
 
     # -- running requests ----------------------------------------------------------------------------------------
 
-    def execute(self, call_id: int, target: str, method: str, values: Mapping[str, Any]) -> Outcome:
+    def execute(self, call_id: int, target: str, method: str, values: Values) -> Outcome:
         """Run one request to its end in this thread. Only what is no ``Exception`` (KeyboardInterrupt, a debugger's
         quit) is raised here."""
         started = time.monotonic_ns()
@@ -127,7 +142,7 @@ class Host:
         try:
             function, context = self._functions.get((target, method)) or self._find(target, method)
             token = current_context.set(context)
-            result = function(**values)
+            result = function(**(values() if callable(values) else values))
             if inspect.iscoroutine(result):
                 result = self._await(running, result)
             return Outcome("ok", result, started, time.monotonic_ns())
@@ -141,7 +156,7 @@ class Host:
             del self._running[call_id]
 
     def execute_concurrently(
-        self, call_id: int, target: str, method: str, values: Mapping[str, Any], done: Callable[[Outcome], None]
+        self, call_id: int, target: str, method: str, values: Values, done: Callable[[Outcome], None]
     ) -> None:
         """Run one request beside others; ``done`` receives its outcome, from whichever thread."""
         if not target:

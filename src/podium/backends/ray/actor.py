@@ -71,8 +71,15 @@ class HostActor:
         settle_in(setting.threads, setting.cwd, setting.sys_path, interface_of(ray.util.get_node_ip_address()))
         return Settled(os.getpid(), log_start)
 
-    def call(self, message: bytes, *stored: Any) -> bytes | list[Any]:
-        """Run one request to its end."""
+    def call(self, message: bytes) -> bytes | list[Any]:
+        """Run one request to its end. A method of its own: Ray takes 8 % longer where a signature ends in ``*``."""
+        return self._run(message)
+
+    def call_stored(self, message: bytes, *stored: Any) -> bytes | list[Any]:
+        """As ``call``, with large values from the object store."""
+        return self._run(message, *stored)
+
+    def _run(self, message: bytes, *stored: Any) -> bytes | list[Any]:
         call_id, target, method, wants, values = _read(message, stored)
         if isinstance(values, SerializationError):
             return _answer(Outcome("error", _unreadable(values), 0, 0), wants)
@@ -81,12 +88,12 @@ class HostActor:
     @ray.method(concurrency_group="control")
     def control(self, message: bytes, *stored: Any) -> bytes | list[Any]:
         """A request to the host itself, beside whatever it runs."""
-        return self.call(message, *stored)
+        return self._run(message, *stored)
 
     @ray.method(concurrency_group="aside")
     def aside(self, message: bytes, *stored: Any) -> bytes | list[Any]:
         """An endpoint that runs beside others."""
-        return self.call(message, *stored)
+        return self._run(message, *stored)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -110,10 +117,9 @@ def _read(message: bytes, stored: Sequence[Any]) -> tuple[int, str, str, bool, A
     lists = iter(stored)
     values: dict[str, Any] = {}
     try:
-        for data, buffers in parcels:
-            values |= Parcel(data, next(lists) if buffers is None else buffers).read(
-                f"an argument of {target}.{method}"
-            )
+        for data, inside, alone in parcels:
+            buffers = next(lists) if inside is None else inside
+            values |= Parcel(data, buffers, None, alone).read(f"an argument of {target}.{method}")
     except SerializationError as error:
         return call_id, target, method, wants, error
     return call_id, target, method, wants, values

@@ -139,7 +139,7 @@ class RayBackend(Backend):
         return f"tcp://{ray.get(known[0].actor.free_address.remote())}"
 
     def pack(self, value: Any, readers: int) -> Parcel:
-        return pack(value, "an argument")
+        return pack(value, "an argument", readers)
 
     def unpack(self, payload: Parcel) -> Any:
         return payload.read("the result")

@@ -35,7 +35,8 @@ class RayHost(HostHandle):
         self.ended = threading.Event()
         self.log: tuple[Path, int] | None = None
         self.tail: Callable[[], Iterable[str]] | None = None
-        self._call, self._control, self._aside = actor.call, actor.control, actor.aside
+        self._call, self._call_stored = actor.call, actor.call_stored
+        self._control, self._aside = actor.control, actor.aside
         self._on_death = on_death
         self._lock = threading.Lock()
         self._in_air = 1  # the watch
@@ -52,7 +53,10 @@ class RayHost(HostHandle):
     def invoke(self, request: Request, done: Done) -> None:
         if request.wire is None:
             request.wire = _encode(request)
-        method = self._call if not request.concurrent else self._aside if request.target else self._control
+        if not request.concurrent:
+            method = self._call if len(request.wire) == 1 else self._call_stored
+        else:
+            method = self._aside if request.target else self._control
         with self._lock:
             if self._lost is not None:
                 return
@@ -98,7 +102,7 @@ class RayHost(HostHandle):
 def _encode(request: Request) -> tuple[Any, ...]:
     """The message, the same for every host it goes to, and what Ray keeps of it."""
     parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
-    inside = [(parcel.data, None if parcel.stored is not None else parcel.buffers) for parcel in parcels]
+    inside = [(data, None if stored is not None else buffers, alone) for data, buffers, stored, alone in parcels]
     head = (request.call_id, request.target, request.method, request.wants_result, inside)
     return pickle.dumps(head, 5), *(parcel.stored for parcel in parcels if parcel.stored is not None)
 

@@ -2,12 +2,13 @@
 """Values on their way through Ray: small ones inside the message, large ones in its object store.
 
 A message is one ``bytes``: Ray spends about 30 µs on every further argument. Large values lie in the object store as a
-list of byte arrays, which the reader maps without a copy. Ray maps them read-only and for all readers alike, so a
-reader that may write gets a copy, in memory that was touched before where that is worth while.
+list of byte arrays, which readers map without a copy. Where there is one reader (a result, a rank's own part of an
+argument) the mapping is its own to write into; one of several gets a copy, in memory that was touched before.
 """
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import sys
 from collections.abc import Sequence
@@ -30,19 +31,21 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Parcel(NamedTuple):
-    """A value as pickle bytes and its buffers, inside or, if ``stored``, as a reference to a list of them."""
+    """A value as pickle bytes and its buffers, inside or, if ``stored``, as a reference to a list of them; ``alone`` if
+    it has one reader."""
 
     data: bytes
     buffers: Sequence[Any] = ()
     stored: Any = None
+    alone: bool = True
 
     def read(self, what: str) -> Any:
         """The value, the caller's own to change. Raises SerializationError."""
-        return decode(self.data, [_own_copy(buffer) for buffer in self.buffers], what)
+        return decode(self.data, [_writable(buffer, self.alone) for buffer in self.buffers], what)
 
 
-def pack(value: Any, what: str) -> Parcel:
-    """``value`` for any number of hosts; stored once. Raises SerializationError."""
+def pack(value: Any, what: str, readers: int) -> Parcel:
+    """``value`` for ``readers`` hosts; stored once. Raises SerializationError."""
     data, raw = encode(value, what)
     if not raw:
         return Parcel(data)
@@ -50,7 +53,7 @@ def pack(value: Any, what: str) -> Parcel:
     if sum(buffer.nbytes for buffer in buffers) <= INLINE_BYTES:
         return Parcel(data, [buffer.tobytes() for buffer in buffers])
     try:
-        return Parcel(data, (), ray.put(buffers))
+        return Parcel(data, (), ray.put(buffers), readers == 1)
     except ObjectStoreFullError as error:
         size = sum(buffer.nbytes for buffer in buffers) >> 20
         raise SerializationError(f"{what}: Ray's object store has no room for its {size} MiB") from error
@@ -74,12 +77,19 @@ def wire_to_outcome(answer: bytes | list[Any]) -> tuple[Any, int, int, Parcel]:
     return status, started, ended, Parcel(data, answer[1:] if inside is None else inside)
 
 
-def _own_copy(buffer: Any) -> Any:
-    if isinstance(buffer, np.ndarray) and "torch" in sys.modules:
-        from podium.data.memory import copy_bytes
+def _writable(buffer: Any, alone: bool) -> Any:
+    """``buffer``'s bytes to write into: its own pages if nobody else reads them, or a copy."""
+    if not isinstance(buffer, np.ndarray):
+        return bytearray(buffer)
+    if alone:  # numpy marks them read-only, as Ray cannot know; the pages themselves are not
+        pages = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
+        pages.keeps = buffer  # type: ignore[attr-defined] - and with it the object in Ray's store
+        return pages
+    if "torch" not in sys.modules:
+        return bytearray(buffer)
+    from podium.data.memory import copy_bytes
 
-        return copy_bytes(buffer)
-    return bytearray(buffer)
+    return copy_bytes(buffer)
 
 
 _NONE = encode(None)[0]
