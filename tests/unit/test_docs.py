@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from podium.cli import main
+from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, keys_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md"] + [
@@ -35,3 +39,35 @@ def test_a_script_of_the_docs_runs_as_printed(script: str, tmp_path: Path) -> No
 def test_there_are_scripts_to_run_on_every_page() -> None:
     assert {name.rpartition("-")[0] for name, _ in _scripts()} == {page.name for page in PAGES}
     assert len(_scripts()) == 6
+
+
+TRAINING = (ROOT / "docs" / "training.md").read_text()
+
+
+def test_the_run_of_the_page_on_training_goes_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files are written, its scripts and its commands run, one after the other in one directory."""
+    monkeypatch.chdir(tmp_path)
+    for language, code in re.findall(r"^```(\w*)\n(.*?)^```", TRAINING, re.DOTALL | re.MULTILINE):
+        if not language:
+            for line in code.splitlines():
+                assert main(shlex.split(line)[1:]) == 0, line
+            continue
+        name = code.partition("\n")[0].removeprefix("# ")
+        Path(name).write_text(code)
+        if language == "python":
+            done = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=50, check=False)
+            assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "runs/copy/metrics.jsonl").read_text().splitlines()) == 5 + 3  # 0, 3 and 5 were evaluated
+    assert "accuracy " in capsys.readouterr().out
+    assert done.stdout.endswith("3 steps, model in runs/reinforce/model\n")
+
+
+def test_every_section_and_only_keys_that_exist_are_on_the_page_on_training() -> None:
+    known = {key.path for cls in (GRPOConfig, PPOConfig, SFTConfig) for key in keys_of(cls)}
+    rows = re.findall(r"^\| `([a-z]+)` \| [^|`]+ \| (.*) \|$", TRAINING, re.MULTILINE)
+    assert {section for section, _ in rows} == {path.partition(".")[0] for path in known}
+    assert {f"{section}.{key}" for section, keys in rows for key in re.findall(r"`([a-z][\w.]*)`", keys)} <= known
+    mentioned = re.findall(r"`([a-z]+\.[a-z_.]+)(?:: \w+)?`", TRAINING)
+    assert {path for path in mentioned if path.partition(".")[0] in dict(rows)} <= known | {"model.lora"}

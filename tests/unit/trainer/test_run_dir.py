@@ -350,7 +350,7 @@ def test_the_examples_of_the_documentation_run(
     run.write_summary(Summary(task="copy", seed=0, steps=2, wall_s=1.0, tokens_per_s={"generate": 1000.0}))
     with JsonlSink(run.metrics_path):
         for step in (1, 2):
-            emit(StepFinished(step, {"reward/mean": 0.5, "policy/kl": 0.0, "tokens_per_s/step": 1000.0}))
+            emit(StepFinished(step, {"reward/mean": 0.5, "policy/entropy": 1.0, "tokens_per_s/step": 1000.0}))
         emit(EvalFinished(2, 0.5, 500, 0.5))
     record = CompletionRecord(group=0, prompt="?", completion="!", reward=0.0, finish_reason="length", version=1)
     run.completions_writer().write(1, [record])
