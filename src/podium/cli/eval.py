@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from podium.cli.connecting import add_backend, split_backend
 from podium.cli.models import inference_config, inference_parser
 
 __all__ = ["run"]
@@ -13,15 +14,16 @@ __all__ = ["run"]
 def run(arguments: Sequence[str]) -> int:
     """Evaluate and print; returns the exit status."""
     parser = inference_parser("podium eval", "Score a model on held-out prompts.")
-    parser.add_argument("--backend", default="local", metavar="NAME", help="local (default), inline, or another")
+    add_backend(parser, "local")
     options, overrides = parser.parse_known_args(arguments)
-    config = inference_config(options.model, options.config, overrides)
+    backend = split_backend(overrides)
+    config = inference_config(options.model, options.config, backend.other)
 
     import podium
     from podium.telemetry.formatting import percent
     from podium.trainer import PRELOAD, Accuracy, evaluate_model
 
-    with podium.connect(options.backend, preload=PRELOAD) as cluster:
+    with podium.connect(options.backend, **{"preload": PRELOAD, **backend.options}) as cluster:
         found = evaluate_model(config, cluster)
     accuracy = Accuracy(found.correct, found.items)
     low, high = accuracy.interval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
+from podium.cli.connecting import add_backend, split_backend
 from podium.cli.models import inference_config, inference_parser
 
 __all__ = ["run"]
@@ -14,16 +15,17 @@ def run(arguments: Sequence[str]) -> int:
     """Sample and print; returns the exit status."""
     parser = inference_parser("podium sample", "Write prompts, read completions. Each prompt stands alone.")
     parser.add_argument("--prompt", metavar="TEXT", help="one prompt, then end; without it prompts are read from stdin")
-    parser.add_argument("--backend", default="inline", metavar="NAME", help="inline (default), local, or another")
+    add_backend(parser, "inline")
     options, overrides = parser.parse_known_args(arguments)
-    config = inference_config(options.model, options.config, overrides)
+    backend = split_backend(overrides)
+    config = inference_config(options.model, options.config, backend.other)
 
     import podium
     from podium.trainer import PRELOAD, open_sampler
 
     prompts = [options.prompt] if options.prompt is not None else _typed()
     with (
-        podium.connect(options.backend, preload=PRELOAD) as cluster,
+        podium.connect(options.backend, **{"preload": PRELOAD, **backend.options}) as cluster,
         open_sampler(config, cluster) as sample,
     ):
         for number, prompt in enumerate(prompts):

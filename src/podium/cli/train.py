@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from podium.cli.connecting import add_backend, split_backend
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["print_keys", "run"]
 
+BACKEND = "local"
 RECIPES = ("grpo", "ppo", "sft")
 
 
@@ -25,20 +28,23 @@ def run(arguments: Sequence[str]) -> int:
         from podium.trainer import config_class
 
         return print_keys(config_class(options.recipe))
-    config = _config(options.recipe, options.config, options.resume, overrides)
+    backend = split_backend(overrides)
+    config = _config(options.recipe, options.config, options.resume, backend.other)
     from podium.trainer import PPOConfig, PPOTrainer, SFTTrainer, describe_plan
 
     if options.dry_run:
         sys.stdout.write(describe_plan(config, options.backend) + "\n")
         return 0
     if isinstance(config, PPOConfig):
-        trainer = PPOTrainer(config, cluster=options.backend)
+        trainer = PPOTrainer(config, cluster=options.backend, backend_options=backend.options)
     else:
-        trainer = SFTTrainer(config, cluster=options.backend)
+        trainer = SFTTrainer(config, cluster=options.backend, backend_options=backend.options)
     summary = trainer.fit()
     if not summary.finished:
         run = trainer.session.directory.path
-        sys.stdout.write(f"stopped after step {summary.steps}; podium train {options.recipe} --resume {run} goes on\n")
+        there = [] if options.backend == BACKEND else ["--backend", options.backend]
+        again = ["podium", "train", options.recipe, "--resume", str(run), *there, *backend.words]
+        sys.stdout.write(f"stopped after step {summary.steps}; {shlex.join(again)} goes on\n")
     return 0
 
 
@@ -53,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
               podium train grpo --model.path Qwen/Qwen3-0.6B --data.train train.jsonl --reward.name gsm8k
               podium train sft --config run.yaml --optim.lr 1e-5 --dry-run
               podium train grpo --resume runs/NAME
+              podium train grpo --config run.yaml --backend ray --backend.address auto
             """
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -60,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", choices=RECIPES, help="GRPO, PPO with a critic, or supervised fine-tuning")
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
-    parser.add_argument("--backend", default="local", metavar="NAME", help="local (default), inline, or another")
+    add_backend(parser, BACKEND)
     parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory, with its settings")
     parser.add_argument("--dry-run", action="store_true", help="print settings and plan; start nothing")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")

@@ -52,6 +52,7 @@ class Trainer(ABC, Generic[C, S]):
         config: C,
         *,
         cluster: Cluster | str = "local",
+        backend_options: Mapping[str, Any] | None = None,
         workers: RoleWorkers | None = None,
         reward: RewardFn | None = None,
         show: bool = True,
@@ -59,6 +60,7 @@ class Trainer(ABC, Generic[C, S]):
     ) -> None:
         self.config = config
         self._cluster = cluster
+        self._backend_options = backend_options
         self._workers = workers
         self._reward = reward
         self._show = show
@@ -112,7 +114,10 @@ class Trainer(ABC, Generic[C, S]):
     def prepare(self, stack: ExitStack) -> None:
         """Open everything; what is opened goes on ``stack``. Data and reward come first: their mistakes are cheap."""
         check_data(self.config.data)
-        self.session = stack.enter_context(open_session(self.config, self.recipe, self._cluster, show=self._show))
+        session = open_session(
+            self.config, self.recipe, self._cluster, backend_options=self._backend_options, show=self._show
+        )
+        self.session = stack.enter_context(session)
         self.tokenizer = load_tokenizer(self.config.model.tokenizer_source)
         self.sampling = with_stop_tokens(self.config.sampling, self.config.model, self.tokenizer)
         self.source = self.load_data()

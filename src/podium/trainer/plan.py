@@ -170,7 +170,7 @@ def _critic_path(config: PPOConfig | SFTConfig) -> str:
 def _placement(config: PPOConfig | SFTConfig, backend: str) -> Iterator[str]:
     placement, hosts = config.placement, placed_hosts(config)
     gpus, slots = accelerator_count(), hosts[-1].numbers.stop
-    yield f"backend      {backend}: {slots} host process(es), layout {placement.layout}"
+    yield f"backend      {backend}: {slots} host process(es), layout {placement.layout}; devices as on this machine"
     for group in hosts:
         for number in group.numbers:
             device = f"cuda:{number}" if gpus >= slots else "cpu"

@@ -52,6 +52,7 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
     Args:
         config: a :class:`GRPOConfig` or :class:`PPOConfig`.
         cluster: the name of a backend to connect to for this run, or a connected cluster, which stays open.
+        backend_options: of :func:`podium.connect`, where ``cluster`` is a name: ``{"address": "auto"}`` for Ray's.
         workers: a class of your own for any role ("policy", "reference", "critic", "generator"): it is given what the
             role's own class is given. ``Mine.bind(...)`` has all its arguments already, and gets no others.
         reward: a function to use in place of ``config.reward.name``.

@@ -7,19 +7,19 @@ split       hosts 0..R-1: policy [reference] [critic]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from podium.algorithms import PolicyLoss, SFTLoss, ValueLoss
 from podium.errors import ConfigError
-from podium.runtime import Bound, Cluster, ResourcePool, Worker, colocate
+from podium.runtime import Bound, Cluster, Node, ResourcePool, Worker, colocate
 from podium.trainer.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.trainer.sections import PlacementConfig
 from podium.workers import Critic, Generator, Policy, Reference
 
-__all__ = ["ROLES", "RoleWorkers", "Roles", "bind_roles", "start_roles", "started_generator"]
+__all__ = ["ROLES", "RoleWorkers", "Roles", "bind_roles", "spread", "start_roles", "started_generator"]
 
 ROLES: Mapping[str, type[Worker]] = {
     "policy": Policy,
@@ -164,6 +164,33 @@ def _arguments(config: PPOConfig | SFTConfig) -> dict[str, dict[str, Any]]:
 
 
 def _pool(cluster: Cluster, slots: int, placement: PlacementConfig) -> ResourcePool:
-    """One accelerator a slot where this cluster has them; cores as configured."""
-    gpus = max((node.resources.get("gpu", 0) for node in cluster.nodes), default=0)
-    return cluster.pool([slots], gpus=1 if gpus >= slots else 0, cpus=placement.cpus or 0)
+    """One accelerator a slot where this cluster has so many; cores as configured."""
+    nodes = cluster.nodes
+    accelerators = sum(int(node.resources.get("gpu", 0)) for node in nodes)
+    gpus, cpus = (1 if accelerators >= slots else 0), placement.cpus or 0
+    counts = spread(slots, {"gpu": gpus, "cpu": cpus}, nodes)
+    return cluster.pool(counts, gpus=gpus, cpus=cpus, wait_s=placement.wait_s)
+
+
+def spread(slots: int, want: Mapping[str, float], nodes: Sequence[Node]) -> list[int]:
+    """Slots on each node: on as few nodes as hold them all, as evenly as these allow; ``[slots]`` if none do.
+
+    Args:
+        want: what each slot holds, by name.
+    """
+    for taken in (True, False):  # what others hold may be given back while the pool is waited for
+        rooms = sorted((_room(node, want, slots, taken) for node in nodes), reverse=True)
+        count = next((count for count in range(1, len(rooms) + 1) if sum(rooms[:count]) >= slots), 0)
+        if count:
+            counts: list[int] = []
+            for left, room in zip(range(count, 0, -1), reversed(rooms[:count]), strict=True):
+                counts.append(min(room, (slots - sum(counts)) // left))
+            return counts[::-1]
+    return [slots]
+
+
+def _room(node: Node, want: Mapping[str, float], slots: int, taken: bool) -> int:
+    """How many of ``slots`` fit on a node, beside what others have taken of it or in place of them."""
+    others = node.taken.values() if taken else ()
+    free = {name: node.resources.get(name, 0) - sum(held.get(name, 0) for held in others) for name in want}
+    return max(0, min([slots, *(int((free[name] + 1e-9) // amount) for name, amount in want.items() if amount)]))

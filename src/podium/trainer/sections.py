@@ -76,9 +76,11 @@ class PlacementConfig:
     ranks: int = 1  # data-parallel ranks of the policy and the roles beside it
     generator_ranks: int | None = None  # ranks of the generator when split; null: 1 when split
     cpus: int | None = None  # cores that each host holds, and its threads; null: an equal share, held by nobody
+    wait_s: float = 0.0  # seconds to wait for what others hold; the log says for what
 
     def __post_init__(self) -> None:
         _at_least("placement", "ranks", self.ranks, 1)
+        _at_least("placement", "wait_s", self.wait_s, 0)
         if self.cpus is not None:
             _at_least("placement", "cpus", self.cpus, 1)
         if self.generator_ranks is None:

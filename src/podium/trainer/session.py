@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from podium.errors import ConfigError
 from podium.runtime import Cluster, connect
@@ -19,7 +20,7 @@ from podium.trainer.run_dir import Checkpoint, RunDirectory
 __all__ = ["PRELOAD", "Session", "open_session", "run_config_path"]
 
 PRELOAD = ("torch", "transformers", "podium.workers")
-"""What local's fork server imports once, so that every worker has it at once."""
+"""What hosts import before their workers are made; local's fork server does it once for all."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,26 @@ class Session:
 
 @contextmanager
 def open_session(
-    config: PPOConfig | SFTConfig, recipe: str, cluster: Cluster | str, *, show: bool
+    config: PPOConfig | SFTConfig,
+    recipe: str,
+    cluster: Cluster | str,
+    *,
+    backend_options: Mapping[str, Any] | None = None,
+    show: bool,
 ) -> Iterator[Session]:
     """Open everything a run needs, and close it in the reverse order, whatever happens.
 
     Args:
         cluster: a connected one, which stays open, or a backend's name, connected here with its logs in the run.
+        backend_options: of :func:`podium.connect`, where ``cluster`` is a name.
         show: progress, events and log records on the terminal.
 
     Raises:
-        ConfigError: the directory is another run's, a tracker is not installed, or there is no such backend.
+        ConfigError: the directory is another run's, a tracker is not installed, there is no such backend, or it knows
+            no such option.
     """
+    if backend_options and not isinstance(cluster, str):
+        raise ConfigError(f"backend_options = {dict(backend_options)}: {cluster!r} is connected already")
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory(_path(config, recipe), resume=bool(config.run.resume)))
         checkpoint = directory.latest_checkpoint() if config.run.resume else None
@@ -55,7 +65,8 @@ def open_session(
         for sink in _sinks(config, directory, show=show):
             stack.enter_context(sink)
         if isinstance(cluster, str):
-            cluster = stack.enter_context(connect(cluster, log_dir=directory.logs.absolute(), preload=PRELOAD))
+            options = {"log_dir": directory.logs.absolute(), "preload": PRELOAD, **(backend_options or {})}
+            cluster = stack.enter_context(connect(cluster, **options))
         yield Session(directory, cluster, stack.enter_context(listen_for_stop()), checkpoint)
 
 

@@ -22,7 +22,7 @@ class SFTTrainer(Trainer[SFTConfig, PairSource]):
 
     Args:
         config: a :class:`SFTConfig`.
-        cluster, workers, reward, show, report: see :class:`PPOTrainer`. The roles are "policy" and, to evaluate,
+        cluster, backend_options, workers, reward, show, report: see :class:`PPOTrainer`. The roles are "policy" and, to evaluate,
             "generator".
     """
 

@@ -66,13 +66,18 @@ def save_checkpoint(directory: RunDirectory, roles: Roles, state: TrainerState, 
     """Write a checkpoint of ``state.step``: it is there whole, or not at all.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the disk refuses, or is not the one that the workers write to.
     """
     with directory.checkpoint(state.step, keep=keep) as folder:
         whole = folder.absolute()  # a worker's working directory is its own
         for name, worker in (("policy", roles.policy), ("critic", roles.critic)):
             if worker is not None:
                 worker.save(str(whole / name))
+                if not (folder / name).is_dir():
+                    raise CheckpointError(
+                        f"{whole / name} was written on another machine and is not here: a run's directory must be on "
+                        "a file system that all nodes share; set run.dir to one"
+                    )
         (folder / FILE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,19 @@ def save_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None
     """Write the engine's whole state into the directory ``path``; all ranks call it together.
 
     Raises:
-        CheckpointError: the directory cannot be written.
+        CheckpointError: the directory cannot be written, or is not the same one for all ranks.
     """
     try:
         with _single_process_is_fine() as alone:
             save(_state(engine, rank), checkpoint_id=str(path), no_dist=alone)
+        elsewhere = _missing_files(Path(path)) if rank == 0 else []
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
+    if elsewhere:
+        raise CheckpointError(
+            f"the checkpoint {path} lacks {', '.join(elsewhere)}, which other ranks wrote on their own machines: a "
+            "run's directory must be on a file system that all nodes share"
+        )
 
 
 def load_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None:
@@ -67,6 +74,12 @@ def load_checkpoint(engine: TrainEngine, path: str | Path, *, rank: int) -> None
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
     engine.step_count, engine.skipped_count = (int(count) for count in wanted["counts"])
     _restore_random(engine, wanted, rank)
+
+
+def _missing_files(path: Path) -> list[str]:
+    """Files that the metadata of a checkpoint names and that are not there."""
+    stored: Any = FileSystemReader(str(path)).read_metadata().storage_data
+    return sorted({one.relative_path for one in stored.values()} - {file.name for file in path.iterdir()})
 
 
 @contextmanager

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import podium
 from podium.cli import main
+from podium.cli.connecting import split_backend
 from podium.cli.models import inference_config
 from podium.errors import ConfigError
-from tests.integration.training import MODEL, write_copy_task
+from podium.trainer import SFTConfig, SFTTrainer
+from tests.integration.training import MODEL, tiny, write_copy_task
 
 
 @pytest.fixture
@@ -154,6 +157,36 @@ def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[s
     status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--data.train", "")
     assert status == 2
     assert "data.train is not set" in err
+
+
+def test_options_of_a_backend_are_taken_out_and_read_as_yaml() -> None:
+    words = ["--backend.address", "auto", "--backend.init.num_cpus=4", "--backend.echo", "true"]
+    found = split_backend(["--run.steps", "3", *words, "--eval.items", "-1"])
+    assert found.options == {"address": "auto", "init": {"num_cpus": 4}, "echo": True}
+    assert found.words == words
+    assert found.other == ["--run.steps", "3", "--eval.items", "-1"]
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sample"])
+def test_mistakes_in_a_backends_options(capsys: pytest.CaptureFixture[str], yaml: Path, command: str) -> None:
+    kind = [command, "sft", "--config", str(yaml)] if command == "train" else [command, "hub-name"]
+    for words, message in [
+        (["--backend.echo"], "--backend.echo has no value"),
+        (["--backend.", "x"], "--backend. names no option"),
+        (["--backend.thread", "true"], "connect('inline'): "),
+    ]:
+        status, _, err = run(capsys, *kind, *words, "--backend", "inline")
+        assert status == 2
+        assert message in err
+    assert "unexpected keyword argument 'thread'" in err
+
+
+def test_a_connected_cluster_takes_no_options(tmp_path: Path) -> None:
+    with (
+        podium.connect("inline") as cluster,
+        pytest.raises(ConfigError, match=r"backend_options = .*: <Cluster inline .* is connected already"),
+    ):
+        SFTTrainer(tiny(SFTConfig, tmp_path), cluster=cluster, backend_options={"echo": True}, show=False).fit()
 
 
 def test_adapters_train_little(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
