@@ -11,7 +11,7 @@ Legend: B rows (completions) of a step, N tokens over all rows, P prompts, n com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -82,13 +82,18 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
             batch = self.values(batch)
         with stage("advantages"):
             batch = self.advantages(batch)
+        rollout: dict[str, float] = {}
+
+        def record() -> None:
+            self.completions.write(step, judged, batch.jagged(fields.ADVANTAGES))
+            rollout.update(self.describe(batch, judged))
+
         with stage("update"):
-            updates = self.update(batch, step)
+            updates = self.update(batch, step, meanwhile=record)
         with stage("publish"):
             self.roles.publish(step)
         with stage("record"):
-            self.completions.write(step, judged, batch.jagged(fields.ADVANTAGES))
-            metrics = self.measure(batch, judged, updates)
+            metrics = self.measure(rollout, updates)
         return metrics
 
     def generate(self, prompts: Prompts, step: int) -> Batch:
@@ -147,13 +152,19 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
             batch = batch.with_columns({fields.RETURNS: tokens.like(outputs.returns_N.float())})
         return batch
 
-    def update(self, batch: Batch, step: int) -> list[Mapping[str, float]]:
-        """``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one."""
+    def update(self, batch: Batch, step: int, meanwhile: Callable[[], None] | None = None) -> list[Mapping[str, float]]:
+        """``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one.
+
+        ``meanwhile`` is done here while the workers are at the first of them.
+        """
         updates: list[Mapping[str, float]] = []
         for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
             pending = [self.roles.policy.update.submit(minibatch)]
             if self.roles.critic is not None:
                 pending.append(self.roles.critic.update.submit(minibatch))
+            if meanwhile is not None:
+                meanwhile()
+                meanwhile = None
             updates += [call.result() for call in pending]
         return updates
 
@@ -171,11 +182,16 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
                 )
                 yield part.with_columns({fields.LOSS_WEIGHTS: mask.like(weights_N)})
 
-    def measure(self, batch: Batch, judged: Judged, updates: list[Mapping[str, float]]) -> dict[str, float]:
-        """The step's metrics, and the next coefficient of the KL."""
-        metrics = rollout_metrics(batch, judged.correct_B) | join_updates(updates)
+    def describe(self, batch: Batch, judged: Judged) -> dict[str, float]:
+        """What can be said of a step's completions before they train."""
+        metrics = rollout_metrics(batch, judged.correct_B)
         if fields.OLD_LOGPROBS in batch:  # after several updates theirs would compare a policy that has moved
             metrics |= mismatch(batch)
+        return metrics
+
+    def measure(self, rollout: Mapping[str, float], updates: list[Mapping[str, float]]) -> dict[str, float]:
+        """The step's metrics, and the next coefficient of the KL."""
+        metrics = {**join_updates(updates), **rollout}
         metrics[KL_COEF] = self.kl.coef
         self.kl = self.kl.next(metrics.get(names.KL, 0.0))
         return metrics
