@@ -23,6 +23,7 @@ from podium.telemetry.sinks.console import terminal
 from podium.trainer.clock import StageClock
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import Evaluator, evaluation_sampling
+from podium.trainer.lengths import check_lengths
 from podium.trainer.loading import config_to_yaml
 from podium.trainer.prompts import PairSource, PromptSource, load_held_out
 from podium.trainer.report import Accuracy, Comparison, Report, plot_curve, read_curve, render
@@ -122,6 +123,9 @@ class Trainer(ABC, Generic[C, S]):
         self.sampling = with_stop_tokens(self.config.sampling, self.config.model, self.tokenizer)
         self.source = self.load_data()
         held_out = load_held_out(self.config.data, self.tokenizer, items) if (items := self.config.eval.items) else None
+        prompts = {"training": self.source, "held-out": held_out}
+        generated = {name: source for name, source in prompts.items() if isinstance(source, PromptSource)}
+        check_lengths(self.config.model, self.sampling.max_new_tokens, generated)
         self.grader = stack.enter_context(
             Grader(self.config.reward, reward=self._reward, log_path=self.session.directory.logs / "reward.log")
         )

@@ -72,6 +72,11 @@ class PromptSource:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._prompts.token_ids))
+
     def all(self) -> Prompts:
         """Every prompt, in the order of the data."""
         return self._prompts

@@ -19,7 +19,7 @@ from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
 from podium.workers.tokenizers import load_tokenizer
 
-__all__ = ["LoraConfig", "ModelConfig", "load_model", "plain_model", "save_pretrained"]
+__all__ = ["LoraConfig", "ModelConfig", "load_model", "longest_text", "plain_model", "save_pretrained"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,16 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTr
     return model.to(cast(Any, device)).eval()
 
 
+def longest_text(config: ModelConfig) -> int | None:
+    """The most tokens, prompt and completion together, that the model has positions for; None: it does not say.
+
+    Raises:
+        ConfigError: no such model, or an unknown ``model_type`` or field.
+    """
+    settings = _architecture(config) if config.config else _settings(config)
+    return getattr(settings.get_text_config(), "max_position_embeddings", None)
+
+
 def plain_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model itself, without peft's wrapper."""
     inner = cast(Any, model)
@@ -130,6 +140,13 @@ def save_pretrained(
             tokenizer.save_pretrained(str(path))
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {path}: {error}") from error
+
+
+def _settings(config: ModelConfig) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(config.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={config.path!r}: its configuration cannot be read: {error}") from error
 
 
 def _from_path(config: ModelConfig) -> PreTrainedModel:
