@@ -115,6 +115,11 @@ class Cluster:
     def nodes(self) -> Sequence[Node]:
         return self._backend.nodes()
 
+    @property
+    def groups(self) -> Mapping[str, WorkerGroup]:
+        """The groups that run, by name."""
+        return {name: group for name, group in list(self._groups.items()) if name in group.hosts.workers}
+
     def __enter__(self) -> Self:
         return self
 
@@ -363,8 +368,7 @@ class Cluster:
                 raise ConfigError(
                     f"name={role!r}: names are letters, digits, '_', '-' and '.'; they name log files too"
                 )
-            running = self._groups.get(role)
-            if role in self._starting or (running is not None and role in running.hosts.workers):
+            if role in self._starting or role in self.groups:
                 raise ConfigError(f"a group named {role!r} runs already; pass another name=")
         return bounds
 
@@ -372,7 +376,7 @@ class Cluster:
         if not isinstance(worker, Bound):
             return "worker"
         base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cast(Any, worker).cls.__name__).lower().strip("_")
-        taken = {name for name, group in list(self._groups.items()) if name in group.hosts.workers} | self._starting
+        taken = self.groups.keys() | self._starting
         numbers = (f"{base}_{number}" for number in range(2, len(taken) + 3))
         return base if base not in taken else next(name for name in numbers if name not in taken)
 

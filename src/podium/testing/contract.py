@@ -35,3 +35,12 @@ class BackendContract(DispatchContract, ValueContract, CallContract, PlacingCont
     def cluster(cls, target: Target) -> Iterator[Cluster]:
         with target.connect() as cluster:
             yield cluster
+
+    @pytest.fixture(autouse=True)
+    def _nothing_is_left_running(self, cluster: Cluster) -> Iterator[None]:
+        """What a test started ends with it: a suite of processes with torch in each would fill the memory."""
+        before = {*cluster.groups}
+        yield
+        for name, group in cluster.groups.items():
+            if name not in before:
+                group.close()

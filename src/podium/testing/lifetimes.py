@@ -168,7 +168,9 @@ class LifetimeContract:
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         need(cluster, "collectives", "processes")
-        monkeypatch.setattr("podium.runtime.exchange.BREAK_S", 1.0)  # siblings are freed when the new workers are at work
+        monkeypatch.setattr(
+            "podium.runtime.exchange.BREAK_S", 1.0
+        )  # siblings are freed when the new workers are at work
         gatherer = cluster.start(Gatherer.bind(), cluster.pool([2]))
         with pytest.raises(EndpointError, match="ValueError: I am the cause"):
             gatherer.gather_unless(rank=1)

@@ -9,6 +9,7 @@ import pytest
 
 from podium.errors import ConfigError, PlacementError, WorkerStartError
 from podium.runtime import Cluster, Mesh, Worker, colocate, endpoint
+from podium.testing.target import need
 from podium.testing.workers import Counter, Keeper, Place, Probe
 
 __all__ = ["PlacingContract"]
@@ -85,6 +86,77 @@ class PlacingContract:
             cluster.start(Counter.bind(), pool[0:1])
         with pytest.raises(ConfigError, match="empty pool"):
             cluster.start(Counter.bind(), cluster.pool([1])[0:0])
+
+    def test_waiting_for_a_pool_says_what_for(self, cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+        cores = cluster.nodes[0].resources["cpu"]
+        held = cluster.pool([1], cpus=cores)
+        with pytest.raises(PlacementError, match="asked for"):
+            cluster.pool([1], cpus=cores, wait_s=0.3)
+        threading.Timer(0.3, cluster.release, (held,)).start()
+        caplog.clear()
+        with caplog.at_level("WARNING", "podium"):
+            cluster.release(cluster.pool([1], cpus=cores, wait_s=30.0))
+        assert re.search(r"waiting up to 30 s more for a pool: asked for .* held by: a pool without", caplog.text)
+
+    def test_what_the_runtime_decides_cannot_be_set(self, cluster: Cluster) -> None:
+        need(cluster, "processes")
+        for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE"):
+            with pytest.raises(ValueError, match=rf"start\(env=.*{name}.*cannot be set"):
+                cluster.start(Counter.bind(), env={name: "1"})
+
+    def test_unknown_options_are_refused(self, cluster: Cluster) -> None:
+        with pytest.raises(ConfigError, match="no_such_option"):
+            cluster.start(Counter.bind(), options={"no_such_option": 1})
+        assert cluster.start(Counter.bind(3), distributed=False).add(0) == [3]
+
+    # -- replicas and detached groups --------------------------------------------------------------------------------
+
+    def test_replicas_are_independent(self, cluster: Cluster) -> None:
+        with pytest.raises(ConfigError, match=r"start_replicas\(count=0\)"):
+            cluster.start_replicas(Counter.bind(), 0)
+        with pytest.raises(PlacementError):
+            cluster.start_replicas(Counter.bind(), 2, cpus=cluster.nodes[0].resources["cpu"])
+        replicas = cluster.start_replicas(Counter.bind(1), 2, name="copies", distributed=False)
+        assert [replica.group.name for replica in replicas] == ["copies-0", "copies-1"]
+        assert replicas[0].add(4) == [5]
+        assert [call.result() for call in replicas.submit("add", 0)] == [[5], [1]]
+        if cluster.capabilities.processes:
+            replicas.restart(0)
+            assert [call.result() for call in replicas.submit("add", 0)] == [[1], [1]]
+        with pytest.raises(ConfigError, match=r"restart\(2\): there are 2 replicas"):
+            replicas.restart(2)
+        replicas.close()
+
+    def test_a_detached_group_is_found_by_name_and_stopped(self, cluster: Cluster) -> None:
+        need(cluster, "detached")
+        pool = cluster.pool([2], cpus=0.5, detached=True)
+        with pytest.raises(ConfigError, match=r"pool\(detached=True\)"):
+            cluster.start(Counter.bind(), cluster.pool([1], cpus=0.1), detached=True)
+        mine = cluster.start(Counter.bind(1), pool, name="standing", detached=True, distributed=False)
+        mine.add(1)
+        mine.group.close()
+        theirs = cluster.attach("standing")
+        assert theirs.add(1) == [3, 3]
+        for refused in (theirs.group.restart, lambda: cluster.start(Keeper.bind(), into=theirs)):
+            with pytest.raises(ConfigError, match="another controller's"):
+                refused()
+        theirs.group.close()
+        assert cluster.attach("standing").add(1) == [4, 4]
+        cluster.stop("standing")
+        with pytest.raises(ConfigError, match="no detached group 'standing'"):
+            cluster.attach("standing")
+
+    def test_without_detached_groups_the_error_says_where_there_are_some(self, cluster: Cluster) -> None:
+        if cluster.capabilities.detached:
+            pytest.skip("it has detached groups")
+        for refused in (
+            lambda: cluster.attach("standing"),
+            lambda: cluster.stop("standing"),
+            lambda: cluster.pool([1], detached=True),
+            lambda: cluster.start(Counter.bind(), detached=True),
+        ):
+            with pytest.raises(ConfigError, match="no detached groups; use 'ray'"):
+                refused()
 
     # -- context -----------------------------------------------------------------------------------------------------
 
