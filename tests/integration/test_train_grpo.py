@@ -64,34 +64,6 @@ def test_a_run_leaves_metrics_completions_a_model_and_a_summary(tmp_path: Path) 
     assert (run / "curve.png").exists()
 
 
-def test_local_with_one_rank_gives_the_same_bits_as_inline(tmp_path: Path) -> None:
-    """Every number of the run, not only the loss: what was sampled, its advantages, the norms of the gradients."""
-    inline = train(tiny(GRPOConfig, tmp_path, run={"name": "inline", "steps": 3}))
-    local = train(tiny(GRPOConfig, tmp_path, run={"name": "local", "steps": 3}), "local")
-    timeless = [
-        [{k: v for k, v in row.items() if not k.startswith("time") and "per_s" not in k} for row in metrics_rows(run)]
-        for run in (inline, local)
-    ]
-    assert timeless[0] == timeless[1]
-
-
-@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
-def test_two_ranks_give_the_loss_of_one(tmp_path: Path, strategy: str) -> None:
-    one = train(tiny(GRPOConfig, tmp_path, run={"name": "one"}, eval={"items": 0}))
-    two = train(
-        tiny(
-            GRPOConfig,
-            tmp_path,
-            run={"name": "two"},
-            eval={"items": 0},
-            placement={"ranks": 2},
-            parallel={"strategy": strategy},
-        ),
-        "local",
-    )
-    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
-
-
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
     """Twenty prompts a step of some fifty: the checkpoint lies within an epoch, and the third step begins the next."""
     whole = train(tiny(GRPOConfig, tmp_path, run={"name": "whole", "steps": 4}, batch={"prompts": 20}))

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +11,7 @@ import podium
 from podium.cli import main
 from podium.errors import DataError
 from podium.telemetry import metrics
-from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer, config_to_yaml
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from tests.integration.training import losses, metrics_rows, tiny
 
 
@@ -90,25 +85,3 @@ def test_train_eval_and_sample_from_the_command_line(tmp_path: Path, capsys: pyt
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["eval", run, "--data.train", "absent.jsonl"]) == 2
     assert "no file absent.jsonl" in capsys.readouterr().err
-
-
-def test_ctrl_c_on_the_terminal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """The terminal sends SIGINT to the whole process group: controller, workers and grading processes."""
-    config = tiny(SFTConfig, tmp_path, run={"steps": 100_000, "name": "long"}, eval={"items": 0})
-    (tmp_path / "run.yaml").write_text(config_to_yaml(config))
-    arguments = ["train", "sft", "--config", str(tmp_path / "run.yaml"), "--placement.cpus", "1"]
-    command = [sys.executable, "-c", "import sys; from podium.cli import main; sys.exit(main())", *arguments]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    metrics_file = tmp_path / "runs" / "long" / "metrics.jsonl"
-    try:
-        until = time.monotonic() + 60
-        while time.monotonic() < until and not (metrics_file.exists() and metrics_file.stat().st_size):
-            time.sleep(0.05)
-        os.killpg(running.pid, signal.SIGINT)
-        out, _ = running.communicate(timeout=50)
-    finally:
-        running.kill()
-    assert running.returncode == 0
-    step = json.loads((tmp_path / "runs" / "long" / "checkpoints" / "latest" / "trainer.json").read_text())["step"]
-    assert step == metrics_rows(tmp_path / "runs" / "long")[-1]["step"]
-    assert f"stopped after step {step}; podium train sft --resume {tmp_path}/runs/long goes on" in out

@@ -1,4 +1,4 @@
-"""Training gives the same losses however ranks and micro-batches cut the work, on processes of the local backend."""
+"""Training gives the same losses however ranks and micro-batches cut the work, on processes of their own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from podium.algorithms import AlgorithmConfig, PolicyLoss, SFTLoss
 from podium.data import Batch, Jagged
+from podium.errors import EndpointError
 from podium.rollout.sampling import SamplingParams
-from podium.runtime import Bound, Cluster, colocate, connect
+from podium.runtime import Bound, Cluster, colocate, connect, endpoint, nothing
 from podium.workers import Critic, Generator, ModelConfig, OptimConfig, ParallelConfig, Policy, load_model
 from podium.workers.micro_batches import plan
 from podium.workers.weights import copy_weights
@@ -28,8 +29,10 @@ PPO = AlgorithmConfig(advantage="gae")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with connect("local", log_dir=tmp_path_factory.mktemp("logs"), preload=["podium.workers"]) as running:
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Local, or the backend that a test names."""
+    backend = getattr(request, "param", "local")
+    with connect(backend, log_dir=tmp_path_factory.mktemp("logs"), preload=["podium.workers"]) as running:
         yield running
 
 
@@ -127,10 +130,32 @@ def test_a_checkpoint_goes_on_with_other_ranks(
         assert [second.worker.update(batch)[loss] for _ in range(3)] == pytest.approx(expected, abs=1e-5)
 
 
+class Apart(Policy):
+    """Its ranks write to disks of their own."""
+
+    @endpoint(collect=nothing())
+    def save(self, path: str) -> None:
+        super().save(f"{path}-{self.ctx.rank}")
+
+
+def test_a_checkpoint_whose_ranks_share_no_disk_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    policy = Apart.bind(TINY, OPTIM, ParallelConfig(strategy="fsdp2"))
+    with (
+        started(cluster, 2, policy=policy) as group,
+        pytest.raises(EndpointError, match=r"lacks \S+distcp, which other ranks wrote on their own machines"),
+    ):
+        group.policy.save(str(tmp_path / "checkpoint"))
+
+
 @pytest.mark.parametrize(
-    ("strategy", "model"),
-    [("replicate", TINY), ("fsdp2", TINY), ("fsdp2", ADAPTED)],
-    ids=["replicate", "fsdp2", "fsdp2-lora"],
+    ("cluster", "strategy", "model"),
+    [
+        pytest.param("local", "replicate", TINY, id="replicate"),
+        pytest.param("local", "fsdp2", TINY, id="fsdp2"),
+        pytest.param("local", "fsdp2", ADAPTED, id="fsdp2-lora"),
+        pytest.param("ray", "fsdp2", ADAPTED, id="ray-fsdp2-lora", marks=pytest.mark.ray),
+    ],
+    indirect=["cluster"],
 )
 def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, strategy: str, model: ModelConfig) -> None:
     """Colocated by reference or gathered, split by sending, and saved: all are the weights that were trained."""

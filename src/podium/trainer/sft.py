@@ -22,8 +22,8 @@ class SFTTrainer(Trainer[SFTConfig, PairSource]):
 
     Args:
         config: a :class:`SFTConfig`.
-        cluster, backend_options, workers, reward, show, report: see :class:`PPOTrainer`. The roles are "policy" and, to evaluate,
-            "generator".
+        cluster, backend_options, workers, reward, show, report: see :class:`PPOTrainer`. The roles are "policy" and,
+            to evaluate, "generator".
     """
 
     @property
