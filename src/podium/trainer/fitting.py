@@ -23,6 +23,7 @@ from podium.telemetry.sinks.console import terminal
 from podium.trainer.clock import StageClock
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import Evaluator, evaluation_sampling
+from podium.trainer.given import check_given, names_of_given
 from podium.trainer.lengths import check_lengths
 from podium.trainer.loading import config_to_yaml
 from podium.trainer.prompts import PairSource, PromptSource, load_held_out
@@ -139,6 +140,7 @@ class Trainer(ABC, Generic[C, S]):
         checkpoint = self.session.checkpoint
         if checkpoint is not None:
             self.state = load_checkpoint(checkpoint, self.roles)
+            check_given(self.state.given, self._given, self.config.reward.name)
             self.restore(self.state)
             emit(Note(f"going on after step {self.state.step} from {checkpoint.path}"))
         elif self.config.run.resume:
@@ -162,6 +164,7 @@ class Trainer(ABC, Generic[C, S]):
             wall_s=self.state.wall_s + spent,
             stage_s=dict(self.clock.totals_s),
             stage_tokens=dict(self.clock.totals_tokens),
+            given=self._given,
         )
 
     def evaluate(self, step: int) -> bool:
@@ -178,6 +181,10 @@ class Trainer(ABC, Generic[C, S]):
         )
         emit(EvalFinished(step, found.accuracy, found.items, found.reward_mean))
         return self._reached
+
+    @property
+    def _given(self) -> dict[str, str]:
+        return names_of_given(self._reward, self.config.reward.name, self._workers)
 
     @property
     def _reached(self) -> bool:

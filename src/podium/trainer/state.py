@@ -49,6 +49,7 @@ class TrainerState:
         first, last, best: evaluations; ``last`` may be ``first``.
         wall_s: seconds of training so far.
         stage_s, stage_tokens: totals by stage, for the speeds in the summary.
+        given: names of what a script gave the run beside its configuration.
     """
 
     step: int = 0
@@ -60,6 +61,7 @@ class TrainerState:
     wall_s: float = 0.0
     stage_s: Mapping[str, float] = field(default_factory=dict)
     stage_tokens: Mapping[str, float] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)
 
 
 def save_checkpoint(directory: RunDirectory, roles: Roles, state: TrainerState, *, keep: int) -> None:
