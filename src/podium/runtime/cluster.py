@@ -336,8 +336,11 @@ class Cluster:
         self._refuse_if_closed()
         self._refuse_unless_detached(True, "stop")
         hosts, record = HostSet.attach(self._backend, self._watch, name)
+        for group in self._groups.values():
+            if group.hosts.name == name and group.hosts.options.detached:
+                group.close()  # or its end would be told as a loss
         hosts.stop()
-        self._backend.release(record.token)
+        self._inventory.stopped(record.token)
 
     def close(self) -> None:
         """End all groups, the last started first, then the backend. Idempotent."""

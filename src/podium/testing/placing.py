@@ -9,6 +9,7 @@ import pytest
 
 from podium.errors import ConfigError, PlacementError, WorkerStartError
 from podium.runtime import Cluster, Mesh, Worker, colocate, endpoint
+from podium.telemetry import WorkerLost, subscribe
 from podium.testing.target import need
 from podium.testing.workers import Counter, Keeper, Place, Probe
 
@@ -130,8 +131,10 @@ class PlacingContract:
     def test_a_detached_group_is_found_by_name_and_stopped(self, cluster: Cluster) -> None:
         need(cluster, "detached")
         pool = cluster.pool([2], cpus=0.5, detached=True)
+        attached_to_this_script = cluster.pool([1], cpus=0.1)
         with pytest.raises(ConfigError, match=r"pool\(detached=True\)"):
-            cluster.start(Counter.bind(), cluster.pool([1], cpus=0.1), detached=True)
+            cluster.start(Counter.bind(), attached_to_this_script, detached=True)
+        cluster.release(attached_to_this_script)
         mine = cluster.start(Counter.bind(1), pool, name="standing", detached=True, distributed=False)
         mine.add(1)
         mine.group.close()
@@ -142,9 +145,13 @@ class PlacingContract:
                 refused()
         theirs.group.close()
         assert cluster.attach("standing").add(1) == [4, 4]
+        lost: list[object] = []
+        unsubscribe = subscribe(lambda event: lost.append(event) if isinstance(event, WorkerLost) else None)
         cluster.stop("standing")
         with pytest.raises(ConfigError, match="no detached group 'standing'"):
             cluster.attach("standing")
+        unsubscribe()
+        assert not lost, "it was stopped, not lost"
 
     def test_without_detached_groups_the_error_says_where_there_are_some(self, cluster: Cluster) -> None:
         if cluster.capabilities.detached:
