@@ -2,6 +2,7 @@
 
 python examples/custom_worker.py
 python examples/custom_worker.py --backend inline      the same in this process, for a debugger
+python examples/custom_worker.py --backend ray         the same on Ray
 """
 
 from __future__ import annotations

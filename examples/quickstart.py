@@ -2,6 +2,7 @@
 
     python examples/quickstart.py                 two-digit sums, a few minutes on two cores
     python examples/quickstart.py --smoke         copying three digits, no warm-up, under a minute
+    python examples/quickstart.py --backend ray   the same on Ray
 
 The model is made from a transformers config with a tokenizer of one token a character. The warm-up stops when it gets
 about a third of held-out sums right; from there on it only hears whether its own answers were right.
@@ -117,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="the same path in under a minute")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", default="local", help="local (default) or inline")
+    parser.add_argument("--backend", default="local", help="local (default), inline, ray or ray://HOST:PORT")
     parser.add_argument("--out", type=Path, help="a new directory for the run; default: runs/quickstart-TIME")
     arguments = parser.parse_args()
     out: Path = arguments.out or Path("runs") / f"quickstart-{time.strftime('%Y-%m-%d-%H%M%S')}"

@@ -25,7 +25,7 @@ def run(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("local", 4), ("inline", 1)])
+@pytest.mark.parametrize(("backend", "ranks"), [("local", 4), ("inline", 1), pytest.param("ray", 4, marks=pytest.mark.ray)])
 def test_custom_worker(tmp_path: Path, backend: str, ranks: int) -> None:
     lines = run(str(EXAMPLES / "custom_worker.py"), "--backend", backend, cwd=tmp_path).splitlines()
     assert lines[0] == f"{ranks} ranks"
