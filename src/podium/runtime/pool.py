@@ -136,6 +136,14 @@ class Inventory:
                     self._reservations.remove(reservation)
                     self._backend.release(reservation.token)
 
+    def stopped(self, token: Any) -> None:
+        """A detached group was stopped: give its reservation back, whoever reserved it."""
+        with self._lock:
+            for reservation in [held for held in self._reservations if held.detached and held.token == token]:
+                reservation.released = True
+                self._reservations.remove(reservation)
+            self._backend.release(token)
+
     def slots_on(self, node: str) -> int:
         """Slots reserved on ``node``, by all pools."""
         with self._lock:
