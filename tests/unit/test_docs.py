@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -39,6 +40,26 @@ def test_a_script_of_the_docs_runs_as_printed(script: str, tmp_path: Path) -> No
 def test_there_are_scripts_to_run_on_every_page() -> None:
     assert {name.rpartition("-")[0] for name, _ in _scripts()} == {page.name for page in PAGES}
     assert len(_scripts()) == 6
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_scripts_of_the_page_on_ray_run_as_printed_one_after_the_other(tmp_path: Path) -> None:
+    """On a running cluster of two nodes, which is the one that "auto" means."""
+    from tests.integration.ray_nodes import add_node, ray_nodes
+
+    scripts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ray.md").read_text(), re.DOTALL)
+    assert len(scripts) == 5
+    with ray_nodes(num_cpus=1) as nodes:
+        add_node(nodes, "second", num_cpus=1)
+        for number, script in enumerate(scripts):
+            path = tmp_path / f"script_{number}.py"
+            path.write_text(script)
+            done = subprocess.run(
+                [sys.executable, str(path)], env={**os.environ, "RAY_ADDRESS": str(nodes.address)},
+                capture_output=True, text=True, timeout=50, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{script}\n{done.stderr}"
 
 
 TRAINING = (ROOT / "docs" / "training.md").read_text()
