@@ -77,7 +77,7 @@ class Victims:
 
 def faults(context: Context) -> Iterator[Row]:
     """On local workers, while the other ranks sleep, and while they compute and leave no core idle."""
-    with podium.connect("local") as cluster, peer_clusters(context, ("ray",)) as peers:
+    with podium.connect("local", echo=False) as cluster, peer_clusters(context, ("ray",)) as peers:
         yield from fault_rows(context, cluster, peers)
         yield from fault_rows(context, cluster, peers, computing=True)
 

@@ -26,7 +26,7 @@ def ray(context: Context) -> Iterator[Row]:
 
 def on_backend(context: Context, backend: str) -> Iterator[Row]:
     """The same on any backend; rows end in its name."""
-    with podium.connect(backend) as cluster, peer_clusters(context, PEERS) as peers:
+    with podium.connect(backend, echo=False) as cluster, peer_clusters(context, PEERS) as peers:
         with probes(cluster, WORKERS) as group, peer_groups(peers, WORKERS):
             yield noop_row(context, f"noop_{WORKERS}_{backend}", group, {}, peers, calls=CALLS)
             for mib in echo_sizes(context):

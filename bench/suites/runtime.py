@@ -36,7 +36,7 @@ PEER_CALLS_BY_MIB = {1: 3, 16: 3, 128: 1, 512: 1}
 def local_groups(context: Context, workers: int) -> Iterator[tuple[Probe, dict[str, PeerClient]]]:
     """Local workers, and as many Ray actors where Ray is installed."""
     with (
-        podium.connect("local") as cluster,
+        podium.connect("local", echo=False) as cluster,
         peer_clusters(context, ("ray",)) as peers,
         probes(cluster, workers) as group,
         peer_groups(peers, workers),
@@ -147,7 +147,7 @@ def startup(context: Context) -> Iterator[Row]:
         yield compare(f"startup_{workers}_local_cold", alternate(cold, repetitions=repetitions), unit="s")
         for peer in peers.values():
             peer.call("init")
-        with podium.connect("local") as cluster:
+        with podium.connect("local", echo=False) as cluster:
             yield startup_row(f"startup_{workers}_local_warm", cluster, workers, peers, repetitions=repetitions)
 
 
@@ -170,7 +170,7 @@ def startup_row(
 
 def podium_cold_s(workers: int) -> float:
     started = time.perf_counter()
-    with podium.connect("local") as cluster:
+    with podium.connect("local", echo=False) as cluster:
         cluster.start(Probe.bind(), cluster.pool([workers])).noop()
         return time.perf_counter() - started
 

@@ -54,7 +54,7 @@ class InlineBackend(Backend):
         nodes: int = 1,
         log_dir: str | Path | None = None,
         preload: Sequence[str] = (),
-        echo: bool = False,
+        echo: bool | None = None,
     ) -> None:
         if nodes < 1:
             raise ConfigError(f"connect('inline', nodes={nodes}): at least one")
@@ -133,7 +133,7 @@ class _InlineHost(HostHandle):
         with _no_process_group(unless=self._alone):
             outcome = self._host.execute(request.call_id, request.target, request.method, self._values(request))
         if outcome.status == "error" and not self._alone:
-            _explain(outcome.value)
+            outcome = outcome._replace(value=_explained(outcome.value))
         done(self._reply(request, outcome))
 
     def _values(self, request: Request) -> Mapping[str, Any]:
@@ -156,9 +156,11 @@ def _copy(value: Any, where: str) -> _Copy:
     return _Copy(data, [bytes(buffer.raw()) for buffer in buffers])  # now: the caller may change its tensors later
 
 
-def _explain(failure: Failure) -> None:
-    if "process group" in failure.message and isinstance(failure.exception, BaseException):
-        failure.exception.add_note("inline has no collectives over several ranks: use podium.connect('local')")
+def _explained(failure: Failure) -> Failure:
+    if "process group" not in failure.message:
+        return failure
+    hint = "inline has no collectives over several ranks: use podium.connect('local')"
+    return replace(failure, message=f"{failure.message}; {hint}")
 
 
 @contextmanager

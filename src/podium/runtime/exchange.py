@@ -252,12 +252,14 @@ class Exchange:
             self._settle(flight)
             return
 
+        others = sorted(flight.open)
+
         def broke(reply: Reply) -> None:
             current = flight.generation == self._generation
             if current and reply.status == "ok" and self.backend.unpack(reply.payload) and not self.broken:
                 self.broken = (
                     f"rank {rank} raised {failure.type_name} in {flight.call.label} while ranks "
-                    f"{sorted(flight.open)} went on, so its process group was destroyed to free them"
+                    f"{others} went on, so its process group was destroyed to free them"
                 )
 
             self._settle(flight)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from podium.algorithms import PolicyLoss, SFTLoss, ValueLoss
-from podium.errors import ConfigError
+from podium.errors import ConfigError, PlacementError
 from podium.runtime import Bound, Cluster, Node, ResourcePool, Worker, colocate
 from podium.trainer.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.trainer.sections import PlacementConfig
@@ -169,7 +169,10 @@ def _pool(cluster: Cluster, slots: int, placement: PlacementConfig) -> ResourceP
     accelerators = sum(int(node.resources.get("gpu", 0)) for node in nodes)
     gpus, cpus = (1 if accelerators >= slots else 0), placement.cpus or 0
     counts = spread(slots, {"gpu": gpus, "cpu": cpus}, nodes)
-    return cluster.pool(counts, gpus=gpus, cpus=cpus, wait_s=placement.wait_s)
+    try:
+        return cluster.pool(counts, gpus=gpus, cpus=cpus, wait_s=placement.wait_s)
+    except PlacementError as error:
+        raise PlacementError(f"placement of {slots} ranks (placement.ranks, placement.cpus): {error}") from error
 
 
 def spread(slots: int, want: Mapping[str, float], nodes: Sequence[Node]) -> list[int]:

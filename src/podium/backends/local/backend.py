@@ -67,7 +67,7 @@ class LocalBackend(Backend):
     """Args:
     preload: modules that the fork server imports, so that workers have them at once.
     log_dir: where each host's output goes, ``LABEL.log``; a private directory unless given.
-    echo: also print each host's output here, every line with its host's label.
+    echo: also print each host's output here, every line with its host's label; done unless there is a ``log_dir``.
     nodes: how many nodes to pretend this machine is, to try a multi-node layout.
     """
 
@@ -78,7 +78,7 @@ class LocalBackend(Backend):
         *,
         preload: Sequence[str] = ("torch",),
         log_dir: str | Path | None = None,
-        echo: bool = False,
+        echo: bool | None = None,
         nodes: int = 1,
     ) -> None:
         if not sys.platform.startswith("linux"):
@@ -96,11 +96,12 @@ class LocalBackend(Backend):
         self._log_dir = Path(log_dir or Path(self._private) / "logs").absolute()
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self.segments = SegmentPool()
-        self._echo = LogEcho() if echo else None
+        self._echo = LogEcho() if (log_dir is None if echo is None else echo) else None
         self._tokens = itertools.count(1)
         self._hosts: dict[int, _LocalHost] = {}
         self._empty = pack({}, self.segments)
         self._closed = False
+        self.last: select.poll | None = None  # watches the host that was called last
         self._server_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server = _start_server(theirs, list(preload), self._private)
         self._io = IoLoop()
@@ -137,7 +138,8 @@ class LocalBackend(Backend):
         return payload.read("the result")
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
-        return self._io.drive(ended, timeout_s)
+        last, self.last = self.last, None
+        return self._io.drive(ended, timeout_s, last)
 
     def wake(self) -> None:
         self._io.wake()
@@ -258,6 +260,8 @@ class _LocalHost(HostHandle):
         self.calls_out = Outbox(calls, flush_later)
         self.control_out = Outbox(control, flush_later)
         self._reading = threading.Lock()
+        self._answers = select.poll()
+        self._answers.register(calls, select.POLLIN)
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
 
     def invoke(self, request: Request, done: Done) -> None:
@@ -271,6 +275,7 @@ class _LocalHost(HostHandle):
         self._pending[request.call_id] = done
         fds = [lease.segment.fd for lease in leases] if leases else _NO_FDS
         (self.control_out if request.concurrent else self.calls_out).send(message, fds)
+        self._backend.last = self._answers
 
     def kill(self) -> None:
         if not self.ended.is_set() and self.started.wait(START_TIMEOUT_S):
