@@ -1,0 +1,101 @@
+"""The example of a backend in a package of its own: installed as a user installs it, it passes the public suite."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podium.runtime import backend
+from tests.integration.processes import all_gone, start_script
+
+PLUGIN = Path(__file__).parents[2] / "examples" / "backend_plugin"
+SUITE = """
+import pytest
+from podium.testing import BackendContract, Target
+
+@pytest.fixture(scope="module", params=[Target("streams", preload=("podium.testing",))], ids=str)
+def target(request):
+    return request.param
+
+class TestStreams(BackendContract):
+    pass
+"""
+BUSY = """
+import os, subprocess, time
+import podium
+
+def descend(worker):
+    return os.getpid(), subprocess.Popen(["sleep", "600"]).pid
+
+cluster = podium.connect("streams", preload=())
+group = cluster.start(podium.Worker.bind(), cluster.pool([2])).group
+print(*[pid for pair in group.run(descend) for pid in pair], flush=True)
+group.run(lambda worker: time.sleep(600))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the package installed, built from a copy so that nothing is left beside the source."""
+    where = tmp_path_factory.mktemp("plugin")
+    shutil.copytree(PLUGIN, where / "source", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-index"]
+    command = [*pip, "--no-deps", "--no-build-isolation", "--target", str(where / "site"), str(where / "source")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return where / "site"
+
+
+def run(site: Path, directory: Path, *arguments: str) -> str:
+    """Standard output of ``python ARGUMENTS`` where the package is installed."""
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_podium_lists_it_with_what_it_can_do(site: Path, tmp_path: Path) -> None:
+    out = run(site, tmp_path, "-c", "from podium.cli import main; main(['backends'])")
+    (line,) = [line for line in out.splitlines() if line.startswith("streams")]
+    assert line.split(None, 1)[1].startswith("can: processes, collectives, concurrent, exit_status; cannot: detached")
+    assert "podium_streams.backend:StreamsBackend" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # 30 s on an idle machine
+def test_it_passes_the_public_contract_suite(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_streams.py").write_text(SUITE)
+    out = run(site, tmp_path, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_streams.py")
+    passed = re.search(r"^(\d+) passed, (\d+) skipped in", out, re.MULTILINE)
+    assert passed is not None, out
+    assert int(passed[1]) >= 161, out
+    assert int(passed[2]) <= 3, "what processes have not, collectives have not, and detached groups"
+
+
+@pytest.mark.slow
+def test_its_hosts_and_their_children_end_with_a_script_that_is_killed(site: Path, tmp_path: Path) -> None:
+    script = start_script(tmp_path, BUSY, PYTHONPATH=str(site))
+    try:
+        assert script.stdout is not None
+        pids = [int(word) for word in script.stdout.readline().split()]
+        assert len(pids) == 4
+        os.kill(script.pid, signal.SIGKILL)
+        assert not all_gone([script.pid, *pids], 8.0)
+    finally:
+        script.kill()
+        script.communicate()
+
+
+def test_it_is_as_small_as_is_said() -> None:
+    lines = [len(path.read_text().splitlines()) for path in (*PLUGIN.rglob("*.py"), PLUGIN / "pyproject.toml")]
+    assert len(lines) == 5
+    assert sum(lines) <= 300
+    assert len(Path(backend.__file__).read_text().splitlines()) < 100
