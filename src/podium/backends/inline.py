@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from podium.errors import ConfigError, SerializationError
+from podium.errors import ConfigError
 from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
 from podium.runtime.codec import decode, encode
-from podium.runtime.host import Failure, Host, Outcome
+from podium.runtime.host import Failure, Host, Outcome, pack_outcome
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -34,8 +35,8 @@ class _Copy(NamedTuple):
     data: bytes
     buffers: list[Any]
 
-    def read(self) -> Any:
-        return decode(self.data, [bytearray(buffer) for buffer in self.buffers])
+    def read(self, where: str) -> Any:
+        return decode(self.data, [bytearray(buffer) for buffer in self.buffers], where)
 
 
 class InlineBackend(Backend):
@@ -89,7 +90,7 @@ class InlineBackend(Backend):
         return _copy(value, "an argument")
 
     def unpack(self, payload: Any) -> Any:
-        return payload.read() if isinstance(payload, _Copy) else payload
+        return payload.read("the result") if isinstance(payload, _Copy) else payload
 
     def close(self) -> None:
         for host in self._hosts:
@@ -110,12 +111,11 @@ class _InlineHost(HostHandle):
         if self._executor is None:
             self._run(request, done)
         elif request.concurrent:
-            values = self._values(request)
             self._host.execute_concurrently(
                 request.call_id,
                 request.target,
                 request.method,
-                values,
+                partial(_values, request),
                 lambda outcome: done(self._reply(request, outcome)),
             )
         else:
@@ -131,24 +131,23 @@ class _InlineHost(HostHandle):
 
     def _run(self, request: Request, done: Callable[[Reply], None]) -> None:
         with _no_process_group(unless=self._alone):
-            outcome = self._host.execute(request.call_id, request.target, request.method, self._values(request))
+            outcome = self._host.execute(request.call_id, request.target, request.method, partial(_values, request))
         if outcome.status == "error" and not self._alone:
             outcome = outcome._replace(value=_explained(outcome.value))
         done(self._reply(request, outcome))
 
-    def _values(self, request: Request) -> Mapping[str, Any]:
-        values: dict[str, Any] = request.shared.read()
-        return values if request.own is None else {**values, **request.own.read()}
-
     def _reply(self, request: Request, outcome: Outcome) -> Reply:
-        payload = outcome.value
-        if outcome.status == "ok":
-            try:
-                payload = _copy(payload if request.wants_result else None, "the result")
-            except SerializationError as error:
-                failure = Failure("SerializationError", str(error), "", error, False)
-                return Reply("error", failure, outcome.started_ns, outcome.ended_ns)
+        outcome, payload = pack_outcome(outcome, request.wants_result, _crossing)
         return Reply(outcome.status, payload, outcome.started_ns, outcome.ended_ns)
+
+
+def _values(request: Request) -> Mapping[str, Any]:
+    values: dict[str, Any] = request.shared.read("an argument")
+    return values if request.own is None else {**values, **request.own.read("an argument")}
+
+
+def _crossing(value: Any) -> Any:
+    return value if isinstance(value, Failure) else _copy(value, "the result")  # an exception stays the object it is
 
 
 def _copy(value: Any, where: str) -> _Copy:

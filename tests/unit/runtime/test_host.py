@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from podium.errors import SerializationError
 from podium.runtime import Worker, WorkerContext, endpoint
-from podium.runtime.host import Failure, Host, Outcome, Status
+from podium.runtime.host import Failure, Host, Outcome, Status, pack_outcome
 
 
 class Subject(Worker):
@@ -146,3 +147,27 @@ def test_a_worker_made_by_hand_is_an_ordinary_object_of_one_rank() -> None:
     assert (subject.ctx.rank, subject.ctx.world_size) == (0, 1)
     with pytest.raises(AttributeError, match=r"Subject\.group exists on the controller's handle"):
         _ = subject.group
+
+
+def test_arguments_that_cannot_be_read_are_an_error_of_the_request(host: Host) -> None:
+    def read() -> dict[str, int]:
+        raise SerializationError("an argument of subject.add does not unpickle")
+
+    outcome = host.execute(1, "subject", "add", read)
+    assert (outcome.status, outcome.value.type_name) == ("error", "SerializationError")
+    assert "an argument of subject.add" in outcome.value.message
+    assert host.execute(2, "subject", "add", lambda: {"x": 1, "y": 2}).value == 3
+
+
+def test_a_result_that_cannot_be_packed_becomes_an_error_that_can() -> None:
+    def pack(value: Any) -> list[Any]:
+        if isinstance(value, set):
+            raise SerializationError("the result does not pickle")
+        return [value]
+
+    good = Outcome("ok", 5, 1, 2)
+    assert pack_outcome(good, True, pack) == (good, [5])
+    assert pack_outcome(good, False, pack) == (good, [None]), "nobody wants it"
+    outcome, (failure,) = pack_outcome(Outcome("ok", {5}, 1, 2), True, pack)
+    assert (outcome.status, outcome.started_ns, outcome.ended_ns) == ("error", 1, 2)
+    assert (failure.type_name, failure.message) == ("SerializationError", "the result does not pickle")
