@@ -25,7 +25,9 @@ def run(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("local", 4), ("inline", 1), pytest.param("ray", 4, marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [("local", 4), ("inline", 1), pytest.param("ray", 4, marks=pytest.mark.ray)]
+)
 def test_custom_worker(tmp_path: Path, backend: str, ranks: int) -> None:
     lines = run(str(EXAMPLES / "custom_worker.py"), "--backend", backend, cwd=tmp_path).splitlines()
     assert lines[0] == f"{ranks} ranks"
@@ -55,9 +57,10 @@ def test_gsm8k_configuration_is_valid() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_smoke_learns_to_copy_from_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
+def test_smoke_learns_to_copy_from_nothing(tmp_path: Path, backend: str) -> None:
     out = run(
-        str(EXAMPLES / "quickstart.py"), "--smoke", "--backend", "inline", "--out", str(tmp_path / "out"), cwd=tmp_path
+        str(EXAMPLES / "quickstart.py"), "--smoke", "--backend", backend, "--out", str(tmp_path / "out"), cwd=tmp_path
     )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.05

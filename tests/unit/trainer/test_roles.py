@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 import podium
-from podium.errors import CheckpointError
+from podium.errors import CheckpointError, PlacementError
 from podium.runtime import Node, endpoint, nothing
 from podium.telemetry import WorkerStarted, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
@@ -54,6 +55,20 @@ def test_a_run_is_spread_over_nodes(tmp_path: Path) -> None:
     started = {event.role: event.node for event in events if isinstance(event, WorkerStarted)}
     assert started.keys() == {"policy", "generator"}
     assert set(started.values()) == {"node-0", "node-1"}
+
+
+def test_a_run_waits_for_cores_that_others_hold(tmp_path: Path) -> None:
+    with podium.connect("inline") as cluster:
+        cores = int(cluster.nodes[0].resources["cpu"])
+        held = cluster.pool([1], cpus=cores)
+        placement = {"cpus": cores, "wait_s": 0.0}
+        with pytest.raises(PlacementError, match=f"asked for {cores} cpu on 1 node; 0 cpu free"):
+            PPOTrainer(tiny(GRPOConfig, tmp_path, placement=placement), cluster=cluster, show=False).fit()
+        given_back = threading.Timer(0.5, cluster.release, [held])
+        given_back.start()
+        config = tiny(GRPOConfig, tmp_path, placement={**placement, "wait_s": 60}, run={"steps": 1})
+        assert PPOTrainer(config, cluster=cluster, show=False).fit().steps == 1
+        given_back.join()
 
 
 class Elsewhere(Policy):
