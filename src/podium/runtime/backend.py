@@ -26,8 +26,8 @@ class HostHandle(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and its children by force; returns when it has ended. Idempotent. The runtime has let it shut down
-        in order before, unless it did not answer or a restart is due."""
+        """End it and its children by force; returns when it has ended and ``on_death`` has said so. Idempotent. Where
+        there is time, the request ``("", "shutdown")`` came before, which closes its workers and not the process."""
 
 
 class Backend(ABC):
@@ -51,8 +51,9 @@ class Backend(ABC):
 
     @abstractmethod
     def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
-        """Start one host for each spec; all or nothing. ``on_death(rank, death)`` reports each end, wanted or not,
-        after all replies that the host sent before it. Raises WorkerStartError, or ConfigError for unknown options."""
+        """Start one host for each spec; all or nothing. A host has started when it takes requests: its workers come
+        later, by requests. ``on_death(rank, death)`` reports each end, wanted or not, after all replies that the host
+        sent before it. Raises WorkerStartError, or ConfigError for unknown options."""
 
     def attach(self, name: str, on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
         """The hosts, in rank order, of a group that another controller started ``detached``; none if there is none."""
@@ -71,7 +72,7 @@ class Backend(ABC):
 
     @abstractmethod
     def unpack(self, payload: Packed) -> Any:
-        """The value of a reply's payload, the reader's own to change. Raises SerializationError."""
+        """The value of a reply's payload, the reader's own to change; at most once. Raises SerializationError."""
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool | None:
         """Deliver replies in the calling thread, which has nothing else to do, until ``ended()`` or ``timeout_s``.

@@ -169,6 +169,13 @@ class ValueContract:
         assert caught.value.rank in (0, 1)
         assert echo.rank() == [0, 1]
 
+    def test_an_argument_that_does_not_unpickle_fails_its_call_alone(self, echo: Probe) -> None:
+        for _ in range(2):
+            with pytest.raises(EndpointError, match=r"(?s)does not unpickle.*not on this side") as caught:
+                echo.echo(_Homesick())
+            assert isinstance(caught.value.__cause__, SerializationError)
+        assert echo.rank() == [0, 1]
+
     @pytest.mark.parametrize("kind", ["plain", "needs arguments", "does not pickle", "does not unpickle here"])
     def test_an_exception_arrives_whatever_its_class_does(self, echo: Probe, kind: str) -> None:
         with pytest.raises(EndpointError, match=re.escape(kind)) as caught:
@@ -221,3 +228,14 @@ def _raise_strange(worker: Probe, kind: str) -> None:
     if kind == "does not pickle":
         raise _DoesNotPickle("does not pickle")
     raise _UnpicklesOnce("does not unpickle here")
+
+
+class _Homesick:
+    """Pickles, and raises wherever it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise RuntimeError("not on this side")

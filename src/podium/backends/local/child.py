@@ -23,6 +23,7 @@ from podium.backends.local.wire import (
     EMPTY,
     RELEASE,
     STATUSES,
+    Parcel,
     Receiver,
     Releases,
     pack,
@@ -32,7 +33,7 @@ from podium.backends.local.wire import (
 )
 from podium.backends.process import settle_in
 from podium.errors import SerializationError
-from podium.runtime.host import Failure, Host, Outcome
+from podium.runtime.host import Failure, Host, Outcome, pack_outcome
 
 __all__ = ["main"]
 
@@ -130,16 +131,12 @@ class _HostProcess:
             return call_id, target, method, wants, SerializationError(f"an argument of {target}.{method}: {error}")
 
     def _answer(self, call_id: int, outcome: Outcome, wants: bool) -> None:
-        status, value, started, ended = outcome
-        try:
-            if status == "ok" and (not wants or value is None):
-                parcel = self._none
-            else:
-                parcel = pack(value, self._segments, "the result")
-            wire = parcel.wire
-        except SerializationError as error:
-            status, parcel = "error", pack(Failure("SerializationError", str(error), "", error, False), self._segments)
-            wire = parcel.wire
+        if outcome.status == "ok" and (outcome.value is None or not wants):
+            parcel = self._none
+        else:
+            outcome, parcel = pack_outcome(outcome, wants, self._packed)
+        status, _, started, ended = outcome
+        wire = parcel.wire
         fds: list[int] = []
         message = ANSWER.pack(b"A", call_id, STATUSES.index(status), started, ended) + wire
         if parcel.lease is not None:
@@ -149,6 +146,11 @@ class _HostProcess:
             send_message(self._calls, message, fds, wait=True)
         except OSError:
             os.killpg(0, signal.SIGKILL)  # nobody left to answer
+
+    def _packed(self, value: Any) -> Parcel:
+        parcel = pack(value, self._segments, "the result")
+        parcel.store()
+        return parcel
 
 
 def _unreadable(error: SerializationError) -> Failure:

@@ -98,6 +98,10 @@ class Parcel:
             self._data, self._raws = b"", ()
         return self._wire
 
+    def store(self) -> None:
+        """Copy a large value into its segment now. Raises SerializationError, as ``wire`` does."""
+        _ = self.wire
+
     def _head(self) -> bytes:
         head = struct.pack(f"<{len(self._raws)}Q", *[raw.nbytes for raw in self._raws]) + self._data
         return head.ljust(_aligned(len(head)), b"\0") if self._raws else head

@@ -19,6 +19,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,7 @@ import ray
 from podium.backends.devices import visibility
 from podium.backends.process import THREAD_VARIABLES, interface_of, log_to, settle_in
 from podium.backends.ray.wire import Parcel, outcome_to_wire
-from podium.errors import SerializationError
-from podium.runtime.host import Failure, Host, Outcome
+from podium.runtime.host import Host
 
 __all__ = ["GROUPS", "HostActor", "Setting", "Settled"]
 
@@ -80,10 +80,9 @@ class HostActor:
         return self._run(message, *stored)
 
     def _run(self, message: bytes, *stored: Any) -> bytes | list[Any]:
-        call_id, target, method, wants, values = _read(message, stored)
-        if isinstance(values, SerializationError):
-            return _answer(Outcome("error", _unreadable(values), 0, 0), wants)
-        return _answer(self._host.execute(call_id, target, method, values), wants)
+        call_id, target, method, wants, parcels = pickle.loads(message)
+        values = partial(_values, parcels, stored, f"an argument of {target}.{method}")
+        return outcome_to_wire(self._host.execute(call_id, target, method, values), wants)
 
     @ray.method(concurrency_group="control")
     def control(self, message: bytes, *stored: Any) -> bytes | list[Any]:
@@ -112,26 +111,9 @@ class HostActor:
             return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
 
 
-def _read(message: bytes, stored: Sequence[Any]) -> tuple[int, str, str, bool, Any]:
-    call_id, target, method, wants, parcels = pickle.loads(message)
+def _values(parcels: Sequence[tuple[bytes, Any, bool]], stored: Sequence[Any], what: str) -> dict[str, Any]:
     lists = iter(stored)
     values: dict[str, Any] = {}
-    try:
-        for data, inside, alone in parcels:
-            buffers = next(lists) if inside is None else inside
-            values |= Parcel(data, buffers, None, alone).read(f"an argument of {target}.{method}")
-    except SerializationError as error:
-        return call_id, target, method, wants, error
-    return call_id, target, method, wants, values
-
-
-def _answer(outcome: Outcome, wants: bool) -> bytes | list[Any]:
-    status, value, started, ended = outcome
-    try:
-        return outcome_to_wire(status, started, ended, value if wants or status == "error" else None)
-    except SerializationError as error:
-        return outcome_to_wire("error", started, ended, Failure("SerializationError", str(error), "", error, False))
-
-
-def _unreadable(error: SerializationError) -> Failure:
-    return Failure("SerializationError", str(error), str(error.__cause__ or ""), error, False)
+    for data, inside, alone in parcels:
+        values |= Parcel(data, next(lists) if inside is None else inside, None, alone).read(what)
+    return values

@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray.exceptions import ObjectStoreFullError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from podium.errors import SerializationError
 from podium.runtime.codec import decode, encode
+from podium.runtime.host import Outcome, pack_outcome
 
-__all__ = ["Parcel", "outcome_to_wire", "pack", "wire_to_outcome"]
+__all__ = ["FULL", "Parcel", "no_room", "outcome_to_wire", "pack", "wire_to_outcome"]
 
 INLINE_BYTES = 64 << 10
 """Buffers up to here travel inside the message; Ray itself keeps results above 100 kB in the object store."""
 
+FULL = (ObjectStoreFullError, OutOfDiskError)
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -54,16 +56,23 @@ def pack(value: Any, what: str, readers: int) -> Parcel:
         return Parcel(data, [buffer.tobytes() for buffer in buffers])
     try:
         return Parcel(data, (), ray.put(buffers), readers == 1)
-    except ObjectStoreFullError as error:
-        size = sum(buffer.nbytes for buffer in buffers) >> 20
-        raise SerializationError(f"{what}: Ray's object store has no room for its {size} MiB") from error
+    except FULL as error:
+        raise no_room(f"{what} of {sum(buffer.nbytes for buffer in buffers) >> 20} MiB") from error
 
 
-def outcome_to_wire(status: str, started: int, ended: int, value: Any) -> bytes | list[Any]:
+def no_room(what: str) -> SerializationError:
+    """What to say, and to do, where Ray raises one of FULL."""
+    return SerializationError(
+        f"{what}: Ray's object store has no room for it, and the disk it spills to is full. Free some disk, or give "
+        "the store more memory: connect('ray', init={'object_store_memory': BYTES}) or ray start --object-store-memory"
+    )
+
+
+def outcome_to_wire(outcome: Outcome, wants_result: bool) -> bytes | list[Any]:
     """An outcome as an actor returns it: one ``bytes``, or a list of the head and the buffers that Ray stores."""
-    if status == "ok" and value is None:
-        return pickle.dumps((status, started, ended, _NONE, ()), 5)
-    data, raw = encode(value, "the result")
+    if outcome.status == "ok" and (outcome.value is None or not wants_result):
+        return pickle.dumps(("ok", outcome.started_ns, outcome.ended_ns, _NONE, ()), 5)
+    (status, _, started, ended), (data, raw) = pack_outcome(outcome, wants_result, lambda v: encode(v, "the result"))
     buffers = [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw]
     if sum(buffer.nbytes for buffer in buffers) <= INLINE_BYTES:
         return pickle.dumps((status, started, ended, data, [buffer.tobytes() for buffer in buffers]), 5)
