@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 
 # Before torch is imported anywhere: tests run beside one another and start workers, which inherit this. Two torch
 # threads in each of several processes on a small machine make everything an order of magnitude slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One token for all of Ray's clusters here: by itself Ray wants one of an embedded cluster, which it writes to the home
+# directory, and none of others, and a process keeps to what it did first.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 import pytest
 

@@ -309,7 +309,7 @@ class Cluster:
             for pool in pools:
                 self._inventory.release(pool)
             raise
-        return Replicas(handles)
+        return Replicas(handles, self.release)
 
     def attach(self, name: str) -> Any:
         """The handle of a group that another script started with ``detached=True``; a ``Colocated`` if it holds several

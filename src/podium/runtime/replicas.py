@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 from podium.errors import ConfigError
 from podium.runtime.call import Call
+from podium.runtime.pool import ResourcePool
 
 __all__ = ["Replicas"]
 
@@ -20,15 +21,16 @@ class Replicas(Sequence[W], Generic[W]):
     ``restart(number)`` makes it anew in its own slots.
     """
 
-    def __init__(self, handles: Sequence[W]) -> None:
+    def __init__(self, handles: Sequence[W], release: Callable[[ResourcePool], None]) -> None:
         self._handles = tuple(handles)
+        self._release = release
 
     @overload
     def __getitem__(self, at: int) -> W: ...
     @overload
     def __getitem__(self, at: slice) -> Replicas[W]: ...
     def __getitem__(self, at: int | slice) -> W | Replicas[W]:
-        return Replicas(self._handles[at]) if isinstance(at, slice) else self._handles[at]
+        return Replicas(self._handles[at], self._release) if isinstance(at, slice) else self._handles[at]
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -50,9 +52,10 @@ class Replicas(Sequence[W], Generic[W]):
         return [getattr(self._handles[number], method).submit(*args, **kwargs) for number in self.alive]
 
     def close(self) -> None:
-        """End all of them."""
+        """End all of them and give their slots back. Idempotent."""
         for handle in self._handles:
             _group(handle).close()
+            self._release(_group(handle).hosts.pool)
 
 
 def _group(handle: Any) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from podium.backends.devices import visibility
+from podium.backends.devices import accelerators, visibility
 from podium.backends.process import THREAD_VARIABLES, interface_of, log_to, settle_in
 from podium.backends.ray.wire import Parcel, outcome_to_wire
 from podium.runtime.host import Host
@@ -63,7 +63,8 @@ class HostActor:
     def settle_in(self, setting: Setting) -> Settled:
         """Take over the controller's surroundings, then import what workers need."""
         limits = dict.fromkeys(THREAD_VARIABLES, setting.env.get("OMP_NUM_THREADS", str(setting.threads)))
-        os.environ.update({**limits, **visibility(range(len(setting.visible)), setting.visible), **setting.env})
+        seen = visibility(range(len(setting.visible)), setting.visible or accelerators())
+        os.environ.update({**limits, **seen, **setting.env})
         log_start = log_to(Path(setting.log_path))
         for module in setting.preload:
             with contextlib.suppress(ImportError):

@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -37,6 +38,8 @@ from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, Hos
 __all__ = ["RayBackend"]
 
 START_TIMEOUT_S = 120.0
+KNOCK_S = 10.0
+LOOK_S = 1.0  # between two looks at whether the nodes on which hosts start are still there
 NAMESPACE = "podium"
 REFUSED = ("max_restarts", "max_task_retries")
 QUIET = {"configure_logging": False, "log_to_driver": False}
@@ -45,6 +48,9 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_process_group_cleanup_enabled": "1",  # what a worker started ends with it
 }
+AUTHENTICATION = (
+    "; if it wants a token (Ray logs InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray does not by itself"
+)
 
 
 class RayBackend(Backend):
@@ -102,6 +108,7 @@ class RayBackend(Backend):
             self._reservations.remove(token)
 
     def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+        self._look_for(specs)
         hosts = [self._make(spec, on_death) for spec in specs]
         try:
             self._settle(hosts, specs)
@@ -161,6 +168,12 @@ class RayBackend(Backend):
 
     # -- hosts ---------------------------------------------------------------------------------------------------
 
+    def _look_for(self, specs: Sequence[HostSpec]) -> None:
+        there = {node.name for node in self.nodes()}
+        for spec in specs:
+            if spec.place.node not in there:
+                raise WorkerStartError(f"{spec.label}: node {spec.place.node} has left the cluster", rank=spec.rank)
+
     def _make(self, spec: HostSpec, on_death: Callable[[int, Death], None]) -> RayHost:
         _refuse(spec.options, "start(options=...)")
         own = {**self._actor_options, **spec.options}
@@ -202,7 +215,10 @@ class RayBackend(Backend):
         until = time.monotonic() + START_TIMEOUT_S
         waiting = list(asked)
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            ready, waiting = ray.wait(waiting, timeout=min(LOOK_S, max(0.0, until - time.monotonic())))
+            if not ready and time.monotonic() < until:
+                self._look_for(specs)
+                continue
             if not ready:
                 late = ", ".join(asked[ref][0].label for ref in waiting)
                 raise WorkerStartError(f"Ray did not start {late} within {START_TIMEOUT_S:g} s", rank=hosts[0].rank)
@@ -236,14 +252,23 @@ def _connect(address: str | None, init: dict[str, Any]) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
+            _knock(address or "")
             ray.init(address="local" if address is None else address, **given)
-        except (ConnectionError, RayError, ValueError, TypeError) as error:
+        except (OSError, RuntimeError, RayError, ValueError, TypeError) as error:
             where = "an embedded cluster" if address is None else f"address {address!r}"
-            raise ConfigError(f"connect('ray'): {where} cannot be had: {error}") from error
+            hint = "" if address is None or "RAY_AUTH_MODE" in os.environ else AUTHENTICATION
+            raise ConfigError(f"connect('ray'): {where} cannot be had: {error}{hint}") from error
         _users[0] = 0
     elif not _users[0]:
         _users[1] = 1  # connected by the user's own ray.init(): not ours to end
     _users[0] += 1
+
+
+def _knock(address: str) -> None:
+    """OSError at once where nobody listens; Ray tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
 
 
 def _disconnect() -> None:

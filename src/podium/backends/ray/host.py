@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from podium.backends.logs import last_lines
 from podium.backends.ray.actor import Settled
-from podium.backends.ray.wire import Parcel, wire_to_outcome
+from podium.backends.ray.wire import FULL, Parcel, no_room, wire_to_outcome
 from podium.runtime.backend import Death, HostHandle, Reply, Request
 from podium.runtime.host import Failure
 
@@ -79,7 +79,8 @@ class RayHost(HostHandle):
             status, started, ended, payload = wire_to_outcome(future.result())
             done(Reply(status, payload, started, ended))
         elif not isinstance(error, RayActorError):  # an argument that was lost on its way, say: the host lives
-            failure = Failure(type(error).__name__, str(error), "", None, False)
+            cause = no_room("the result") if isinstance(getattr(error, "cause", None), FULL) else error
+            failure = Failure(type(cause).__name__, str(cause), "", cause if cause is not error else None, False)
             done(Reply("error", Parcel(pickle.dumps(failure, 5))))
         self._landed(error if isinstance(error, RayActorError) else None)
 
@@ -90,6 +91,8 @@ class RayHost(HostHandle):
         """One call came back. The end is told once nothing is in the air: replies sent before it are in by then."""
         with self._lock:
             self._in_air -= 1
+            if isinstance(lost, ActorUnavailableError) and self._lost is None:  # it may live on: it must not
+                threading.Thread(target=ray.kill, args=(self.actor,), daemon=True).start()
             self._lost = self._lost or lost
             if self._lost is None or self._in_air or self.ended.is_set():
                 return
@@ -108,15 +111,12 @@ def _encode(request: Request) -> tuple[Any, ...]:
 
 
 def _cause(error: BaseException | None, killed: bool) -> str:
-    """Ray's own words, as far as they say something."""
+    """Ray's own words, without its advice."""
     if killed:
         return "killed by its controller"
-    text = str(error)
-    if "node" in text and "died" in text.lower() and "Node" in text:
-        found = re.search(r"[^\n]*(?:node|Node)[^\n]*(?:died|dead|terminated)[^\n]*", text)
-        if found:
-            return found[0].strip()
-    detail = re.search(r"Worker exit detail: ([^\n]*?\.)(?: |$)", text)
-    kind = re.search(r"Worker exit type: (\w+)", text)
-    said = ": ".join(match[1] for match in (kind, detail) if match)
-    return f"its Ray actor ended ({said})" if said else text.strip().splitlines()[0] if text.strip() else "it ended"
+    if isinstance(error, ActorUnavailableError):
+        return "Ray lost the connection to it, as when its node goes down"
+    text = str(error).strip()
+    why = re.search(r"because ([^\n]*?)\.(?:\s|$)", text)
+    said = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)\.(?:\s|$)", text)
+    return (why[1] if why else text.partition("\n")[0]) + (f" ({said[1]}: {said[2]})" if said else "")

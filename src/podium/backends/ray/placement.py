@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ class Inventory:
 
     def __init__(self) -> None:
         self._own: dict[str, list[tuple[str, Amounts]]] = {}  # by group: node id and amounts of each bundle
-        self._ids: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # by id; a node keeps its name
+        self._ids: dict[str, str] = {}  # by name, of those that are alive
         self._npu: set[str] = set()  # nodes whose accelerators Ray calls "NPU"
 
     def nodes(self) -> list[Node]:
@@ -56,7 +58,10 @@ class Inventory:
         count = Counter(node["NodeName"] for node in alive)
         total = {node["NodeID"]: _for_slots(node["Resources"]) for node in alive}
         taken = self._taken(total)
-        self._ids = {n["NodeName"] + f"-{n['NodeID'][:6]}" * (count[n["NodeName"]] > 1): n["NodeID"] for n in alive}
+        for node in alive:
+            name, node_id = node["NodeName"], node["NodeID"]
+            self._names.setdefault(node_id, name + f"-{node_id[:6]}" * (count[name] > 1))
+        self._ids = {self._names[node_id]: node_id for node_id in total}
         self._npu = {name for name, node_id in self._ids.items() if "NPU" in total[node_id]}
         return [
             Node(name, self._ours(name, total[at]), {who: self._ours(name, held) for who, held in taken[at].items()})
@@ -74,7 +79,7 @@ class Inventory:
         group = placement_group(
             wants,
             strategy="SPREAD",
-            name=f"podium:{os.path.basename(sys.argv[0]) or 'python'}:{os.getpid()}",
+            name=f"podium:{os.path.basename(sys.argv[0]) or 'python'}:{os.getpid()}#{uuid.uuid4().hex}",
             lifetime="detached" if detached else None,
             bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in ids],
         )
@@ -115,8 +120,6 @@ class Inventory:
     def node_id(self, name: str) -> str:
         """Ray's id of a node."""
         if name not in self._ids:
-            self.nodes()
-        if name not in self._ids:
             raise PlacementError(f"node {name} has left the cluster; there are {sorted(self._ids)}")
         return self._ids[name]
 
@@ -128,7 +131,7 @@ class Inventory:
         held = [(None, at, want) for bundles in self._own.values() for at, want in bundles]
         for group in placement_group_table().values():
             if group["placement_group_id"] not in self._own and group["state"] in ("CREATED", "RESCHEDULING"):
-                name = group["name"] or "a placement group without a name"
+                name = group["name"].partition("#")[0] or "a placement group without a name"
                 held += [(name, at, group["bundles"][number]) for number, at in group["bundles_to_node_id"].items()]
         for name, at, want in held:
             for kind, amount in want.items():

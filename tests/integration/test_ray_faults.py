@@ -1,0 +1,155 @@
+"""Failures on Ray: quickly named, with nothing left behind; large values and their memory; replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import podium
+from podium import Cluster
+from podium.errors import EndpointError, SerializationError, WorkerDied
+from tests.integration.processes import alive, all_gone, wait_for
+from tests.integration.ray_workers import Busy, add_rank, make_zeros, total
+
+pytestmark = pytest.mark.ray
+
+MIB = 1 << 20
+STORE = {"object_store_memory": 300 * MIB, "_system_config": {"local_fs_capacity_threshold": 0.001}}
+"""A small object store on a disk that counts as full: what is not freed at once is an error."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Embedded: it ends with the module."""
+    with podium.connect("ray", preload=(), init={"num_cpus": 2, **STORE}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: Cluster) -> Busy:
+    """Two workers; a test that breaks them restarts them."""
+    return cluster.start(Busy.bind(), cluster.pool([2]), name="pair", distributed=False)
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_is_raised_while_siblings_are_busy(pair: Busy) -> None:
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match="the first cause") as caught:
+        pair.raise_on(1)
+    assert time.monotonic() - began < 5.0
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, LookupError)
+    pair.group.restart()
+    assert pair.ping(1) == [1, 1]
+
+
+def test_a_killed_worker_is_named_while_siblings_are_busy_and_takes_its_children_along(pair: Busy) -> None:
+    children = pair.child()
+    victim, other = pair.group.pids[1], pair.group.pids[0]
+    call = pair.wait.submit()
+    began = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="rank 1 of pair") as caught:
+        call.result(20.0)
+    assert time.monotonic() - began < 5.0
+    assert "worker process has died" in caught.value.cause
+    assert not all_gone([victim, children[1]], 5.0)
+    assert alive(other)
+    assert alive(children[0])
+    pair.group.restart()
+    assert pair.ping(2) == [2, 2]
+    assert not all_gone([other, children[0]], 5.0), "a restart ends them all"
+
+
+def test_an_actor_that_somebody_else_kills_is_named(cluster: Cluster) -> None:
+    import ray
+
+    kept = cluster.start(Busy.bind(), name="kept", detached=True, distributed=False)
+    call = kept.wait.submit()
+    ray.kill(ray.get_actor("kept:0", namespace="podium"))
+    with pytest.raises(WorkerDied, match=r"rank 0 of kept .* killed by `ray\.kill`"):
+        call.result(20.0)
+
+
+# -- large values ----------------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_megabytes_go_there_and_back(cluster: Cluster) -> None:
+    one = cluster.start(Busy.bind(), name="one", distributed=False)
+    value = np.arange(25 * MIB)
+    assert value.nbytes == 200 * MIB
+    assert one.group.run(total, value) == [int(value.sum())]
+    (got,) = one.group.run(make_zeros, 200)
+    assert got.nbytes == 200 * MIB
+    got += 1
+    assert int(got[-1]) == 1
+    one.group.close()
+
+
+def test_memory_of_a_result_is_free_when_it_is_dropped(pair: Busy) -> None:
+    for _ in range(4):
+        got = pair.group.run_on(0, make_zeros, 100)
+        got[:] = 7
+        assert pair.group.run(total, got) == [7 * 100 * MIB] * 2
+        del got
+    for _ in range(3):
+        assert pair.group.run_on(0, make_zeros, 200)[-1] == 0, "there is room for one, not for two"
+        time.sleep(0.1)
+
+
+def test_what_finds_no_room_says_how_much_and_what_to_do(pair: Busy) -> None:
+    remedy = "Free some disk.*object_store_memory"
+    with pytest.raises(SerializationError, match=f"pair.echo: an argument of 400 MiB.*{remedy}"):
+        pair.echo(np.zeros(400 * MIB, np.uint8))
+    with pytest.raises(EndpointError, match=f"the result.*{remedy}") as caught:
+        pair.group.run_on(1, make_zeros, 400)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, SerializationError)
+    assert pair.ping(3) == [3, 3], "nobody died of it"
+
+
+@pytest.mark.parametrize("elements", [1000, 4 * MIB])
+def test_a_worker_may_write_into_its_argument(pair: Busy, elements: int) -> None:
+    """Whether it travels in the message or through the object store: neither another rank nor the script sees it."""
+    value = np.ones(elements)
+    results = pair.group.run(add_rank, value)
+    assert [float(result[-1]) for result in results] == [1.0, 2.0]
+    assert float(value.sum()) == elements
+    results[0][:] = 9
+    assert float(results[1][-1]) == 2.0
+    again = pair.group.run_on(1, add_rank, value)
+    assert (float(again[0]), float(value[0])) == (2.0, 1.0)
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_dies_alone_and_is_made_anew(cluster: Cluster) -> None:
+    from tests.integration.ray_nodes import groups_held
+
+    replicas = cluster.start_replicas(Busy.bind(), 3, cpus=0.5, name="engine", distributed=False)
+    assert len(groups_held()) == 3, "each with a placement group of its own"
+    pids = [replica.group.pids[0] for replica in replicas]
+    busy = [replica.wait.submit() for replica in replicas]
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="engine-1"):
+        busy[1].result(20.0)
+    assert replicas.alive == [0, 2]
+    assert [replicas[number].ping(number) for number in (0, 2)] == [[0], [2]]
+    replicas.restart(1)
+    assert replicas.alive == [0, 1, 2]
+    assert replicas[1].ping(1) == [1]
+    for call in replicas.submit("let_go"):
+        call.result(10.0)
+    assert [busy[number].result(10.0) for number in (0, 2)] == [[True]] * 2, "they were never disturbed"
+    assert [replicas[number].group.pids[0] for number in (0, 2)] == [pids[0], pids[2]]
+    replicas.close()
+    assert wait_for(lambda: not groups_held(), 5.0), "nobody else could give their slots back"
+    cluster.release(cluster.pool([2], cpus=1))

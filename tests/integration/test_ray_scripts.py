@@ -1,0 +1,338 @@
+"""Several scripts on one Ray cluster: who holds what, what is left of one that ends, groups that outlive theirs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import podium
+from podium import Cluster
+from podium.errors import ConfigError, PlacementError, WorkerDied
+from tests.integration.processes import alive, all_gone, run_script, start_script, wait_for
+from tests.integration.ray_workers import Busy, attach_and_ask
+
+if TYPE_CHECKING:
+    from tests.integration.ray_nodes import Head
+
+pytestmark = pytest.mark.ray
+
+ROOT = str(Path(__file__).parents[2])
+START = """
+import os, sys, time
+import podium, podium.errors
+from podium import Worker
+from tests.integration.ray_workers import Busy
+"""
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    from tests.integration.ray_nodes import ray_head
+
+    with tempfile.TemporaryDirectory(prefix="ray") as directory, ray_head(Path(directory)) as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def cluster(head: Head) -> Iterator[Cluster]:
+    with podium.connect("ray", address=head.address, preload=()) as cluster:
+        yield cluster
+
+
+@contextmanager
+def script(directory: Path, text: str) -> Iterator[subprocess.Popen[str]]:
+    """A script that runs until the block ends, if it does not end before."""
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # Ray's sockets have no room for pytest's long paths
+        running = start_script(directory, START + text, PYTHONPATH=ROOT, RAY_TMPDIR=short)
+        try:
+            yield running
+        finally:
+            running.kill()
+            running.communicate()
+
+
+def line(running: subprocess.Popen[str], directory: Path) -> str:
+    """The next line that it prints."""
+    assert running.stdout is not None
+    said = running.stdout.readline()
+    assert said, (directory / "stderr").read_text()
+    return said.strip()
+
+
+def holding(head: Head, more: str = "") -> str:
+    """A script that holds three of four CPUs, one of them without a group, says the ids of its workers, and stays."""
+    return f"""
+cluster = podium.connect("ray", address={head.address!r}, preload=())
+busy = cluster.start(Busy.bind(), cluster.pool([2], cpus=1), name="theirs", distributed=False)
+idle = cluster.pool([1], cpus=1)
+{more}
+print(*busy.group.pids, *busy.child(), flush=True)
+time.sleep(600)
+"""
+
+
+# -- placement -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_that_cannot_be_had_says_who_holds_what(cluster: Cluster, head: Head, tmp_path: Path) -> None:
+    import ray
+
+    with script(tmp_path, holding(head)) as other:
+        line(other, tmp_path)
+        actor: Any = ray.remote(num_cpus=0.5)(Plain).remote()
+        ray.get(actor.ready.remote())
+        mine = cluster.pool([1], cpus=0.25)
+        group = cluster.start(Busy.bind(), mine, name="mine", distributed=False)
+        began = time.monotonic()
+        with pytest.raises(PlacementError) as caught:
+            cluster.pool([2], cpus=1)
+        assert time.monotonic() - began < 3.0
+        for said in (
+            "asked for 2 cpu on 1 node",
+            "0.25 cpu free on",
+            f"podium:script.py:{other.pid} (3)",
+            "other Ray tasks and actors (0.5)",
+            "mine (0.25)",
+        ):
+            assert said in str(caught.value)
+        group.group.close()
+        cluster.release(mine)
+        ray.kill(actor)
+
+
+class Plain:
+    """An actor that is not Podium's."""
+
+    def ready(self) -> None:
+        """It runs."""
+
+
+def test_a_pool_is_waited_for_aloud_and_a_killed_script_gives_everything_back(
+    cluster: Cluster, head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.integration.ray_nodes import groups_held
+
+    monkeypatch.setattr("podium.runtime.cluster.WAIT_SAYS_S", 0.5)
+    with script(tmp_path, holding(head)) as other:
+        pids = [int(pid) for pid in line(other, tmp_path).split()]
+        with caplog.at_level(logging.WARNING, "podium"), pytest.raises(PlacementError, match="3 cpu on 1 node"):
+            cluster.pool([3], cpus=1, wait_s=1.2)
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) >= 2
+        assert all("waiting up to" in each and f"podium:script.py:{other.pid} (3)" in each for each in said)
+        other.kill()
+        other.wait()
+        pool = cluster.pool([4], cpus=1, wait_s=15.0)
+        assert not all_gone(pids, 10.0), "its workers and their children"
+        assert len(groups_held()) == 1, "ours"
+        cluster.release(pool)
+        assert groups_held() == []
+
+
+def test_a_script_that_ends_leaves_nothing(cluster: Cluster, head: Head, tmp_path: Path) -> None:
+    from tests.integration.ray_nodes import groups_held
+
+    out = run_script(tmp_path, START + holding(head).replace("time.sleep(600)", ""), PYTHONPATH=ROOT)
+    assert not all_gone(map(int, out.split()), 5.0)
+    assert wait_for(lambda: groups_held() == [], 5.0), groups_held()
+    cluster.release(cluster.pool([4], cpus=1))
+
+
+# -- ways to connect -------------------------------------------------------------------------------------------------
+
+JOINED = """
+import ray
+ray.init(address={address!r}, log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+class Plain:
+    def ready(self):
+        return True
+
+plain = Plain.remote()
+first = podium.connect("ray", preload=())
+with podium.connect("ray", preload=()) as second:
+    busy = second.start(Busy.bind(), name="second", distributed=False)
+    pids = busy.group.pids
+    held = first.start(Busy.bind(), first.pool([1], cpus=1), distributed=False)
+print(held.ping(1), ray.is_initialized(), ray.get(plain.ready.remote()))
+first.close()
+print(ray.is_initialized(), ray.get(plain.ready.remote()), *pids)
+"""
+
+
+def test_a_ray_that_was_there_before_is_joined_and_left_running(head: Head, tmp_path: Path) -> None:
+    out = run_script(tmp_path, START + JOINED.format(address=head.address), PYTHONPATH=ROOT)
+    first, second = out.splitlines()
+    assert first == "[1] True True"
+    assert second.startswith("True True ")
+    assert not all_gone([int(second.split()[2])], 3.0)
+
+
+@pytest.mark.parametrize("way", ["auto", "client"])
+def test_a_running_cluster_is_found(head: Head, tmp_path: Path, way: str) -> None:
+    """By RAY_ADDRESS, and through Ray's client, where even the inventory is asked for remotely."""
+    how = 'connect("ray", address="auto", preload=())' if way == "auto" else f"connect({head.client!r}, preload=())"
+    out = run_script(
+        tmp_path,
+        START
+        + f"""
+with podium.{how} as cluster:
+    pool = cluster.pool([2], cpus=1)
+    busy = cluster.start(Busy.bind(), pool, distributed=False)
+    print(busy.ping(7), sorted(busy.echo(bytearray(1 << 20))[:2]))
+    try:
+        cluster.pool([3], cpus=1)
+    except podium.errors.PlacementError as error:
+        print("held by: busy (2)" in str(error))
+    os.environ.pop("RAY_ADDRESS", None)
+    busy.group.restart()
+    print(busy.ping(8))
+    try:
+        busy.raise_on(1)
+    except podium.errors.EndpointError as error:
+        print(type(error.__cause__).__name__)
+""",
+        PYTHONPATH=ROOT,
+        RAY_ADDRESS=head.address,
+    )
+    assert out.splitlines() == ["[7, 7] [0, 0]", "True", "[8, 8]", "LookupError"]
+
+
+def test_an_address_where_nothing_runs_is_named(tmp_path: Path) -> None:
+    out = run_script(
+        tmp_path,
+        """
+import podium, podium.errors
+for way in ("127.0.0.1:1", "ray://127.0.0.1:1"):
+    try:
+        podium.connect("ray", address=way)
+    except podium.errors.ConfigError as error:
+        print(error)
+""",
+        timeout_s=20.0,
+    )
+    for way, said in zip(("127.0.0.1:1", "ray://127.0.0.1:1"), out.splitlines(), strict=True):
+        assert f"address '{way}' cannot be had: " in said
+        assert "refused" in said
+
+
+EMBEDDED = """
+cluster = podium.connect("ray", preload=())
+busy = cluster.start(Busy.bind(), cluster.pool([2], cpus=0.5), distributed=False)
+import ray
+print(ray._private.worker._global_node.get_session_dir_path(), *busy.group.pids, *busy.child(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ending", ["close", "exit", "kill"])
+def test_an_embedded_cluster_ends_with_its_script(tmp_path: Path, ending: str) -> None:
+    from tests.integration.ray_nodes import session_processes
+
+    text = EMBEDDED + {"close": "cluster.close()\ntime.sleep(600)", "exit": "", "kill": "time.sleep(600)"}[ending]
+    with script(tmp_path, text) as running:
+        session, *pids = line(running, tmp_path).split()
+        assert ending == "exit" or len(session_processes(session)) > 3
+        if ending == "kill":
+            running.kill()
+        if ending != "close":
+            running.wait(30.0)
+        assert not all_gone(map(int, pids), 15.0), "workers and their children"
+        own = {running.pid}
+        assert wait_for(lambda: not set(session_processes(session)) - own, 15.0), session_processes(session)
+
+
+def test_accelerators_that_the_script_may_use_are_dealt_and_no_others(tmp_path: Path) -> None:
+    """Where Ray leaves the variable alone, too; slots that ask for none see none."""
+    text = """
+os.environ["CUDA_VISIBLE_DEVICES"] = "4,5"
+os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+from tests.integration.ray_workers import devices_of
+with podium.connect("ray", preload=(), init={"num_cpus": 2, "num_gpus": 2}) as cluster:
+    for pool in (cluster.pool([2], gpus=1), cluster.pool([1]), cluster.pool([1], cpus=1)):
+        print(sorted(cluster.start(Worker.bind(), pool, distributed=False).group.run(devices_of)), flush=True)
+"""
+    with script(tmp_path, text) as running:
+        seen = [line(running, tmp_path) for _ in range(3)]
+    assert seen == ["[((0,), '4'), ((0,), '5')]", "[((), '')]", "[((), '')]"]
+
+
+# -- detached groups -------------------------------------------------------------------------------------------------
+
+DETACHED = """
+cluster = podium.connect("ray", address={address!r}, preload=())
+pool = cluster.pool([2], cpus=1, detached=True)
+busy = cluster.start(Busy.bind(), pool, name={name!r}, detached=True, distributed=False)
+print(*busy.group.pids, flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize("ending", ["exit", "kill"])
+def test_a_detached_group_outlives_its_script(cluster: Cluster, head: Head, tmp_path: Path, ending: str) -> None:
+    import ray
+
+    from tests.integration.ray_nodes import groups_held
+
+    name = f"kept_{ending}"
+    text = DETACHED.format(address=head.address, name=name, then="time.sleep(600)" if ending == "kill" else "")
+    with script(tmp_path, text) as starter:
+        pids = tuple(int(pid) for pid in line(starter, tmp_path).split())
+        if ending == "kill":
+            starter.kill()
+        starter.wait(30.0)
+    time.sleep(1.0)  # what ends with its script is gone by then
+    kept = cluster.attach(name)
+    assert kept.group.pids == pids
+    assert kept.ping(1) == [1, 1]
+    with pytest.raises(ConfigError, match=r"another controller's.*cluster\.stop"):
+        kept.group.restart()
+    task: Any = ray.remote(num_cpus=0)(attach_and_ask)
+    assert ray.get(task.remote(name)) == [2, 2], "from inside a Ray task too"
+    kept.group.close()
+    assert cluster.attach(name).echo("still here") == "still here"
+    with pytest.raises(PlacementError, match=f"podium:script.py:{starter.pid} \\(2\\)"):
+        cluster.pool([3], cpus=1)
+    cluster.stop(name)
+    assert not all_gone(pids, 5.0)
+    assert groups_held() == []
+    cluster.release(cluster.pool([4], cpus=1))
+    with pytest.raises(ConfigError, match=f"no detached group '{name}'"):
+        cluster.attach(name)
+
+
+def test_the_death_of_a_detached_worker_is_seen_by_who_attached(cluster: Cluster, head: Head, tmp_path: Path) -> None:
+    with script(tmp_path, DETACHED.format(address=head.address, name="mortal", then="")) as starter:
+        pids = [int(pid) for pid in line(starter, tmp_path).split()]
+        starter.wait(30.0)
+    kept = cluster.attach("mortal")
+    call = kept.wait.submit()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="rank 1 of mortal") as caught:
+        call.result(20.0)
+    assert caught.value.rank == 1
+    assert alive(pids[0])
+    cluster.stop("mortal")
+    assert not all_gone(pids, 5.0)
+
+
+def test_a_name_is_taken_once_and_unknown_ones_are_refused(cluster: Cluster) -> None:
+    for ask in (cluster.attach, cluster.stop):
+        with pytest.raises(ConfigError, match="no detached group 'nobody'"):
+            ask("nobody")
+    first = cluster.start(Busy.bind(), name="once", detached=True, distributed=False)
+    first.group.close()
+    with pytest.raises(ConfigError, match="once"):
+        cluster.start(Busy.bind(), name="once", detached=True, distributed=False)
+    assert cluster.attach("once").ping(3) == [3]
+    cluster.stop("once")
