@@ -5,8 +5,8 @@
     connect("ray", address="auto")       the cluster that runs on this machine, or that RAY_ADDRESS names
     connect("ray://head:10001")          a cluster elsewhere, through Ray's client
 
-Calls are actor calls, and Ray's futures bring the replies: no thread waits. A call is delivered at most once, so
-actors are never restarted behind anyone's back.
+Calls are actor calls. The thread that waits for one takes in the replies; where none waits, Ray's futures bring them.
+A call is delivered at most once, so actors are never restarted behind anyone's back.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from podium.backends.logs import LogEcho, last_lines
 from podium.backends.ray.actor import GROUPS, HostActor, Setting
 from podium.backends.ray.host import RayHost
 from podium.backends.ray.placement import Inventory, Reservation
+from podium.backends.ray.replies import Replies
 from podium.backends.ray.wire import Parcel, pack
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Place
@@ -61,7 +62,8 @@ class RayBackend(Backend):
         ``max_task_retries`` are refused: a call is delivered at most once.
     preload: modules that every host imports before its workers are made.
     log_dir: where each host's output goes, ``LABEL.log``, on the node it runs on; a temporary directory unless given.
-    echo: also print the output of hosts on this machine here, every line with its host's label.
+    echo: also print the output of hosts on this machine here, every line with its host's label; done unless there
+        is a ``log_dir``.
     init: further arguments of ``ray.init``, such as ``num_cpus``, ``object_store_memory`` or ``runtime_env``.
     """
 
@@ -74,7 +76,7 @@ class RayBackend(Backend):
         actor_options: Mapping[str, Any] | None = None,
         preload: Sequence[str] = ("torch",),
         log_dir: str | Path | None = None,
-        echo: bool = False,
+        echo: bool | None = None,
         init: Mapping[str, Any] | None = None,
     ) -> None:
         self._actor_options = dict(actor_options or {})
@@ -82,9 +84,10 @@ class RayBackend(Backend):
         self._preload = tuple(preload)
         _connect(address, dict(init or {}))
         self._inventory = Inventory()
+        self._replies = Replies()
         self._private = Path(tempfile.mkdtemp(prefix="podium-ray-"))
         self._log_dir = Path(log_dir or self._private / "logs").absolute()
-        self._echo = LogEcho() if echo else None
+        self._echo = LogEcho() if (log_dir is None if echo is None else echo) else None
         self._hosts: set[RayHost] = set()
         self._rendezvous = itertools.count(1)
         self._nodes_of: dict[RayHost, str] = {}
@@ -128,7 +131,7 @@ class RayBackend(Backend):
                 actor = ray.get_actor(f"{name}:{rank}", namespace=NAMESPACE)
             except ValueError:
                 break
-            hosts.append(RayHost(rank, f"{name}-{rank}", actor, on_death))
+            hosts.append(RayHost(rank, f"{name}-{rank}", actor, self._replies, on_death))
         for host, settled in zip(hosts, ray.get([host.actor.hello.remote() for host in hosts]), strict=True):
             host.settled(settled, self._log_dir / f"{host.label}.log")
         return hosts
@@ -151,6 +154,9 @@ class RayBackend(Backend):
     def unpack(self, payload: Parcel) -> Any:
         return payload.read("the result")
 
+    def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool | None:
+        return self._replies.drive(ended, timeout_s)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -161,6 +167,7 @@ class RayBackend(Backend):
             for reservation in list(self._reservations):
                 with contextlib.suppress(RayError):
                     self.release(reservation)
+        self._replies.close()
         if self._echo is not None:
             self._echo.stop()
         _disconnect()
@@ -198,7 +205,7 @@ class RayBackend(Backend):
             self._nodes_of.pop(host, None)
             on_death(rank, death)
 
-        host = RayHost(spec.rank, spec.label, made, ended)
+        host = RayHost(spec.rank, spec.label, made, self._replies, ended)
         return host
 
     def _settle(self, hosts: Sequence[RayHost], specs: Sequence[HostSpec]) -> None:

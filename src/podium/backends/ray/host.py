@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from podium.backends.logs import last_lines
 from podium.backends.ray.actor import Settled
+from podium.backends.ray.replies import Replies
 from podium.backends.ray.wire import FULL, Parcel, no_room, wire_to_outcome
 from podium.runtime.backend import Death, HostHandle, Reply, Request
 from podium.runtime.host import Failure
@@ -28,7 +30,9 @@ KILL_S = 10.0
 class RayHost(HostHandle):
     """One actor. ``Backend.start_hosts`` has it settle in before it carries requests."""
 
-    def __init__(self, rank: int, label: str, actor: Any, on_death: Callable[[int, Death], None]) -> None:
+    def __init__(
+        self, rank: int, label: str, actor: Any, replies: Replies, on_death: Callable[[int, Death], None]
+    ) -> None:
         self.rank = rank
         self.label = label
         self.actor = actor
@@ -37,6 +41,7 @@ class RayHost(HostHandle):
         self.tail: Callable[[], Iterable[str]] | None = None
         self._call, self._call_stored = actor.call, actor.call_stored
         self._control, self._aside = actor.control, actor.aside
+        self._replies = replies
         self._on_death = on_death
         self._lock = threading.Lock()
         self._in_air = 1  # the watch
@@ -61,7 +66,7 @@ class RayHost(HostHandle):
             if self._lost is not None:
                 return
             self._in_air += 1
-        method.remote(*request.wire).future().add_done_callback(lambda future: self._on_answer(future, done))
+        self._replies.expect(method.remote(*request.wire), partial(self._on_answer, done))
 
     def kill(self) -> None:
         self._killed = True
@@ -73,10 +78,9 @@ class RayHost(HostHandle):
         """It goes on without this controller, which is not told of its end any more."""
         self._forgotten = True
 
-    def _on_answer(self, future: Any, done: Done) -> None:
-        error = future.exception()
+    def _on_answer(self, done: Done, answer: Any, error: BaseException | None) -> None:
         if error is None:
-            status, started, ended, payload = wire_to_outcome(future.result())
+            status, started, ended, payload = wire_to_outcome(answer)
             done(Reply(status, payload, started, ended))
         elif not isinstance(error, RayActorError):  # an argument that was lost on its way, say: the host lives
             cause = no_room("the result") if isinstance(getattr(error, "cause", None), FULL) else error
