@@ -235,21 +235,20 @@ print(ray._private.worker._global_node.get_session_dir_path(), *busy.group.pids,
 """
 
 
-@pytest.mark.parametrize("ending", ["close", "exit", "kill"])
+@pytest.mark.parametrize("ending", ["close", "kill"])
 def test_an_embedded_cluster_ends_with_its_script(tmp_path: Path, ending: str) -> None:
     from tests.integration.ray_nodes import session_processes
 
-    text = EMBEDDED + {"close": "cluster.close()\ntime.sleep(600)", "exit": "", "kill": "time.sleep(600)"}[ending]
+    text = EMBEDDED + ("cluster.close()\n" if ending == "close" else "") + "time.sleep(600)"
     with script(tmp_path, text) as running:
         session, *pids = line(running, tmp_path).split()
-        assert ending == "exit" or len(session_processes(session)) > 3
         if ending == "kill":
+            assert len(session_processes(session)) > 3, "they are found where there are some"
             running.kill()
-        if ending != "close":
-            running.wait(30.0)
+            running.wait()
         assert not all_gone(map(int, pids), 15.0), "workers and their children"
         own = {running.pid}
-        assert wait_for(lambda: not set(session_processes(session)) - own, 15.0), session_processes(session)
+        assert wait_for(lambda: not set(session_processes(session)) - own, 60.0), "Ray's own end last"
 
 
 def test_accelerators_that_the_script_may_use_are_dealt_and_no_others(tmp_path: Path) -> None:

@@ -99,15 +99,19 @@ class Replies:
     def _listen(self) -> None:
         while not self._closed:
             self._some.wait()
-            before = list(self._due)
-            time.sleep(TICK_S)
-            for reference in before:
-                if reference not in self._awaited and (heard := self._due.pop(reference, None)) is not None:
-                    _by_future(reference, heard)
+            self._pass_on()
             if not self._due and not self._closed:
                 self._some.clear()
                 if self._due:
                     self._some.set()
+
+    def _pass_on(self) -> None:
+        """Give what nobody waits for a future. No reference outlives this: it would keep a result in Ray's store."""
+        before = list(self._due)
+        time.sleep(TICK_S)
+        for reference in before:
+            if reference not in self._awaited and (heard := self._due.pop(reference, None)) is not None:
+                _by_future(reference, heard)
 
 
 def _by_future(reference: Any, heard: Heard) -> None:
