@@ -46,6 +46,9 @@ test: $(STAMP)  ## every test
 test-fast: $(STAMP)  ## the unit tests, without the slow ones
 	@$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
 
+test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an environment of its own: four minutes
+	@.venvs/monarch/bin/python -m pytest tests/contract -m monarch $(ARGS)
+
 ##@ Measure
 bench: $(STAMP)  ## every figure of the README, beside floors and installed peers; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)
@@ -83,4 +86,4 @@ $(STAMP): pyproject.toml constraints.txt
 		.venvs/$*/bin/pip install -q --disable-pip-version-check --no-deps -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast bench bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast test-monarch bench bench-peers help

@@ -20,8 +20,8 @@ import pytest
 
 def missing_requirement(mark: str) -> str | None:
     """Why tests with `mark` cannot run here, or None if they can."""
-    if mark == "ray":
-        return None if importlib.util.find_spec("ray") else "ray is not installed: pip install 'podium[ray]'"
+    if mark in ("ray", "monarch"):
+        return None if importlib.util.find_spec(mark) else f"{mark} is not installed: pip install 'podium[{mark}]'"
     import torch  # only when a gpu test was collected: importing it takes longer than most tests
 
     return None if torch.cuda.is_available() else "no CUDA device"
@@ -29,7 +29,7 @@ def missing_requirement(mark: str) -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, each with a reason that -ra counts and prints at the end."""
-    for mark in ("ray", "gpu"):
+    for mark in ("ray", "monarch", "gpu"):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := missing_requirement(mark)):
             for item in marked:

@@ -11,6 +11,7 @@ BACKENDS = [
     Target("inline", threads=True),
     Target("local"),
     pytest.param(Target("ray"), marks=pytest.mark.ray),
+    pytest.param(Target("monarch"), marks=pytest.mark.monarch),
 ]
 
 

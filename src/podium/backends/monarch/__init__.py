@@ -1,0 +1,5 @@
+"""The backend ``monarch``: one Monarch proc a host, on this machine. Needs ``pip install 'podium[monarch]'``."""
+
+from podium.backends.monarch.backend import MonarchBackend
+
+__all__ = ["MonarchBackend"]
