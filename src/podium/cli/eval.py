@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     from podium.telemetry.formatting import percent
     from podium.trainer import PRELOAD, Accuracy, evaluate_model
 
-    with podium.connect(options.backend, **{"preload": PRELOAD, **backend.options}) as cluster:
+    with podium.connect(options.backend, hints={"preload": PRELOAD}, **backend.options) as cluster:
         found = evaluate_model(config, cluster)
     accuracy = Accuracy(found.correct, found.items)
     low, high = accuracy.interval()

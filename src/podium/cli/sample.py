@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
 
     prompts = [options.prompt] if options.prompt is not None else _typed()
     with (
-        podium.connect(options.backend, **{"preload": PRELOAD, **backend.options}) as cluster,
+        podium.connect(options.backend, hints={"preload": PRELOAD}, **backend.options) as cluster,
         open_sampler(config, cluster) as sample,
     ):
         for number, prompt in enumerate(prompts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import inspect
 import logging
 import re
 import threading
@@ -65,8 +66,13 @@ def backends() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group="podium.backends")}
 
 
-def connect(backend: str = "local", **options: Any) -> Cluster:
-    """Connect to a backend by name: "inline", "local", or any installed one; ``options`` are the backend's own.
+def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, **options: Any) -> Cluster:
+    """Connect to a backend by name: "inline", "local", "ray", or any installed one.
+
+    Args:
+        backend: a name, or an address of the form ``NAME://…``.
+        hints: options for a backend that has them, such as ``log_dir`` and ``preload``; another goes without.
+        options: the backend's own.
 
     Raises:
         ConfigError: no such backend (names the nearest), or an option it does not know.
@@ -85,6 +91,8 @@ def connect(backend: str = "local", **options: Any) -> Cluster:
         raise ConfigError(
             f"backend {scheme!r} cannot be loaded: {error}; try: pip install 'podium[{scheme}]'"
         ) from error
+    known = inspect.signature(cls).parameters
+    options = {**{name: value for name, value in (hints or {}).items() if name in known}, **options}
     try:
         return Cluster(cls(**options), scheme)
     except TypeError as error:

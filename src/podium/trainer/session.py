@@ -65,8 +65,8 @@ def open_session(
         for sink in _sinks(config, directory, show=show):
             stack.enter_context(sink)
         if isinstance(cluster, str):
-            options = {"log_dir": directory.logs.absolute(), "preload": PRELOAD, **(backend_options or {})}
-            cluster = stack.enter_context(connect(cluster, **options))
+            hints = {"log_dir": directory.logs.absolute(), "preload": PRELOAD}
+            cluster = stack.enter_context(connect(cluster, hints=hints, **(backend_options or {})))
         yield Session(directory, cluster, stack.enter_context(listen_for_stop()), checkpoint)
 
 
