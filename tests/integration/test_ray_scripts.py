@@ -325,6 +325,27 @@ def test_the_death_of_a_detached_worker_is_seen_by_who_attached(cluster: Cluster
     assert not all_gone(pids, 5.0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_left_of_a_detached_group_can_be_stopped(cluster: Cluster, rank: int) -> None:
+    from tests.integration.ray_nodes import groups_held
+
+    pool = cluster.pool([2], cpus=1, detached=True)
+    torn = cluster.start(Busy.bind(), pool, name="torn", detached=True, distributed=False)
+    pids = torn.group.pids
+    os.kill(pids[rank], signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        torn.wait()
+    with pytest.raises(ConfigError, match=r"'torn' has lost 1 of its 2 ranks; end it with cluster\.stop\('torn'\)"):
+        cluster.attach("torn")
+    with pytest.raises(ConfigError, match="torn"):
+        cluster.start(Busy.bind(), cluster.pool([2]), name="torn", detached=True, distributed=False)
+    cluster.stop("torn")
+    assert not all_gone(pids, 5.0)
+    assert wait_for(lambda: groups_held() == [], 5.0)
+    with pytest.raises(ConfigError, match="no detached group 'torn'"):
+        cluster.attach("torn")
+
+
 def test_a_name_is_taken_once_and_unknown_ones_are_refused(cluster: Cluster) -> None:
     for ask in (cluster.attach, cluster.stop):
         with pytest.raises(ConfigError, match="no detached group 'nobody'"):

@@ -324,11 +324,17 @@ class Cluster:
         workers (its name is theirs, joined by "+"). Closing it, or this cluster, leaves it running.
 
         Raises:
-            ConfigError: there is none of this name, or this backend has no detached groups.
+            ConfigError: there is none of this name, it has lost ranks, or this backend has no detached groups.
         """
         self._refuse_if_closed()
         self._refuse_unless_detached(True, "attach")
         hosts, record = HostSet.attach(self._backend, self._watch, name)
+        if (alive := len(hosts.pids)) < hosts.size:
+            hosts.close()
+            raise ConfigError(
+                f"group {name!r} has lost {hosts.size - alive} of its {hosts.size} ranks; end it with "
+                f"cluster.stop({name!r})"
+            )
         handles: dict[str, WorkerHandle] = {}
         for worker, (cls, meshes, timeout_s) in record.workers.items():
             self._groups[worker] = WorkerGroup(hosts, worker, cls, meshes, timeout_s)

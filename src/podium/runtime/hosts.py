@@ -45,7 +45,7 @@ class _Constructed:
 
 @dataclass(frozen=True)
 class Record:
-    """What a detached group leaves with its first host for those who attach to it."""
+    """What a detached group leaves with its hosts for those who attach to it."""
 
     places: Sequence[Place]
     token: Any
@@ -167,10 +167,10 @@ class HostSet(Exchange):
         self._end_all(f"group {self.name} was stopped while this call was in flight", timeout_s)
 
     def keep_record(self, workers: Mapping[str, tuple[type, Mapping[str, Mesh], float]]) -> None:
-        """Leave with the first host what whoever attaches must know."""
+        """Leave with every host what whoever attaches must know, also if others have ended by then."""
         record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, workers)
         label = f"{self.name}.keep_record"
-        self.request(label, Outgoing("", "keep", (0,), {"record": record}, None, ()), ATTACH_S).result()
+        self.request(label, Outgoing("", "keep", range(self.size), {"record": record}, None, ()), ATTACH_S).result()
 
     def close_worker(self, name: str) -> None:
         """Let one of several colocated workers go."""

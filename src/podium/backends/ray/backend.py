@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from podium.backends.logs import LogEcho, last_lines
 from podium.backends.ray.actor import GROUPS, HostActor, Setting
@@ -90,7 +90,6 @@ class RayBackend(Backend):
         self._echo = LogEcho() if (log_dir is None if echo is None else echo) else None
         self._hosts: set[RayHost] = set()
         self._rendezvous = itertools.count(1)
-        self._nodes_of: dict[RayHost, str] = {}
         self._reservations: list[Reservation] = []
         self._closed = False
 
@@ -112,8 +111,10 @@ class RayBackend(Backend):
 
     def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
         self._look_for(specs)
-        hosts = [self._make(spec, on_death) for spec in specs]
+        hosts: list[RayHost] = []
         try:
+            for spec in specs:
+                hosts.append(self._make(spec, on_death))
             self._settle(hosts, specs)
         except BaseException:
             for host in hosts:
@@ -121,19 +122,19 @@ class RayBackend(Backend):
                     ray.kill(host.actor, no_restart=True)
             raise
         self._hosts.update(hosts)
-        self._nodes_of.update(zip(hosts, (spec.place.node for spec in specs), strict=True))
         return hosts
 
     def attach(self, name: str, on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
         hosts: list[RayHost] = []
-        for rank in itertools.count():
-            try:
+        named: Any = ray.util.list_named_actors(all_namespaces=True)
+        mine = [each["name"].rpartition(":") for each in named if each["namespace"] == NAMESPACE]
+        for rank in sorted(int(rank) for group, _, rank in mine if group == name):
+            with contextlib.suppress(ValueError, RayActorError):  # it ended just now
                 actor = ray.get_actor(f"{name}:{rank}", namespace=NAMESPACE)
-            except ValueError:
-                break
-            hosts.append(RayHost(rank, f"{name}-{rank}", actor, self._replies, on_death))
-        for host, settled in zip(hosts, ray.get([host.actor.hello.remote() for host in hosts]), strict=True):
-            host.settled(settled, self._log_dir / f"{host.label}.log")
+                host = RayHost(rank, f"{name}-{rank}", actor, self._replies, on_death)
+                settled: Any = ray.get(actor.hello.remote())
+                host.settled(settled, self._log_dir / f"{host.label}.log")
+                hosts.append(host)
         return hosts
 
     def let_go(self, hosts: Sequence[HostHandle]) -> None:
@@ -144,7 +145,7 @@ class RayBackend(Backend):
 
     def rendezvous(self, hosts: Sequence[HostHandle]) -> str:
         known = [host for host in hosts if isinstance(host, RayHost)]
-        if len({self._nodes_of[host] for host in known}) == 1 and _is_here(known[0]):
+        if len({host.node for host in known}) == 1 and _is_here(known[0]):
             return f"file://{self._private}/rendezvous-{next(self._rendezvous)}"
         return f"tcp://{ray.get(known[0].actor.free_address.remote())}"
 
@@ -202,10 +203,9 @@ class RayBackend(Backend):
 
         def ended(rank: int, death: Death) -> None:
             self._hosts.discard(host)
-            self._nodes_of.pop(host, None)
             on_death(rank, death)
 
-        host = RayHost(spec.rank, spec.label, made, self._replies, ended)
+        host = RayHost(spec.rank, spec.label, made, self._replies, ended, spec.place.node)
         return host
 
     def _settle(self, hosts: Sequence[RayHost], specs: Sequence[HostSpec]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,20 @@ class RayHost(HostHandle):
     """One actor. ``Backend.start_hosts`` has it settle in before it carries requests."""
 
     def __init__(
-        self, rank: int, label: str, actor: Any, replies: Replies, on_death: Callable[[int, Death], None]
+        self,
+        rank: int,
+        label: str,
+        actor: Any,
+        replies: Replies,
+        on_death: Callable[[int, Death], None],
+        node: str = "",
     ) -> None:
         self.rank = rank
         self.label = label
+        self.node = node
         self.actor = actor
         self.ended = threading.Event()
         self.log: tuple[Path, int] | None = None
-        self.tail: Callable[[], Iterable[str]] | None = None
         self._call, self._call_stored = actor.call, actor.call_stored
         self._control, self._aside = actor.control, actor.aside
         self._replies = replies
