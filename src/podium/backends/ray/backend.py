@@ -233,6 +233,7 @@ class RayBackend(Backend):
             try:
                 host.settled(ray.get(ready[0]), path)
             except RayError as error:
+                self._look_for(specs)
                 words = "\n".join(last_lines(path))
                 raise WorkerStartError(
                     f"{host.label}: its Ray actor did not start: {error}\n{words}", rank=host.rank
