@@ -101,7 +101,6 @@ class LocalBackend(Backend):
         self._hosts: dict[int, _LocalHost] = {}
         self._empty = pack({}, self.segments)
         self._closed = False
-        self.last: select.poll | None = None  # watches the host that was called last
         self._server_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server = _start_server(theirs, list(preload), self._private)
         self._io = IoLoop()
@@ -138,8 +137,7 @@ class LocalBackend(Backend):
         return payload.read("the result")
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
-        last, self.last = self.last, None
-        return self._io.drive(ended, timeout_s, last)
+        return self._io.drive(ended, timeout_s)
 
     def wake(self) -> None:
         self._io.wake()
@@ -260,8 +258,6 @@ class _LocalHost(HostHandle):
         self.calls_out = Outbox(calls, flush_later)
         self.control_out = Outbox(control, flush_later)
         self._reading = threading.Lock()
-        self._answers = select.poll()
-        self._answers.register(calls, select.POLLIN)
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
 
     def invoke(self, request: Request, done: Done) -> None:
@@ -275,7 +271,6 @@ class _LocalHost(HostHandle):
         self._pending[request.call_id] = done
         fds = [lease.segment.fd for lease in leases] if leases else _NO_FDS
         (self.control_out if request.concurrent else self.calls_out).send(message, fds)
-        self._backend.last = self._answers
 
     def kill(self) -> None:
         if not self.ended.is_set() and self.started.wait(START_TIMEOUT_S):

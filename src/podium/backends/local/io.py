@@ -27,7 +27,6 @@ __all__ = ["IoLoop"]
 TICK_S = 0.004
 HOT_S = 0.004
 TAKE_OVER_S = 0.05
-FIRST_POLL_MS = 1
 
 
 class IoLoop:
@@ -74,19 +73,13 @@ class IoLoop:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake_fd, 1)
 
-    def drive(self, ended: Callable[[], bool], timeout_s: float | None, last: select.poll | None = None) -> bool:
-        """Poll in this thread until ``ended()`` or ``timeout_s``; False at once if another thread polls.
-
-        ``last`` watches the socket that was sent to last. A call cannot end before that answers, so its answer is
-        awaited first, for a millisecond: taking in the others' one by one would wake this thread for each of them.
-        """
+    def drive(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Poll in this thread until ``ended()`` or ``timeout_s``; False at once if another thread polls."""
         if not self._turn.acquire(blocking=False) and not self._take_over():
             return False
         try:
             main = threading.get_ident() == threading.main_thread().ident
             until = None if timeout_s is None else time.monotonic() + timeout_s
-            if last is not None and not ended():
-                last.poll(FIRST_POLL_MS)
             while not ended() and not self._stopped:
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
