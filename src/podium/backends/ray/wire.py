@@ -23,7 +23,17 @@ from podium.errors import SerializationError
 from podium.runtime.codec import decode, encode
 from podium.runtime.host import Outcome, pack_outcome
 
-__all__ = ["FULL", "Parcel", "no_room", "outcome_to_wire", "pack", "wire_to_outcome"]
+__all__ = [
+    "FULL",
+    "NO_VALUES",
+    "Parcel",
+    "bare_name",
+    "no_room",
+    "outcome_to_wire",
+    "pack",
+    "read_bare_name",
+    "wire_to_outcome",
+]
 
 INLINE_BYTES = 64 << 10
 """Buffers up to here travel inside the message; Ray itself keeps results above 100 kB in the object store."""
@@ -101,4 +111,17 @@ def _writable(buffer: Any, alone: bool) -> Any:
     return copy_bytes(buffer)
 
 
+def bare_name(call_id: int, target: str, method: str, wants_result: bool) -> str:
+    """The name of a task that is a call without arguments, as Ray's own tools show it."""
+    return f"{target}.{method}{'' if wants_result else '!'} {call_id}"
+
+
+def read_bare_name(name: str) -> tuple[int, str, str, bool]:
+    """Call, target, method and whether its result is wanted."""
+    label, _, call_id = name.rpartition(" ")
+    target, _, method = label.rpartition(".")
+    return int(call_id), target, method.removesuffix("!"), not method.endswith("!")
+
+
 _NONE = encode(None)[0]
+NO_VALUES = encode({})[0]
