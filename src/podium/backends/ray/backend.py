@@ -256,6 +256,7 @@ _users = [0, 0]  # open backends, and of those that found Ray connected by someb
 def _connect(address: str | None, init: dict[str, Any]) -> None:
     """Connect this process to Ray, unless it is."""
     if not ray.is_initialized():
+        debugger = os.environ.get("PYTHONBREAKPOINT")
         given = {**EMBEDDED, **init} if address is None else {**QUIET, **init}
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -266,6 +267,8 @@ def _connect(address: str | None, init: dict[str, Any]) -> None:
             where = "an embedded cluster" if address is None else f"address {address!r}"
             hint = "" if address is None or "RAY_AUTH_MODE" in os.environ else AUTHENTICATION
             raise ConfigError(f"connect('ray'): {where} cannot be had: {error}{hint}") from error
+        if debugger is None:  # Ray sets its own for the whole process; the script's breakpoint() shall be Python's
+            os.environ.pop("PYTHONBREAKPOINT", None)
         _users[0] = 0
     elif not _users[0]:
         _users[1] = 1  # connected by the user's own ray.init(): not ours to end
