@@ -50,20 +50,36 @@ class Head(NamedTuple):
 
     address: str
     client: str
+    directory: Path
+
+    def client_logs(self, lines: int = 20) -> str:
+        """The last lines of what Ray's servers for its clients wrote."""
+        found = sorted(self.directory.glob("session_latest/logs/ray_client_server*"))
+        return "\n".join(f"{log.name}:\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in found)
+
+    def why_no_client(self) -> str:
+        """Why Ray's own client, without Podium, does not get in; empty if it does."""
+        script = f"import ray; ray.init({self.client!r}); ray.nodes()"
+        try:
+            plain = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100.0)
+        except subprocess.TimeoutExpired:
+            return f"Ray's own client does not get in within 100 s\n{self.client_logs()}"
+        return f"Ray's own client: {plain.stderr[-500:]}\n{self.client_logs()}" if plain.returncode else ""
 
 
 @contextmanager
 def ray_head(directory: Path) -> Iterator[Head]:
     """``ray start --head`` with four CPUs, in a process of its own, until the block ends."""
     port, client_port = _free_ports(2)
-    head = Head(f"{ray.util.get_node_ip_address()}:{port}", f"ray://127.0.0.1:{client_port}")
+    head = Head(f"{ray.util.get_node_ip_address()}:{port}", f"ray://127.0.0.1:{client_port}", directory)
     options = (
         f"--port={port} --ray-client-server-port={client_port} --num-cpus=4 --object-store-memory={STORE} "
         f"--include-dashboard=false --disable-usage-stats --block --temp-dir={directory}"
     )
     with (directory / "head.log").open("w") as log:
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", *options.split()]
-        running = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        quiet = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}  # or its servers for clients fail (grpc issue 43055)
+        running = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=quiet)
     try:
         started = wait_for(lambda: "block forever until terminated" in (directory / "head.log").read_text(), 60.0)
         assert started, (directory / "head.log").read_text()

@@ -179,15 +179,8 @@ def test_a_ray_that_was_there_before_is_joined_and_left_running(head: Head, tmp_
     assert not all_gone([int(second.split()[2])], 3.0)
 
 
-@pytest.mark.parametrize("way", ["auto", "client"])
-def test_a_running_cluster_is_found(head: Head, tmp_path: Path, way: str) -> None:
-    """By RAY_ADDRESS, and through Ray's client, where even the inventory is asked for remotely."""
-    how = 'connect("ray", address="auto", preload=())' if way == "auto" else f"connect({head.client!r}, preload=())"
-    out = run_script(
-        tmp_path,
-        START
-        + f"""
-with podium.{how} as cluster:
+FOUND = """
+with podium.HOW as cluster:
     pool = cluster.pool([2], cpus=1)
     busy = cluster.start(Busy.bind(), pool, distributed=False)
     print(busy.ping(7), sorted(busy.echo(bytearray(1 << 20))[:2]))
@@ -202,11 +195,51 @@ with podium.{how} as cluster:
         busy.raise_on(1)
     except podium.errors.EndpointError as error:
         print(type(error.__cause__).__name__)
-""",
-        PYTHONPATH=ROOT,
-        RAY_ADDRESS=head.address,
-    )
+"""
+
+
+@contextmanager
+def said_by(head: Head) -> Iterator[None]:
+    """What Ray's servers for clients wrote is part of a failure."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(head.client_logs())
+        raise
+
+
+@pytest.mark.parametrize("way", ["auto", "client"])
+def test_a_running_cluster_is_found(head: Head, tmp_path: Path, way: str) -> None:
+    """By RAY_ADDRESS, and through Ray's client, where even the inventory is asked for remotely."""
+    if way == "client" and (why := head.why_no_client()):
+        pytest.skip(why)
+    how = 'connect("ray", address="auto", preload=())' if way == "auto" else f"connect({head.client!r}, preload=())"
+    with said_by(head):
+        out = run_script(tmp_path, START + FOUND.replace("HOW", how), PYTHONPATH=ROOT, RAY_ADDRESS=head.address)
     assert out.splitlines() == ["[7, 7] [0, 0]", "True", "[8, 8]", "LookupError"]
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_server_for_a_client_that_did_not_start_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Three times in all; then the error says where Ray's log is."""
+    from podium.backends.ray import backend
+
+    asked: list[Any] = []
+
+    def init(**how: Any) -> None:
+        asked.append(how["address"])
+        if len(asked) <= failures:
+            raise ConnectionAbortedError("RuntimeError: Starting Ray client server failed. See ray_client_server_1.err")
+        raise ValueError("now it was there")
+
+    monkeypatch.setattr(backend.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(backend.ray, "init", init)
+    said = "now it was there" if failures < 3 else r"ray_client_server_1\.err; .*session_latest/logs"
+    with pytest.raises(ConfigError, match=said):
+        podium.connect("ray://head", preload=())
+    assert asked == ["ray://head"] * 3
 
 
 def test_an_address_where_nothing_runs_is_named(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ ENVIRONMENT = {
 AUTHENTICATION = (
     "; if it wants a token (Ray logs InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray does not by itself"
 )
+CLIENT_STARTS = 3
+CLIENT_FAILED = ("Starting Ray client server failed", "Proxy failed to Connect")
+CLIENT_LOG = (
+    "; the log that Ray names is in its session's directory on the head node, /tmp/ray/session_latest/logs unless it "
+    "has --temp-dir. If it speaks of epoll_wait, start the head with GRPC_ENABLE_FORK_SUPPORT=0"
+)
 
 
 class RayBackend(Backend):
@@ -262,10 +268,11 @@ def _connect(address: str | None, init: dict[str, Any]) -> None:
             os.environ.setdefault(name, value)
         try:
             _knock(address or "")
-            ray.init(address="local" if address is None else address, **given)
+            _init("local" if address is None else address, given)
         except (OSError, RuntimeError, RayError, ValueError, TypeError) as error:
             where = "an embedded cluster" if address is None else f"address {address!r}"
             hint = "" if address is None or "RAY_AUTH_MODE" in os.environ else AUTHENTICATION
+            hint = CLIENT_LOG if _no_client_server(error) else hint
             raise ConfigError(f"connect('ray'): {where} cannot be had: {error}{hint}") from error
         if debugger is None:  # Ray sets its own for the whole process; the script's breakpoint() shall be Python's
             os.environ.pop("PYTHONBREAKPOINT", None)
@@ -273,6 +280,22 @@ def _connect(address: str | None, init: dict[str, Any]) -> None:
     elif not _users[0]:
         _users[1] = 1  # connected by the user's own ray.init(): not ours to end
     _users[0] += 1
+
+
+def _init(address: str, given: Mapping[str, Any]) -> None:
+    """``ray.init``. Behind ``ray://`` Ray makes a server process for each client; with grpcio 1.80 and later the fork
+    for it fails now and then (grpc issue 43055), so it is asked again."""
+    for left in reversed(range(CLIENT_STARTS)):
+        try:
+            ray.init(address=address, **given)
+            return
+        except ConnectionAbortedError as error:
+            if not left or not _no_client_server(error):
+                raise
+
+
+def _no_client_server(error: BaseException) -> bool:
+    return isinstance(error, ConnectionAbortedError) and any(said in str(error) for said in CLIENT_FAILED)
 
 
 def _knock(address: str) -> None:
