@@ -91,14 +91,14 @@ class Completion:
             temperature and, where top-k or top-p were used, over the kept set. With temperature 0 it is that of the
             chosen token at temperature 1.
         finish_reason: ``"stop"`` (ended by a stop token) or ``"length"`` (``max_new_tokens`` reached).
-        version: the version of the weights that drew it.
+        versions: int64 ``[L]``, the version of the weights that each token was drawn from.
         kept: the kept sets where top-k or top-p were used, else None.
     """
 
     token_ids: Tensor
     logprobs: Tensor
     finish_reason: FinishReason
-    version: int
+    versions: Tensor
     kept: KeptSet | None = None
 
     def __len__(self) -> int:

@@ -133,7 +133,7 @@ def _as_batch(
     versions = torch.zeros(len(sampled), dtype=torch.int64)
     if drawn:
         logprobs[sampled] = torch.cat([c.logprobs for c in drawn]).float()
-        versions[sampled] = torch.tensor([c.version for c in drawn]).repeat_interleave(runs[:, 1])
+        versions[sampled] = torch.cat([c.versions for c in drawn])
     batch = Batch(
         {
             fields.TOKENS: tokens,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import ConfigError, GenerationError
+from podium.rollout.engines.gate import WeightGate
 from podium.rollout.sampling import Completion, KeptSet, SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "EngineName", "assemble", "check_request"]
@@ -69,12 +70,22 @@ class Engine(ABC):
     What a completion is depends on its prompt, the sampling parameters, its seed and the weights, not on the other
     completions of the call, their order, or the number of ranks they are spread over. Each engine's docstring says how
     far floating-point rounding lets it keep that promise.
+
+    New weights may come while ``generate`` runs in another thread. ``gate`` keeps the two apart: no token is drawn from
+    weights of two versions, and each carries the version that drew it. An engine's docstring says how soon it lets
+    them in: between two tokens, or between two batches.
+
+    Args:
+        refusal: why nothing can be drawn yet; "" where the weights are there.
     """
 
+    def __init__(self, refusal: str = "") -> None:
+        self.gate = WeightGate(refusal)
+
     @property
-    @abstractmethod
     def version(self) -> int:
-        """The version of the weights that the next call draws from; 0 before the first ``refresh``."""
+        """The version of the weights that the next token is drawn from; 0 before the first ``refresh``."""
+        return self.gate.version
 
     @abstractmethod
     def generate(
@@ -93,10 +104,9 @@ class Engine(ABC):
         Raises:
             ConfigError: an empty prompt, an id outside the vocabulary, a wrong number of seeds, or a prompt that with
                 ``max_new_tokens`` is longer than the model's positions.
-            GenerationError: the model's logits are not finite.
+            GenerationError: the model's logits are not finite, or there are no whole weights to draw from.
         """
 
-    @abstractmethod
     def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Take the weights of ``version``, in place.
 
@@ -106,8 +116,39 @@ class Engine(ABC):
         the engine reads.
 
         Raises:
-            ConfigError: names or shapes that do not fit the model, named.
+            ConfigError: names or shapes that do not fit the model, named; the weights are then as they were.
         """
+        if weights is not None:
+            self.check_weights({name: tuple(tensor.shape) for name, tensor in weights.items()})
+        with self.gate.changing(version):
+            if weights is None:
+                self._reread()
+            else:
+                for name, tensor in weights.items():
+                    self.load(name, 0, tensor)
+            self.loaded()
+
+    # -- new weights, a part at a time: check, gate.close, load ..., loaded, gate.open ----------------------------
+
+    @abstractmethod
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise ConfigError unless tensors of these names and shapes are all that the model needs, and no more."""
+
+    @abstractmethod
+    def load(self, name: str, start: int, values: Tensor) -> None:
+        """Copy ``values`` over the rows of the weight ``name`` from ``start`` on; the gate is closed."""
+
+    @abstractmethod
+    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
+        """Rows of a weight as this engine holds them; None where it keeps them in a form of its own."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """All of the new weights are there: forget what was derived from the old; the gate is closed."""
+
+    @abstractmethod
+    def _reread(self) -> None:
+        """Bring the engine's weights to what the model that it was made with holds now; the gate is closed."""
 
     def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
         """Give back the buffers kept between calls; the next ``generate`` makes them again."""
@@ -148,11 +189,12 @@ def assemble(
     ids_CT: Tensor,
     logprobs_CT: Tensor,
     params: SamplingParams,
-    version: int,
+    versions_CT: Tensor,
     kept: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[Completion]:
     """The records of C completions from T draws each, on the CPU; what follows a first stop token is dropped.
 
+    ``versions_CT`` are those of the weights that each draw was made from.
     ``kept[c][t]`` are the ids kept for draw t of completion c, for at least its length of draws.
     """
     lengths, stopped = _lengths(ids_CT, params.stop_token_ids)
@@ -170,7 +212,7 @@ def assemble(
             ids_CT[row, :length].clone(),
             logprobs_CT[row, :length].clone(),
             "stop" if stop else "length",
-            version,
+            versions_CT[row, :length].clone(),
             None if kept is None else _kept_set(kept[row][:length]),
         )
         for row, (length, stop) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))

@@ -30,6 +30,9 @@ class TransformersEngine(Engine):
     time. The model's own generation settings are not used. In float32 the same seeds give the same ids in any batch
     except where a draw falls within rounding of the boundary between two tokens (seen: never in 114,688 tokens).
 
+    New weights come in between two batches of ``slots`` completions, since ``generate`` keeps keys and values of its
+    own: a completion is of one version, and weights may have to wait for as long as a batch takes.
+
     Args:
         config: ``slots`` and ``dtype`` are used.
         model: any ``transformers`` model with a decoder-only ``generate``.
@@ -47,16 +50,23 @@ class TransformersEngine(Engine):
             )
         self._config = config
         self._source = ModelSource(model, config.torch_dtype)
+        super().__init__(self._source.empty)
         self._pad_token_id = pad_token_id
-        self._version = 0
 
-    @property
-    def version(self) -> int:
-        return self._version
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._source.check(shapes)
 
-    def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        self._source.refresh(weights)
-        self._version = version
+    def load(self, name: str, start: int, values: Tensor) -> None:
+        self._source.load(name, start, values)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
+        return self._source.rows(name, start, stop)
+
+    def loaded(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def _reread(self) -> None:
+        self._source.gather()
 
     @torch.inference_mode()
     def generate(
@@ -66,22 +76,23 @@ class TransformersEngine(Engine):
         text_config = model.config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None)
         check_request(prompts, params, seeds, vocabulary=text_config.vocab_size, positions=positions)
-        if not self._source.ready:
-            raise ConfigError("this engine generates from a copy of the model, which holds no weights before refresh()")
         rows = [list(prompt) for prompt in prompts for _ in range(params.n)]
         ids = torch.zeros(len(rows), params.max_new_tokens, dtype=torch.int64)
         logprobs = torch.zeros(len(rows), params.max_new_tokens)
+        versions = torch.zeros_like(ids)
         kept: list[list[Tensor]] | None = [[] for _ in rows] if params.filtered else None
         with _sampling_mode(model):
             for part in self._parts(rows, bool(getattr(model, "_is_stateful", False))):
-                processor = self._draw_part([rows[i] for i in part], params, [seeds[i] for i in part])
+                with self.gate:
+                    versions[part] = self.version
+                    processor = self._draw_part([rows[i] for i in part], params, [seeds[i] for i in part])
                 count = len(processor.ids)
                 ids[part, :count] = torch.stack(processor.ids, 1).cpu()
                 logprobs[part, :count] = torch.stack(processor.logprobs, 1).cpu()
                 if kept is not None:
                     for row, index in enumerate(part):
                         kept[index] = [sets[row] for sets in processor.kept]
-        return assemble(ids, logprobs, params, self._version, kept)
+        return assemble(ids, logprobs, params, versions, kept)
 
     def _parts(self, rows: list[list[int]], one_length: bool) -> Iterator[list[int]]:
         """Indices of the rows to generate together."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from podium.errors import ConfigError
 from podium.rollout.engines.base import Engine, EngineConfig, assemble, check_request
+from podium.rollout.engines.weights import check_shapes
 from podium.rollout.sampling import Completion, SamplingParams
 
 __all__ = ["VllmEngine"]
@@ -29,6 +30,8 @@ class VllmEngine(Engine):
 
     Seeds are given to vLLM one a completion; how far a completion then depends on its batch is as vLLM has it (its own
     rounding varies with the batch). Top-k and top-p are refused, because their kept sets could not be recorded.
+
+    New weights come in between two calls of ``generate``: a completion is of one version.
 
     Args:
         config: ``slots``, ``dtype`` and ``cache_gib`` are used; without the last, vLLM decides what it takes.
@@ -49,8 +52,13 @@ class VllmEngine(Engine):
                 "engine.name=native"
             ) from error
         self._vllm: Any = vllm
+        super().__init__()
         self._model: Any = model
-        self._version = 0
+        self._shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+        }
+        self._unfinished: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}  # rows of the unfinished that have not come
         dtype = config.torch_dtype or next(model.parameters()).dtype
         limits = {} if config.cache_gib is None else {"kv_cache_memory_bytes": int(config.cache_gib * 2**30)}
         with _plain_cpu_linears(), tempfile.TemporaryDirectory(prefix="podium-vllm-") as directory:
@@ -69,18 +77,38 @@ class VllmEngine(Engine):
             )
         self.refresh(0)
 
-    @property
-    def version(self) -> int:
-        return self._version
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        check_shapes(shapes, self._shapes, [name for name, _ in self._model.named_parameters()])
 
-    def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        given = dict(self._model.named_parameters()) if weights is None else weights
-        with torch.no_grad():
-            # Gathering is a collective: every rank walks the parameters in the same order.
-            full = [(name, _full(value).detach()) for name, value in given.items()]
-            self._llm.apply_model(lambda model: model.load_weights(iter(full)))
+    def load(self, name: str, start: int, values: Tensor) -> None:
+        """vLLM takes whole tensors, so that rows of a large one wait here for the rest."""
+        shape = self._shapes[name]
+        if tuple(values.shape) == shape:
+            self._hand_over([(name, values)])
+            return
+        whole = self._unfinished.setdefault(name, torch.empty(shape, dtype=values.dtype))
+        whole[start : start + len(values)] = values
+        self._missing[name] = self._missing.get(name, shape[0]) - len(values)
+        if not self._missing[name]:
+            del self._missing[name]
+            self._hand_over([(name, self._unfinished.pop(name))])
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
+        return None  # vLLM joins and packs matrices as it likes
+
+    def loaded(self) -> None:
+        self._unfinished.clear()
+        self._missing.clear()
         self._llm.reset_prefix_cache()  # keys and values of the old weights
-        self._version = version
+
+    def _reread(self) -> None:
+        # Gathering is a collective: every rank walks the parameters in the same order.
+        for name, value in self._model.named_parameters():
+            self._hand_over([(name, _full(value).detach())])
+
+    def _hand_over(self, pairs: list[tuple[str, Tensor]]) -> None:
+        with torch.no_grad():
+            self._llm.apply_model(lambda model: model.load_weights(iter(pairs)))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
@@ -106,7 +134,9 @@ class VllmEngine(Engine):
             )
             for seed in seeds
         ]
-        outputs = self._llm.generate(requests, settings, use_tqdm=False) if requests else []
+        with self.gate:
+            version = self.version
+            outputs = self._llm.generate(requests, settings, use_tqdm=False) if requests else []
         ids = torch.zeros(len(requests), params.max_new_tokens, dtype=torch.int64)
         logprobs = torch.zeros(len(requests), params.max_new_tokens)
         for row, output in enumerate(outputs):
@@ -116,7 +146,7 @@ class VllmEngine(Engine):
             logprobs[row, : len(tokens)] = torch.tensor(
                 [step[token].logprob for token, step in zip(tokens, drawn.logprobs, strict=True)]
             )
-        return assemble(ids, logprobs, params, self._version)
+        return assemble(ids, logprobs, params, torch.full_like(ids, version))
 
 
 def _save_config(model: Any, directory: str) -> None:

@@ -2,13 +2,13 @@
 
 shared      policy's model  <---- engine reads the very same parameters; a refresh costs nothing
 copied      policy's model, sharded (FSDP2) or of another dtype  --gather, cast-->  plain copy  <---- engine
-received    engine's own model  <--copy in place--  full tensors that somebody sends
+received    engine's own model  <--copy in place--  rows of tensors that somebody sends
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from podium.errors import ConfigError
 
-__all__ = ["ModelSource"]
+__all__ = ["ModelSource", "check_shapes"]
+
+EMPTY = "this engine generates from a copy of the model, which holds no weights before refresh()"
 
 
 class ModelSource:
     """The model that an engine reads: ``model`` itself, or a plain copy where it is sharded or of another dtype.
 
-    A copy holds no weights before the first ``refresh``; ``ready`` says so.
+    A copy holds no weights before the first ``gather``; ``empty`` says so until then.
 
     Raises:
         ConfigError: a copy is needed and the model is not one that ``transformers`` can build from its configuration.
@@ -33,26 +35,51 @@ class ModelSource:
         self._source = model
         self._copied = any(map(_is_sharded, model.parameters())) or dtype not in (None, own)
         self.model = _empty_copy(model, dtype or own) if self._copied else model
-        self.ready = not self._copied
+        self.empty = EMPTY if self._copied else ""
+        self._targets: dict[str, Tensor] = {}
 
-    def refresh(self, weights: Mapping[str, Tensor] | None) -> None:
-        """Copy ``weights``, or what the source now holds, into the model that is read; nothing where it is shared."""
-        if weights is None and not self._copied:
+    def gather(self) -> None:
+        """Copy what the source now holds into the model that is read, a tensor at a time; nothing where it is shared.
+
+        A collective where the source is sharded: every rank walks the parameters in the same order.
+        """
+        if not self._copied:
             return
-        target = dict(self.model.named_parameters())
-        given = dict(self._source.named_parameters()) if weights is None else weights
-        _check_names(target, given, set(self.model.state_dict()))
         with torch.inference_mode(False), torch.no_grad():
-            for name, parameter in target.items():
-                value = given[name]
-                # A collective: every rank walks the parameters in the same order.
-                value = value.full_tensor() if _is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
-                if value.shape != parameter.shape:
-                    raise ConfigError(
-                        f"weight {name} has shape {list(value.shape)}; the engine's model has {list(parameter.shape)}"
-                    )
-                parameter.copy_(value)
-        self.ready = True
+            given = dict(self._source.named_parameters())
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(given[name].full_tensor() if _is_sharded(given[name]) else given[name])  # pyright: ignore[reportAttributeAccessIssue]
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """What :meth:`Engine.check_weights` does."""
+        needed = [name for name, _ in self.model.named_parameters()]
+        check_shapes(shapes, {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}, needed)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of one of the model's own tensors, a view."""
+        if name not in self._targets:
+            self._targets = self.model.state_dict(keep_vars=True)
+        target = self._targets[name].detach()
+        return target if not target.ndim else target[start:stop]
+
+    def load(self, name: str, start: int, values: Tensor) -> None:
+        """Copy ``values`` over the rows of ``name`` from ``start`` on."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.rows(name, start, start + len(values) if values.ndim else 0).copy_(values)
+
+
+def check_shapes(given: Mapping[str, Sequence[int]], known: Mapping[str, Sequence[int]], needed: Sequence[str]) -> None:
+    """Raise ConfigError unless ``given`` has all of ``needed``, nothing that is not ``known``, and its shapes."""
+    missing = [name for name in needed if name not in given]
+    unknown = [name for name in given if name not in known]
+    if missing or unknown:
+        raise ConfigError(
+            f"the weights do not fit the engine's model: missing {missing[:4] or 'none'} ({len(missing)}), "
+            f"unknown {unknown[:4] or 'none'} ({len(unknown)}); they must be the full tensors of the same architecture"
+        )
+    for name, shape in given.items():
+        if tuple(shape) != tuple(known[name]):
+            raise ConfigError(f"weight {name} has shape {list(shape)}; the engine's model has {list(known[name])}")
 
 
 def _is_sharded(tensor: Tensor) -> bool:
@@ -74,13 +101,3 @@ def _empty_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     twin.tie_weights()
     return twin.eval().requires_grad_(False)
-
-
-def _check_names(target: Mapping[str, Any], given: Mapping[str, Any], known: set[str]) -> None:
-    missing = [name for name in target if name not in given]
-    unknown = [name for name in given if name not in known]
-    if missing or unknown:
-        raise ConfigError(
-            f"the weights do not fit the engine's model: missing {missing[:4] or 'none'} ({len(missing)}), "
-            f"unknown {unknown[:4] or 'none'} ({len(unknown)}); they must be the full tensors of the same architecture"
-        )

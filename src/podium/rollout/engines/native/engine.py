@@ -26,6 +26,10 @@ _LENGTH_QUANTUM = 32
 class NativeEngine(Engine):
     """Decodes Llama- and Qwen-family models in slots, over the model's own parameters; see the package's docstring.
 
+    New weights come in between two tokens. Completions that were under way go on with them: what they hold of keys and
+    values is computed anew, so that each token's log-probability is that of a training forward pass with the weights
+    of its version over everything before it.
+
     Args:
         config: see ``EngineConfig``.
         model: a ``transformers`` causal language model for which ``unsupported`` gives None. Where it is unsharded and
@@ -41,19 +45,25 @@ class NativeEngine(Engine):
             raise ConfigError(f"the native engine cannot run this model: {reason}; use engine.name=transformers")
         self._config = config
         self._source = ModelSource(model, config.torch_dtype)
-        self._version = 0
+        super().__init__(self._source.empty)
         self._cache: KVCache | None = None
         self._decoder = Decoder(read_weights(self._source.model))
 
-    @property
-    def version(self) -> int:
-        return self._version
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._source.check(shapes)
 
-    def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        self._source.refresh(weights)
+    def load(self, name: str, start: int, values: Tensor) -> None:
+        self._source.load(name, start, values)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
+        return self._source.rows(name, start, stop)
+
+    def loaded(self) -> None:
         # Reading costs microseconds a layer, joins again what was torn apart, and follows a model that was moved.
         self._decoder = Decoder(read_weights(self._source.model))
-        self._version = version
+
+    def _reread(self) -> None:
+        self._source.gather()
 
     def release(self) -> None:
         self._cache = None
@@ -64,17 +74,15 @@ class NativeEngine(Engine):
     ) -> list[Completion]:
         config: Any = self._source.model.config
         check_request(prompts, params, seeds, vocabulary=config.vocab_size, positions=config.max_position_embeddings)
-        if not self._source.ready:
-            raise ConfigError("this engine generates from a copy of the model, which holds no weights before refresh()")
         if not prompts:
             return []
         longest = max(map(len, prompts)) + params.max_new_tokens
         length = -(-longest // _LENGTH_QUANTUM) * _LENGTH_QUANTUM
         slots = min(self._config.slots, len(seeds), self._affordable_slots(length))
-        self._decoder.reserve(length)
         cache = self._reserve(slots, length)
         loop = SlotLoop(
-            self._decoder,
+            self.gate,
+            lambda: self._decoder,
             cache,
             prompts,
             params,
@@ -82,8 +90,8 @@ class NativeEngine(Engine):
             slots=slots,
             prefill_tokens=self._config.prefill_tokens,
         )
-        ids, logprobs, kept = loop.run()
-        return assemble(ids, logprobs, params, self._version, kept)
+        drawn = loop.run()
+        return assemble(drawn.ids_CT, drawn.logprobs_CT, params, drawn.versions_CT, drawn.kept)
 
     def _reserve(self, slots: int, length: int) -> KVCache:
         """The cache of the last call if it is large enough, else a new one."""

@@ -11,12 +11,15 @@ The host knows without asking the device when a completion reaches its length. W
 at every step on the CPU, and every eighth on other devices, where asking empties the queue of kernels; what was drawn
 after a stop token is dropped in the end.
 
+New weights may come between two steps: ``_current_decoder`` then gives another decoder, and prompts and live slots go
+through it again before the next token is drawn.
+
 Legend: C completions of the call, S slots, A active slots, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor
 
 from podium.rollout.engines.draw import Draw, draw, uniforms
+from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache
 from podium.rollout.engines.native.decoder import Decoder, Prefill
 from podium.rollout.sampling import SamplingParams
@@ -38,10 +42,12 @@ _FREE = -1
 
 
 class Drawn(NamedTuple):
-    """What was drawn for C completions: ``ids_CT`` and ``logprobs_CT`` on the CPU, T = max_new_tokens; kept sets."""
+    """What was drawn for C completions, on the CPU, T = max_new_tokens: ids, log-probabilities, the versions of the
+    weights that they come from, and kept sets."""
 
     ids_CT: Tensor
     logprobs_CT: Tensor
+    versions_CT: Tensor
     kept: list[list[Tensor]] | None
 
 
@@ -55,7 +61,8 @@ class SlotLoop:
 
     def __init__(
         self,
-        decoder: Decoder,
+        gate: WeightGate,
+        current_decoder: Callable[[], Decoder],
         cache: KVCache,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
@@ -64,14 +71,16 @@ class SlotLoop:
         slots: int,
         prefill_tokens: int,
     ) -> None:
-        device, count = decoder.weights.device, len(seeds)
+        device, count = cache.device, len(seeds)
         self._device = device
-        self._decoder, self._cache, self._params = decoder, cache, params
+        self._gate, self._current_decoder, self._changes = gate, current_decoder, -1
+        self._cache, self._params = cache, params
         self._prompts = [list(prompt) for prompt in prompts]
         self._slots, self._prefill_tokens = slots, prefill_tokens
 
         self._ids = torch.zeros(count + 1, params.max_new_tokens, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count + 1, params.max_new_tokens, device=device)
+        self._versions = torch.zeros(count, params.max_new_tokens, dtype=torch.int64)
         self._uniforms = uniforms(torch.tensor([*seeds, 0], device=device), 0, params.max_new_tokens)
         self._kept: list[list[Tensor]] | None = [[] for _ in range(count)] if params.filtered else None
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
@@ -99,7 +108,7 @@ class SlotLoop:
             else:
                 self._shrink()
             self._decode_until_one_leaves()
-        return Drawn(self._ids[:-1].cpu(), self._logprobs[:-1].cpu(), self._kept)
+        return Drawn(self._ids[:-1].cpu(), self._logprobs[:-1].cpu(), self._versions, self._kept)
 
     def _live(self) -> np.ndarray:
         return self._owners != _FREE
@@ -125,7 +134,8 @@ class SlotLoop:
 
     def _step(self, until: int) -> None:
         tokens, positions, drawn, owners = self._views
-        logits = self._decoder.decode(tokens, positions, self._cache, until)
+        with self._gate:
+            logits = self._decoder().decode(tokens, positions, self._cache, until)
         result = draw(logits, self._params, self._uniforms[owners, drawn])
         self._record(owners, drawn, result, self._owners[: len(tokens)])
         tokens.copy_(result.ids_B)
@@ -142,6 +152,34 @@ class SlotLoop:
             for row, owner in enumerate(host_owners.tolist()):
                 if owner != _FREE:
                     self._kept[owner].append(order[row, : sizes[row]].clone())
+
+    # ---- new weights
+
+    def _decoder(self) -> Decoder:
+        """The decoder of the weights that are there now; asked for inside the gate."""
+        decoder = self._current_decoder()
+        if self._gate.changes != self._changes:
+            self._changes = self._gate.changes
+            decoder.reserve(self._cache.length)
+            self._begin_version(decoder, self._gate.version)
+        return decoder
+
+    def _begin_version(self, decoder: Decoder, version: int) -> None:
+        """Nothing that other weights computed is used from here on: not the prompts seen, nor the slots' keys."""
+        self._versions[self._next_completion :] = version
+        self._seen.clear()
+        self._next_prompt = self._next_completion // self._params.n
+        slots = self._live().nonzero()[0]
+        texts: list[list[int]] = []
+        for slot, owner in zip(slots.tolist(), self._owners[slots].tolist(), strict=True):
+            prompt = self._prompts[owner // self._params.n]
+            drawn = int(self._bases[slot]) + self._step_number - len(prompt) + 1
+            self._versions[owner, drawn:] = version
+            texts.append(prompt + self._ids[owner, : drawn - 1].tolist())  # the last one drawn is the next one fed
+        for part in _parts(texts, self._prefill_tokens):
+            seen = decoder.prefill(texts[part])
+            rows = torch.arange(part.stop - part.start, device=self._device)
+            self._cache.place(seen.keys, seen.values, rows, torch.from_numpy(slots[part]).to(self._device))
 
     # ---- slots
 
@@ -169,9 +207,10 @@ class SlotLoop:
             return
         slots = free[:count]
         owners = np.arange(self._next_completion, self._next_completion + count)
-        self._next_completion += count
         prompt_of = owners // self._params.n
-        self._prefill_to(int(prompt_of[-1]))
+        with self._gate:
+            self._prefill_to(int(prompt_of[-1]))
+        self._next_completion += count
         lengths = np.array([len(self._prompts[prompt]) for prompt in prompt_of])
 
         slot_index = torch.from_numpy(slots).to(self._device)
@@ -201,7 +240,8 @@ class SlotLoop:
         return prefill.logits_PV[rows]
 
     def _prefill_to(self, last: int) -> None:
-        """See to it that prompts up to ``last`` have been through the model, each once."""
+        """See to it that prompts up to ``last`` have been through the model, each once a version."""
+        decoder = self._decoder()
         ahead = self._slots // (_PREFILL_AHEAD * self._params.n)
         while self._next_prompt <= last:
             batch: list[int] = []
@@ -211,7 +251,7 @@ class SlotLoop:
                 if batch and width * (len(batch) + 1) > self._prefill_tokens:
                     break
                 batch.append(prompt)
-            prefill = self._decoder.prefill([self._prompts[prompt] for prompt in batch])
+            prefill = decoder.prefill([self._prompts[prompt] for prompt in batch])
             self._seen.update({prompt: (prefill, row) for row, prompt in enumerate(batch)})
             self._next_prompt += len(batch)
 
@@ -244,6 +284,18 @@ class SlotLoop:
 
 def _up(rows: int) -> int:
     return -(-rows // ROW_QUANTUM) * ROW_QUANTUM
+
+
+def _parts(texts: Sequence[Sequence[int]], most_tokens: int) -> Iterator[slice]:
+    """Cut ``texts``, in order, where a part padded to its longest would exceed ``most_tokens``; at least one each."""
+    start, width = 0, 0
+    for at, text in enumerate(texts):
+        width = max(width, len(text))
+        if at > start and width * (at + 1 - start) > most_tokens:
+            yield slice(start, at)
+            start, width = at, len(text)
+    if start < len(texts):
+        yield slice(start, len(texts))
 
 
 def _runs(prompt_of: np.ndarray, seen: dict[int, tuple[Prefill, int]]) -> list[slice]:
