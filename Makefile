@@ -16,7 +16,7 @@ TORCH_SPEC ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PEERS := ray trl verl
+PEERS := ray trl verl monarch areal
 
 ##@ Use
 quickstart: $(STAMP)  ## train a small model on a reasoning task: about five minutes on two cores

@@ -4,25 +4,32 @@
 - SharedFloor: worker processes on shared segments mapped once and touched before, one message a call. An echo costs
   the three copies that no design can avoid when a worker may write into what it got and keeps what it returns:
   controller to segment, segment to segment in the worker, segment to the joined result.
+- HopFloor: two processes of which one puts a tensor into shared memory and passes its descriptor to the other.
+- copy_s: one thread's copy of bytes, into pages that were touched before or into fresh ones.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bench import raw_hop
 from bench.raw_worker import ECHO, MESSAGE, TOUCH
 
 RAW_WORKER = Path(__file__).with_name("raw_worker.py")
+RAW_HOP = Path(__file__).with_name("raw_hop.py")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -144,3 +151,64 @@ class SharedFloor:
     def _wait(self) -> None:
         for _, replies in self._pipes:
             os.read(replies, 1)
+
+
+class HopFloor:
+    """Two processes, the producer and the consumer of a hop through shared memory."""
+
+    def __init__(self, requests_fd: int, produced_fd: int, consumed_fd: int) -> None:
+        self._requests_fd = requests_fd
+        self._replies = {"producer": produced_fd, "consumer": consumed_fd}
+
+    @classmethod
+    @contextmanager
+    def start(cls) -> Iterator[HopFloor]:
+        requests_read, requests_write = os.pipe()
+        produced_read, produced_write = os.pipe()
+        consumed_read, consumed_write = os.pipe()
+        for_producer, for_consumer = (end.detach() for end in socket.socketpair())
+        theirs = [(requests_read, produced_write, for_producer), (consumed_write, for_consumer)]
+        environment = {**os.environ, **ONE_THREAD}
+        processes = [
+            subprocess.Popen([sys.executable, str(RAW_HOP), *map(str, fds)], pass_fds=fds, env=environment)
+            for fds in theirs
+        ]
+        for fd in (fd for fds in theirs for fd in fds):
+            os.close(fd)
+        try:
+            yield cls(requests_write, produced_read, consumed_read)
+        finally:
+            os.close(requests_write)  # its end of file ends the producer, whose end ends the consumer
+            for process in processes:
+                process.wait(timeout=10)
+            os.close(produced_read)
+            os.close(consumed_read)
+
+    def hop(self, nbytes: int) -> dict[str, float]:
+        """The figures of one tensor of ones, in seconds; see bench.suites.dataplane."""
+        self._ask(raw_hop.PREPARE, nbytes)
+        put_s, _, _ = self._ask(raw_hop.PUT)
+        hop_s, inside_s, first = self._ask(raw_hop.FIRST, replier="consumer")
+        touch_s, _, pages = self._ask(raw_hop.PAGES, replier="consumer")
+        self._ask(raw_hop.DROP)
+        if (first, pages) != (1, -(-nbytes // mmap.PAGESIZE)):
+            raise AssertionError(f"{nbytes} bytes arrived as {pages} pages of ones")
+        return {"put": put_s, "hop": hop_s, "inside": inside_s, "touch": touch_s}
+
+    def _ask(self, operation: bytes, nbytes: int = 0, replier: str = "producer") -> tuple[float, float, int]:
+        """Seconds from the request to the reply, seconds inside the one who replies, the sum of what it saw."""
+        started = time.perf_counter()
+        os.write(self._requests_fd, raw_hop.MESSAGE.pack(operation, nbytes))
+        reply = os.read(self._replies[replier], raw_hop.REPLY.size)
+        seconds = time.perf_counter() - started
+        inside_s, seen = raw_hop.REPLY.unpack(reply)
+        return seconds, inside_s, seen
+
+
+def copy_s(nbytes: int, *, fresh: bool) -> float:
+    """Seconds in which one thread copies `nbytes`, into pages fresh from the kernel or touched before."""
+    source = np.ones(nbytes, dtype=np.uint8)
+    target = np.empty_like(source) if fresh else np.ones_like(source)
+    started = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - started

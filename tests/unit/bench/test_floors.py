@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.floors import PipeFloor, SharedFloor
+from bench.floors import HopFloor, PipeFloor, SharedFloor, copy_s
 
 
 def test_every_pipe_worker_answers() -> None:
@@ -29,3 +29,16 @@ def test_a_broadcast_lands_in_the_one_segment_all_workers_see() -> None:
         floor.broadcast(rows)
         assert floor._inboxes[0] is floor._inboxes[1]
         assert torch.equal(floor._inboxes[0].bytes_N.view(torch.float32), rows.view(-1))
+
+
+def test_a_hop_passes_the_tensor_and_takes_longer_the_more_of_it_is_looked_at() -> None:
+    with HopFloor.start() as floor:
+        for nbytes in (1, 4097, 1 << 20):  # the floor itself checks what arrived
+            figures = floor.hop(nbytes)
+            assert set(figures) == {"put", "hop", "inside", "touch"}
+            assert 0 < figures["inside"] < figures["hop"]
+
+
+def test_a_copy_takes_time() -> None:
+    assert copy_s(1 << 20, fresh=True) > 0
+    assert copy_s(1 << 20, fresh=False) > 0
