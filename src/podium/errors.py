@@ -10,7 +10,9 @@ PodiumError
 ├── DeadlineExceeded     a call did not finish in time (also a TimeoutError)
 ├── CallCancelled        the result of a cancelled call was asked for
 ├── SerializationError   a value cannot cross to or from a worker
-├── GenerationError      the model produced what no token can be drawn from
+├── StoreFullError       tensors to be kept by reference do not fit
+├── RefLostError         the tensors behind a reference are gone with their owner
+├── GenerationError      the model produced what no token can be drawn from, or has no whole weights
 ├── RewardError          a reward function raised, or returned what is no score
 └── CheckpointError      a checkpoint is missing, unfinished or does not fit
 
@@ -32,8 +34,10 @@ __all__ = [
     "GenerationError",
     "PlacementError",
     "PodiumError",
+    "RefLostError",
     "RewardError",
     "SerializationError",
+    "StoreFullError",
     "WorkerDied",
     "WorkerStartError",
 ]
@@ -125,8 +129,16 @@ class SerializationError(PodiumError):
     """A value cannot cross to or from a worker; names the value and the place."""
 
 
+class StoreFullError(PodiumError):
+    """Tensors to be kept by reference do not fit into their store; says who holds most of it."""
+
+
+class RefLostError(PodiumError):
+    """The tensors behind a reference are gone: the process that owned them has ended. Names it."""
+
+
 class GenerationError(PodiumError):
-    """The model produced what no token can be drawn from: logits that are not finite."""
+    """No token can be drawn: the model's logits are not finite, or its weights have not come, or only in part."""
 
 
 class RewardError(PodiumError):

@@ -26,6 +26,8 @@ from podium.runtime.host import Failure, Host, Outcome, pack_outcome
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from podium.data import Block, BlockInfo, TensorStore
+
 __all__ = ["InlineBackend"]
 
 
@@ -34,15 +36,18 @@ class _Copy(NamedTuple):
 
     data: bytes
     buffers: list[Any]
+    blocks: list[Block]
 
     def read(self, where: str) -> Any:
-        return decode(self.data, [bytearray(buffer) for buffer in self.buffers], where)
+        openers = [partial(_itself, block) for block in self.blocks]
+        return decode(self.data, [bytearray(buffer) for buffer in self.buffers], where, openers)
 
 
 class InlineBackend(Backend):
     """Args:
     threads: give every host a thread of its own, so that calls are in flight while the controller goes on.
     nodes: how many nodes to pretend, to see a multi-node layout in a debugger.
+    store_bytes: how much all hosts together may keep by reference; half of the memory unless given.
     log_dir, preload, echo: accepted for the same script's sake; output goes where the controller's goes.
     """
 
@@ -53,6 +58,7 @@ class InlineBackend(Backend):
         *,
         threads: bool = False,
         nodes: int = 1,
+        store_bytes: int | None = None,
         log_dir: str | Path | None = None,
         preload: Sequence[str] = (),
         echo: bool | None = None,
@@ -65,6 +71,8 @@ class InlineBackend(Backend):
         names = ["localhost"] if nodes == 1 else [f"node-{at}" for at in range(nodes)]
         self._nodes = [Node(name, {"cpu": cores}) for name in names]
         self._hosts: list[_InlineHost] = []
+        self._store: TensorStore | None = None
+        self._store_bytes = store_bytes
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._rendezvous = 0
 
@@ -92,6 +100,14 @@ class InlineBackend(Backend):
     def unpack(self, payload: Any) -> Any:
         return payload.read("the result") if isinstance(payload, _Copy) else payload
 
+    def store(self) -> TensorStore:
+        """The one store of all hosts."""
+        if self._store is None:
+            from podium.data import MemoryStore
+
+            self._store = MemoryStore(self._store_bytes, shared=True)
+        return self._store
+
     def close(self) -> None:
         for host in self._hosts:
             host.kill()
@@ -102,7 +118,7 @@ class InlineBackend(Backend):
 class _InlineHost(HostHandle):
     def __init__(self, backend: InlineBackend, *, alone: bool, threaded: bool) -> None:
         self._backend = backend
-        self._host = Host(ships_exceptions=False)
+        self._host = Host(ships_exceptions=False, make_store=backend.store)
         self._alone = alone
         self._executor = ThreadPoolExecutor(1, "podium-inline") if threaded else None
         self._stopped = False
@@ -151,8 +167,15 @@ def _crossing(value: Any) -> Any:
 
 
 def _copy(value: Any, where: str) -> _Copy:
-    data, buffers = encode(value, where)
-    return _Copy(data, [bytes(buffer.raw()) for buffer in buffers])  # now: the caller may change its tensors later
+    blocks: list[Block] = []
+    data, buffers = encode(value, where, blocks)
+    copies = [bytes(buffer.raw()) for buffer in buffers]  # now: the caller may change its tensors later
+    return _Copy(data, copies, blocks)
+
+
+def _itself(block: Block, info: BlockInfo) -> Block:
+    """A block crosses to another host of this process as the object it is."""
+    return block
 
 
 def _explained(failure: Failure) -> Failure:

@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from podium.data.jagged import Jagged, RowIndex
-from podium.data.memory import concat_tensors
+from podium.data.refs import TensorRef
+from podium.data.values import concat_values
 from podium.errors import DataError
 
 __all__ = ["Batch", "Column"]
 
-Column = Tensor | Jagged | list[Any]
+Column = Tensor | TensorRef | Jagged | list[Any]
 
 
 class Batch:
     """Rows with named columns and a little metadata.
 
-    A column is a dense tensor ``[B, …]``, a :class:`Jagged` of B rows, or a list of B Python objects. Operations return
-    new batches and never change this one; slices share memory with it.
+    A column is a dense tensor ``[B, …]``, a :class:`Jagged` of B rows, or a list of B Python objects. Dense tensors and
+    the values of a Jagged may be references, whose bytes stay with the worker that made them until :meth:`fetch`.
+    Operations return new batches and never change this one; slices share memory with it.
 
     Raises:
         DataError: columns of unequal length, or a column of another kind.
@@ -75,7 +77,8 @@ class Batch:
         """The column ``name`` as a tensor ``[B, …]``; DataError if it is of another kind."""
         column = self[name]
         if not isinstance(column, Tensor):
-            raise DataError(f"column {name!r} is {_kind(column)}; a dense tensor is needed here")
+            what = f"bring it here by batch.fetch({name!r})" if isinstance(column, TensorRef) else "a tensor is needed"
+            raise DataError(f"column {name!r} is {_kind(column)}; {what}")
         return column
 
     def jagged(self, name: str) -> Jagged:
@@ -92,6 +95,23 @@ class Batch:
             raise DataError(f"column {name!r} is {_kind(column)}; a Python column is needed here")
         return column
 
+    def fetch(self, *names: str) -> Batch:
+        """This batch with the columns named, or all of them, here: tensors in place of references.
+
+        Raises:
+            RefLostError: the process that owned the bytes has ended.
+        """
+        return Batch({**self._columns, **{name: _fetch(self[name]) for name in names or self}}, self.meta)
+
+    def prefetch(self, *names: str) -> Batch:
+        """Begin to bring the columns named, or all of them, here; returns itself."""
+        for name in names or self:
+            column = self[name]
+            data = column.data if isinstance(column, Jagged) else column
+            if isinstance(data, TensorRef):
+                data.prefetch()
+        return self
+
     def slice(self, start: int, stop: int) -> Batch:
         """Rows ``start:stop``, clipped to the batch as Python does; tensors are views."""
         start, stop, _ = slice(start, stop).indices(len(self))
@@ -99,7 +119,7 @@ class Batch:
         return Batch({name: _slice(column, start, stop) for name, column in self._columns.items()}, self.meta)
 
     def take(self, index: RowIndex) -> Batch:
-        """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints); copies."""
+        """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints); copies what is no reference."""
         rows = torch.as_tensor(index, dtype=torch.int64)
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
             raise DataError(f"row index outside 0..{len(self) - 1}: {int(rows.min())}..{int(rows.max())}")
@@ -129,7 +149,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Tensor columns on ``device``; Python columns unchanged."""
-        moved = {name: c if isinstance(c, list) else c.to(device) for name, c in self._columns.items()}
+        moved = {name: c if isinstance(c, list) else _fetch(c).to(device) for name, c in self._columns.items()}
         return Batch(moved, self.meta)
 
     @classmethod
@@ -156,8 +176,8 @@ class Batch:
 
 def concat_columns(name: str, columns: Sequence[Column]) -> Column:
     """Join columns of one kind row-wise; ``name`` only serves the error."""
-    if all(isinstance(column, Tensor) for column in columns):
-        return concat_tensors([column for column in columns if isinstance(column, Tensor)])
+    if all(isinstance(column, Tensor | TensorRef) for column in columns):
+        return concat_values([column for column in columns if isinstance(column, Tensor | TensorRef)])
     if all(isinstance(column, Jagged) for column in columns):
         return Jagged.concat([column for column in columns if isinstance(column, Jagged)])
     if all(isinstance(column, list) for column in columns):
@@ -166,7 +186,7 @@ def concat_columns(name: str, columns: Sequence[Column]) -> Column:
 
 
 def _rows_of(name: str, column: object) -> int:
-    if isinstance(column, Tensor):
+    if isinstance(column, Tensor | TensorRef):
         if column.dim() == 0:
             raise DataError(f"column {name!r} is a tensor without dimensions; a dense column is [B, …]")
         return len(column)
@@ -180,14 +200,21 @@ def _rows_of(name: str, column: object) -> int:
 def _kind(column: Column) -> str:
     if isinstance(column, Tensor):
         return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
-    return repr(column) if isinstance(column, Jagged) else f"list[{len(column)}]"
+    return f"list[{len(column)}]" if isinstance(column, list) else repr(column)
 
 
 def _slice(column: Column, start: int, stop: int) -> Column:
     return column.slice(start, stop) if isinstance(column, Jagged) else column[start:stop]
 
 
+def _fetch(column: Any) -> Any:
+    """``column`` itself, unless it is elsewhere."""
+    if isinstance(column, Jagged):
+        return column.fetch()
+    return column.get() if isinstance(column, TensorRef) else column
+
+
 def _take(column: Column, rows: Tensor) -> Column:
     if isinstance(column, list):
         return [column[row] for row in cast(list[int], rows.tolist())]  # pyright: ignore[reportUnknownMemberType]
-    return column.take(rows) if isinstance(column, Jagged) else column[rows.to(column.device)]
+    return column[rows.to(column.device)] if isinstance(column, Tensor) else column.take(rows)

@@ -8,12 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from podium.data.memory import concat_tensors
+from podium.data.refs import RowIndex, TensorRef
+from podium.data.values import concat_values
 from podium.errors import DataError
 
 __all__ = ["Jagged", "RowIndex"]
-
-RowIndex = Sequence[int] | Tensor
 
 
 def _ints(tensor: Tensor) -> list[int]:
@@ -23,7 +22,8 @@ def _ints(tensor: Tensor) -> list[int]:
 class Jagged:
     """B rows of unequal length: ``values [N, …]`` and ``offsets [B + 1]``.
 
-    Row i is ``values[offsets[i] : offsets[i + 1]]``.
+    Row i is ``values[offsets[i] : offsets[i + 1]]``. The values may be a reference: then ``data`` is it, rows are cut
+    and joined without touching them, and ``values`` is an error.
 
     Immutable by convention: every method returns a new object, and slices of rows share memory with it.
 
@@ -31,14 +31,17 @@ class Jagged:
         DataError: offsets that do not start at 0, decrease, or do not end at N.
     """
 
-    __slots__ = ("offsets", "values")
+    __slots__ = ("data", "offsets")
 
-    def __init__(self, values: Tensor, offsets: Tensor) -> None:
+    data: Tensor | TensorRef
+    offsets: Tensor
+
+    def __init__(self, values: Tensor | TensorRef, offsets: Tensor) -> None:
         if offsets.dtype != torch.int64 or offsets.dim() != 1 or len(offsets) == 0:
             raise DataError(f"offsets of a Jagged are int64 [B + 1], not {offsets.dtype} {list(offsets.shape)}")
         if int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets[1:] < offsets[:-1]).any()):
             raise DataError(f"offsets of a Jagged rise from 0 to the {len(values)} values; got {_ints(offsets)[:8]}…")
-        self.values = values
+        self.data = values
         self.offsets = offsets
 
     @classmethod
@@ -49,7 +52,7 @@ class Jagged:
         return cls.from_lengths(values, lengths.to(values.device))
 
     @classmethod
-    def from_lengths(cls, values: Tensor, lengths: Tensor) -> Jagged:
+    def from_lengths(cls, values: Tensor | TensorRef, lengths: Tensor) -> Jagged:
         """``values [N, …]`` cut into rows of ``lengths [B]``."""
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
@@ -59,7 +62,17 @@ class Jagged:
     def concat(cls, parts: Sequence[Jagged]) -> Jagged:
         """All rows of ``parts`` in order."""
         lengths = torch.cat([part.lengths for part in parts])
-        return cls.from_lengths(concat_tensors([part.values for part in parts]), lengths)
+        return cls.from_lengths(concat_values([part.data for part in parts]), lengths)
+
+    @property
+    def values(self) -> Tensor:
+        """``[N, …]``; DataError if they are a reference."""
+        if isinstance(self.data, TensorRef):
+            raise DataError(
+                f"the values of this Jagged are elsewhere: {self.data}; pass it to a worker, which finds tensors, or "
+                "bring it here by fetch()"
+            )
+        return self.data
 
     @property
     def lengths(self) -> Tensor:
@@ -68,13 +81,13 @@ class Jagged:
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.offsets.nbytes
+        return self.data.nbytes + self.offsets.nbytes
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __repr__(self) -> str:
-        return f"Jagged(rows={len(self)}, values={list(self.values.shape)}, {self.values.dtype})"
+        return f"Jagged(rows={len(self)}, values={list(self.data.shape)}, {self.data.dtype})"
 
     def row(self, index: int) -> Tensor:
         """Row ``index`` as a view ``[L, …]``."""
@@ -84,19 +97,26 @@ class Jagged:
         """All rows as views."""
         return list(torch.split(self.values, _ints(self.lengths)))
 
-    def like(self, values: Tensor) -> Jagged:
+    def fetch(self) -> Jagged:
+        """The same rows with their values here."""
+        return self.like(self.data.get()) if isinstance(self.data, TensorRef) else self
+
+    def like(self, values: Tensor | TensorRef) -> Jagged:
         """Other ``values [N, …]`` over the same rows."""
         return Jagged(values, self.offsets)
 
     def slice(self, start: int, stop: int) -> Jagged:
         """Rows ``start:stop``; the values are a view."""
         first, last = int(self.offsets[start]), int(self.offsets[stop])
-        return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)
+        return Jagged(self.data[first:last], self.offsets[start : stop + 1] - first)
 
     def take(self, index: RowIndex) -> Jagged:
-        """Rows in the order of ``index``; copies."""
+        """Rows in the order of ``index``; copies, unless the values are a reference."""
         rows = torch.as_tensor(index, dtype=torch.int64, device=self.offsets.device)
         lengths = self.lengths[rows]
+        if isinstance(self.data, TensorRef):
+            firsts = self.offsets[rows]
+            return Jagged.from_lengths(self.data.ranges(firsts.numpy(), (firsts + lengths).numpy()), lengths)  # pyright: ignore[reportUnknownMemberType]
         starts = torch.repeat_interleave(self.offsets[rows], lengths)
         offsets = torch.zeros(len(rows) + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar, cast, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend, Capabilities, Node
+from podium.runtime.endpoint import Returns
 from podium.runtime.group import Colocated, WorkerGroup, WorkerHandle
 from podium.runtime.hosts import HostSet, StartOptions
 from podium.runtime.mesh import Mesh
@@ -187,14 +188,14 @@ class Cluster:
         self, worker: Bound[W], pool: ResourcePool | None = None, *, into: Any = None, name: str | None = None,
         meshes: Mapping[str, Mesh] | None = None, env: Mapping[str, str] | None = None,
         timeout_s: float = ..., start_timeout_s: float = ..., distributed: bool | None = None,
-        options: Mapping[str, Any] | None = None, detached: bool = False,
+        options: Mapping[str, Any] | None = None, detached: bool = False, returns: Returns = "value",
     ) -> W: ...  # fmt: skip
     @overload
     def start(
         self, worker: ColocatedBound, pool: ResourcePool | None = None, *, into: Any = None, name: str | None = None,
         meshes: Mapping[str, Mesh] | None = None, env: Mapping[str, str] | None = None,
         timeout_s: float = ..., start_timeout_s: float = ..., distributed: bool | None = None,
-        options: Mapping[str, Any] | None = None, detached: bool = False,
+        options: Mapping[str, Any] | None = None, detached: bool = False, returns: Returns = "value",
     ) -> Colocated: ...  # fmt: skip
     def start(
         self,
@@ -210,6 +211,7 @@ class Cluster:
         distributed: bool | None = None,
         options: Mapping[str, Any] | None = None,
         detached: bool = False,
+        returns: Returns = "value",
     ) -> Any:
         """Start a worker on every slot of ``pool`` (one slot of its own if None) and wait until all are made.
 
@@ -226,6 +228,7 @@ class Cluster:
             options: the backend's own for each host, such as Ray's actor options.
             detached: the group outlives this controller; others find it by ``attach(name)``, and ``stop(name)`` ends
                 it. Its pool, if that holds anything, is detached too.
+            returns: of its endpoints that do not say themselves: "ref" leaves the tensors of results with the workers.
 
         Returns:
             A handle typed as the class: its endpoints are called on all ranks. Its ``group`` restarts and closes it.
@@ -235,6 +238,8 @@ class Cluster:
             ConfigError: not a bound Podium worker, a mesh that does not fit, or what this backend cannot do.
         """
         self._refuse_if_closed()
+        if returns not in ("value", "ref"):
+            raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
         with self._names:
             bounds = self._bounds(worker, name)
             self._starting |= bounds.keys()
@@ -246,7 +251,7 @@ class Cluster:
                 options=dict(options or {}),
                 detached=detached,
             )
-            return self._start(worker, bounds, pool, into, meshes or {}, how, timeout_s)
+            return self._start(worker, bounds, pool, into, meshes or {}, how, timeout_s, returns)
         finally:
             with self._names:
                 self._starting -= bounds.keys()
@@ -260,6 +265,7 @@ class Cluster:
         meshes: Mapping[str, Mesh],
         how: StartOptions,
         timeout_s: float,
+        returns: Returns,
     ) -> Any:
         if into is not None:
             hosts = self._hosts_of(into, pool, how)
@@ -273,7 +279,7 @@ class Cluster:
         handles: dict[str, WorkerHandle] = {}
         try:
             for worker_name, bound in bounds.items():
-                hosts.construct(worker_name, bound, meshes)
+                hosts.construct(worker_name, bound, meshes, returns)
                 group = WorkerGroup(hosts, worker_name, bound.cls, meshes, timeout_s)
                 self._groups[worker_name] = group
                 handles[worker_name] = WorkerHandle(group)

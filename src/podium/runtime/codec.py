@@ -3,6 +3,9 @@
 torch's own reduction of a tensor is in band and sends the whole storage of a row slice; the one here sends the bytes of
 the slice, as a buffer that the reader may map. cloudpickle carries what lives in ``__main__`` or a notebook by value.
 Tensors arrive on the CPU and detached, whatever device they came from.
+
+A reference (``podium.data.TensorRef``) crosses as the names of its blocks; the blocks themselves go beside the message.
+In a worker it becomes a tensor, unless its endpoint asks for references: see :func:`read_as`.
 """
 
 from __future__ import annotations
@@ -10,54 +13,114 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-from podium.errors import SerializationError
+from podium.errors import DataError, RefLostError, SerializationError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["decode", "encode"]
+    from podium.data import Block, BlockInfo, TensorRef
 
+__all__ = ["Opener", "Reading", "decode", "encode", "read_as"]
+
+T = TypeVar("T")
 Rebuild = tuple[Callable[..., Any], tuple[Any, ...]]
+Reading = Literal["tensor", "readonly", "ref"]
+"""What a reference becomes: a tensor of the reader's own, a tensor that must not be written to, or itself."""
+
+Opener = Callable[["BlockInfo"], "Block"]
+"""Makes the block that came beside a message."""
+
+
+class _Here(threading.local):
+    """How this thread reads references, and the blocks that came with what it reads just now."""
+
+    def __init__(self) -> None:
+        self.mode: Reading = "ref"
+        self.blocks: Sequence[Opener] = ()
+        self.made: dict[int, Block] = {}
+        self.opened: dict[int, tuple[Block, Any]] = {}
+
+
+_here = _Here()
 
 
 class _Encoder(cloudpickle.CloudPickler):
+    blocks: list[Any] | None = None
+    places: dict[int, int]
+
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             return _reduce_tensor(obj) or NotImplemented
+        data = sys.modules.get("podium.data")
+        if data is not None and type(obj) is data.TensorRef:
+            return _reduce_ref(obj, self.blocks, self.places)
         return cast(Any, super()).reducer_override(obj)
 
 
-def encode(value: object, where: str = "a value") -> tuple[bytes, list[pickle.PickleBuffer]]:
+def read_as(mode: Reading, read: Callable[[], T]) -> T:
+    """What ``read()`` gives where references are read so. Elsewhere, as in the controller, they stay references."""
+    before, _here.mode = _here.mode, mode
+    try:
+        return read()
+    finally:
+        _here.mode = before
+
+
+def encode(
+    value: object, where: str = "a value", blocks: list[Block] | None = None
+) -> tuple[bytes, list[pickle.PickleBuffer]]:
     """``value`` as pickle bytes and the buffers that belong to it, each of them contiguous.
+
+    Args:
+        blocks: receives the blocks that ``value`` refers to, each once; they must be carried beside the message, in
+            this order. None where a backend has no store of its own: its blocks are plain, and travel inside.
 
     Raises:
         SerializationError: it does not pickle; names ``where`` and the part of the value that fails.
     """
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
+    encoder = cast(Any, _Encoder(stream, protocol=5, buffer_callback=buffers.append))
+    encoder.blocks, encoder.places = blocks, {}
     try:
-        cast(Any, _Encoder(stream, protocol=5, buffer_callback=buffers.append)).dump(value)
+        encoder.dump(value)
     except Exception as error:  # pickle runs code of any class: whatever it raises is our user's to see
         raise SerializationError(f"{where} does not pickle: {_blame(value)}{type(error).__name__}: {error}") from error
     return stream.getvalue(), buffers
 
 
-def decode(data: bytes | memoryview, buffers: Iterable[Any], where: str = "a value") -> Any:
+def decode(
+    data: bytes | memoryview, buffers: Iterable[Any], where: str = "a value", blocks: Sequence[Opener] = ()
+) -> Any:
     """The value again. Tensors share memory with ``buffers``, which must be writable.
+
+    Args:
+        blocks: what makes each of the blocks that came beside it, in the order in which ``encode`` gave them.
 
     Raises:
         SerializationError: it does not unpickle; names ``where``.
+        RefLostError, DataError: a reference in it cannot be read.
     """
+    if blocks:
+        _here.blocks = blocks
     try:
         return pickle.loads(data, buffers=buffers)
+    except (RefLostError, DataError):
+        raise
     except Exception as error:  # unpickling runs code of any class: whatever it raises is our user's to see
         raise SerializationError(f"{where} does not unpickle: {type(error).__name__}: {error}") from error
+    finally:
+        if blocks or _here.opened:
+            _here.blocks = ()
+            _here.made.clear()
+            _here.opened.clear()
 
 
 def _blame(value: object, depth: int = 4) -> str:
@@ -77,19 +140,56 @@ def _blame(value: object, depth: int = 4) -> str:
     return ""
 
 
+def _reduce_ref(ref: TensorRef, blocks: list[Block] | None, places: dict[int, int]) -> Rebuild:
+    from podium.data import PlainBlock
+
+    parts: list[tuple[Any, ...]] = []
+    for block, offset, rows in ref.parts:
+        carried: Any = block
+        if type(block) is not PlainBlock:
+            if blocks is None:
+                raise TypeError("its tensors are in a store, and this backend carries none: .get() them first")
+            carried = places.setdefault(id(block), len(blocks))
+            if carried == len(blocks):
+                blocks.append(block)
+        parts.append((carried, block.info, offset, rows))
+    return _ref, (parts, ref.runs, ref.dtype, tuple(ref.shape))
+
+
+def _ref(parts: Sequence[tuple[Any, ...]], runs: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    from podium.data import TensorRef
+    from podium.data.refs import Part
+
+    found = TensorRef([Part(_block(at, info), offset, rows) for at, info, offset, rows in parts], runs, dtype, shape)
+    return found if _here.mode == "ref" else found.assemble(_opened, readonly=_here.mode == "readonly")
+
+
+def _block(at: int | Block, info: BlockInfo) -> Block:
+    if not isinstance(at, int):
+        return at
+    if at not in _here.made:
+        _here.made[at] = _here.blocks[at](info)
+    return _here.made[at]
+
+
+def _opened(block: Block) -> Any:
+    """A block's bytes, opened once for all that one message refers to in it."""
+    if id(block) not in _here.opened:
+        _here.opened[id(block)] = block, block.read()
+    return _here.opened[id(block)][1]
+
+
 def _reduce_tensor(tensor: torch.Tensor) -> Rebuild | None:
     import torch
 
-    plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
-    if not plain or (type(tensor) not in (torch.Tensor, torch.nn.Parameter)):
+    from podium.data.refs import flat_bytes, is_plain
+
+    if not is_plain(tensor):
         return None
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
     parameter = type(tensor) is torch.nn.Parameter
-    if flat.numel() == 0:
+    if tensor.numel() == 0:
         return _empty_tensor, (tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad)
-    if flat.is_conj() or flat.is_neg():
-        flat = flat.resolve_conj().resolve_neg()
-    raw = pickle.PickleBuffer(cast(Any, flat.view(torch.uint8)).numpy())
+    raw = pickle.PickleBuffer(flat_bytes(tensor).data)
     return _tensor, (raw, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf)
 
 

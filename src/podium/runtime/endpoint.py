@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from podium.errors import ConfigError
 from podium.runtime.call import Call
+from podium.runtime.codec import Reading
 from podium.runtime.collect import Collect, Concat, First, Gather, Nothing, Reduce
 from podium.runtime.dispatch import Arguments, Broadcast, Dispatch, Shard
 
-__all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "endpoint", "endpoints_of"]
+__all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "Returns", "endpoint", "endpoints_of"]
 
 TAKEN = ("bind", "ctx", "group")
+Returns = Literal["value", "ref"]
+"""Whether a result's tensors come to the controller, or stay with the worker that made them."""
 
 P = ParamSpec("P")
 Ret = TypeVar("Ret")
@@ -26,7 +42,8 @@ Out = TypeVar("Out")
 class EndpointSpec:
     """What was declared: the method's name and parameters, and how its calls are split and joined.
 
-    ``names`` are the parameters without ``self``; ``open_ended`` says that it takes ``**kwargs``.
+    ``names`` are the parameters without ``self``; ``open_ended`` says that it takes ``**kwargs``; ``returns`` is None
+    where the group decides.
     """
 
     name: str
@@ -36,6 +53,8 @@ class EndpointSpec:
     dispatch: Dispatch
     collect: Collect[Any, Any]
     concurrent: bool
+    returns: Returns | None = None
+    reads: Reading = "tensor"
 
     def arguments(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Name the arguments of one call.
@@ -118,6 +137,15 @@ class EndpointMethod(Generic[P, Ret, Out]):
         return cast("Endpoint[P, Out]", MethodType(self.function, instance))
 
 
+class _How(TypedDict, total=False):
+    """The arguments of :func:`endpoint` that do not change what a call returns."""
+
+    concurrent: bool
+    returns: Returns | None
+    receives: Literal["tensor", "ref"]
+    readonly: bool
+
+
 class _ToList(Protocol):
     @overload
     def __call__(
@@ -151,13 +179,13 @@ def endpoint(
 @overload
 def endpoint(function: Callable[Concatenate[Any, P], Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Gather = ..., concurrent: bool = ...) -> _ToList: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: Gather = ..., **how: Unpack[_How]) -> _ToList: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Concat | First | Reduce, concurrent: bool = ...) -> _ToSame: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: Concat | First | Reduce, **how: Unpack[_How]) -> _ToSame: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Nothing, concurrent: bool = ...) -> _ToNone: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: Nothing, **how: Unpack[_How]) -> _ToNone: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Any, Out], concurrent: bool = ...) -> _ToOut[Out]: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Any, Out], **how: Unpack[_How]) -> _ToOut[Out]: ...
 def endpoint(
     function: Callable[..., Any] | None = None,
     /,
@@ -165,6 +193,9 @@ def endpoint(
     dispatch: Dispatch | None = None,
     collect: Collect[Any, Any] | None = None,
     concurrent: bool = False,
+    returns: Returns | None = None,
+    receives: Literal["tensor", "ref"] = "tensor",
+    readonly: bool = False,
 ) -> Any:
     """Mark a worker's method, sync or async, as callable from the controller.
 
@@ -173,25 +204,38 @@ def endpoint(
         collect: how results become one; ``gather()`` unless given.
         concurrent: may run while another call runs in the same host process (on a thread of its own, or in the host's
             event loop if async). Otherwise calls run one at a time, in the order submitted.
+        returns: "ref" leaves the tensors of the result where they were made; the controller receives the same value
+            with a :class:`podium.TensorRef` in the place of each. None: as ``cluster.start(returns=...)`` says, which
+            is "value" unless given.
+        receives: "ref" hands references on as they are, to keep or to return; otherwise they arrive as tensors.
+        readonly: the method does not write to the tensors it receives by reference, so that no store need copy them.
 
     Raises:
         ConfigError: the method has positional-only parameters or ``*args``, or an argument here is of a wrong kind.
     """
     if function is not None:
-        return _declare(function, Broadcast(), Gather(), False)
+        return _declare(function, Broadcast(), Gather(), {})
     if dispatch is not None and not isinstance(dispatch, Dispatch):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"endpoint(dispatch={dispatch!r}): expected an object such as shard() or broadcast()")
     if collect is not None and not isinstance(collect, Collect):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"endpoint(collect={collect!r}): expected an object such as concat() or gather()")
 
+    if returns not in (None, "value", "ref") or receives not in ("tensor", "ref"):
+        raise ConfigError(
+            f"endpoint(returns={returns!r}, receives={receives!r}): returns is 'value' or 'ref', receives is 'tensor' "
+            "or 'ref'"
+        )
+    reads: Reading = "readonly" if readonly and receives == "tensor" else receives
+    how = {"concurrent": concurrent, "returns": returns, "reads": reads}
+
     def decorate(function: Callable[..., Any]) -> EndpointMethod[Any, Any, Any]:
-        return _declare(function, dispatch or Broadcast(), collect or Gather(), concurrent)
+        return _declare(function, dispatch or Broadcast(), collect or Gather(), how)
 
     return decorate
 
 
 def _declare(
-    function: Callable[..., Any], dispatch: Dispatch, collect: Collect[Any, Any], concurrent: bool
+    function: Callable[..., Any], dispatch: Dispatch, collect: Collect[Any, Any], how: Mapping[str, Any]
 ) -> EndpointMethod[Any, Any, Any]:
     if function.__name__ in TAKEN:
         raise ConfigError(
@@ -218,7 +262,9 @@ def _declare(
         open_ended=len(named) < len(parameters),
         dispatch=dispatch,
         collect=collect,
-        concurrent=concurrent,
+        concurrent=how.get("concurrent", False),
+        returns=how.get("returns"),
+        reads=how.get("reads", "tensor"),
     )
     return EndpointMethod(function, spec)
 

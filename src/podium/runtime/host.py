@@ -22,14 +22,20 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from types import FrameType, MappingProxyType, TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-from podium.errors import SerializationError
+from podium.errors import SerializationError, StoreFullError
+from podium.runtime.codec import Reading, read_as
 from podium.runtime.context import WorkerContext, current_context
+from podium.runtime.endpoint import Returns, endpoints_of
 from podium.runtime.worker import Bound, Worker
+
+if TYPE_CHECKING:
+    from podium.data import TensorStore
 
 __all__ = ["Failure", "Host", "Outcome", "Status", "Values", "pack_outcome"]
 
@@ -78,22 +84,36 @@ class Status:
     running: tuple[tuple[str, float, str], ...]
 
 
+class _Function(NamedTuple):
+    """What a request runs, how it reads references, and under what label its results are kept here, if they are."""
+
+    call: Callable[..., Any]
+    context: WorkerContext | None
+    reads: Reading = "tensor"
+    keeps: str = ""
+
+
 class Outcome(NamedTuple):
-    """What came of a request. ``value`` is the result, a :class:`Failure`, or None if cancelled."""
+    """What came of a request. ``value`` is the result, a :class:`Failure`, or None if cancelled; ``keep`` leaves its
+    tensors here, where the endpoint returns references."""
 
     status: Literal["ok", "error", "cancelled"]
     value: Any
     started_ns: int
     ended_ns: int
+    keep: Callable[[Any], Any] | None = None
 
 
 def pack_outcome(outcome: Outcome, wants_result: bool, pack: Callable[[Any], P]) -> tuple[Outcome, P]:
-    """An outcome and its value as ``pack`` makes it; a result that does not pickle becomes an error."""
+    """An outcome and its value as ``pack`` makes it; a result that does not pickle, or that the store has no room for,
+    becomes an error."""
     value = None if outcome.status == "ok" and not wants_result else outcome.value
     try:
+        if value is not None and outcome.keep is not None:
+            value = outcome.keep(value)
         return outcome, pack(value)
-    except SerializationError as error:
-        failure = Failure("SerializationError", str(error), str(error.__cause__ or ""), error, False)
+    except (SerializationError, StoreFullError) as error:
+        failure = Failure(type(error).__name__, str(error), str(error.__cause__ or ""), error, False)
         return outcome._replace(status="error", value=failure), pack(failure)
 
 
@@ -114,17 +134,22 @@ class Host:
 
     Args:
         ships_exceptions: the outcome leaves this process, so an exception is pickled.
+        make_store: makes the store of what stays here by reference, when it is first needed; a plain one unless given,
+            whose blocks travel with the messages that refer to them.
     """
 
-    def __init__(self, *, ships_exceptions: bool = True) -> None:
+    def __init__(self, *, ships_exceptions: bool = True, make_store: Callable[[], TensorStore] | None = None) -> None:
         self.workers: dict[str, Worker] = {}
         self._ships_exceptions = ships_exceptions
+        self._make_store = make_store or _plain_store
+        self._store: TensorStore | None = None
+        self._returns: dict[str, Returns] = {}
         self._running: dict[int, _Running] = {}
         self._cancelled: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._functions: dict[tuple[str, str], tuple[Callable[..., Any], WorkerContext | None]] = {}
+        self._functions: dict[tuple[str, str], _Function] = {}
         self._owns_process_group = False
         self._record: Any = None
 
@@ -140,12 +165,13 @@ class Host:
         running = self._running[call_id] = _Running(f"{target}.{method}" if target else method)
         token = None
         try:
-            function, context = self._functions.get((target, method)) or self._find(target, method)
+            function, context, reads, keeps = self._functions.get((target, method)) or self._find(target, method)
             token = current_context.set(context)
-            result = function(**(values() if callable(values) else values))
+            result = function(**(read_as(reads, values) if callable(values) else values))
             if inspect.iscoroutine(result):
                 result = self._await(running, result)
-            return Outcome("ok", result, started, time.monotonic_ns())
+            keep = partial(self._keep, keeps) if keeps else None
+            return Outcome("ok", result, started, time.monotonic_ns(), keep)
         except asyncio.CancelledError:
             return Outcome("cancelled", None, started, time.monotonic_ns())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary: everything a worker raises is translated
@@ -166,16 +192,27 @@ class Host:
             self._pool = ThreadPoolExecutor(32, "podium-concurrent")
         self._pool.submit(lambda: done(self.execute(call_id, target, method, values)))
 
-    def _find(self, target: str, method: str) -> tuple[Callable[..., Any], WorkerContext | None]:
+    def _find(self, target: str, method: str) -> _Function:
         if not target:
-            found: tuple[Callable[..., Any], WorkerContext | None] = getattr(self, f"do_{method}"), None
+            found = _Function(getattr(self, f"do_{method}"), None)
         else:
             if target not in self.workers:
                 raise RuntimeError(f"no worker {target!r} in this host; it has {sorted(self.workers)}")
             worker = self.workers[target]
-            found = getattr(worker, method), worker.ctx
+            spec = endpoints_of(type(worker)).get(method)
+            returns = (spec.returns if spec else None) or self._returns.get(target)
+            keeps = f"{target}.{method} of rank {worker.ctx.rank} on {worker.ctx.node}" if returns == "ref" else ""
+            found = _Function(getattr(worker, method), worker.ctx, spec.reads if spec else "tensor", keeps)
         self._functions[target, method] = found
         return found
+
+    def _keep(self, label: str, value: Any) -> Any:
+        """``value`` with its tensors in this host's store."""
+        from podium.data import keep
+
+        if self._store is None:
+            self._store = self._make_store()
+        return keep(value, self._store, label)
 
     def _await(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
@@ -206,8 +243,11 @@ class Host:
 
     # -- what the controller asks of the host itself ---------------------------------------------------------------
 
-    def do_construct(self, name: str, bound: Bound[Any], context: WorkerContext, distributed: bool | None) -> None:
+    def do_construct(
+        self, name: str, bound: Bound[Any], context: WorkerContext, distributed: bool | None, returns: Returns = "value"
+    ) -> None:
         """Join the process group if there is one to join, and make the worker."""
+        self._returns[name] = returns
         wanted = distributed or (distributed is None and "torch" in sys.modules)
         if wanted and context.rendezvous:
             self._join(context)
@@ -321,6 +361,12 @@ class Host:
         )
         kept = _pickled(error) if self._ships_exceptions else error
         return Failure(type(error).__name__, message, text, kept, secondary)
+
+
+def _plain_store() -> TensorStore:
+    from podium.data import MemoryStore
+
+    return MemoryStore()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -12,6 +12,7 @@ from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend, Death, HostHandle, HostSpec, Place, Reply, Request
 from podium.runtime.context import WorkerContext
+from podium.runtime.endpoint import Returns
 from podium.runtime.exchange import Exchange
 from podium.runtime.flight import Outgoing
 from podium.runtime.mesh import Mesh
@@ -41,6 +42,7 @@ class _Constructed:
     name: str
     bound: Bound[Any]
     meshes: Mapping[str, Mesh]
+    returns: Returns = "value"
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class HostSet(Exchange):
         """Process id of each host, in rank order; 0 where it has no process of its own."""
         return tuple(handle.pid for handle in self._handles)
 
-    def construct(self, name: str, bound: Bound[Any], meshes: Mapping[str, Mesh]) -> None:
+    def construct(self, name: str, bound: Bound[Any], meshes: Mapping[str, Mesh], returns: Returns = "value") -> None:
         """Make a worker in every host.
 
         Raises:
@@ -114,7 +116,7 @@ class HostSet(Exchange):
         """
         if self.attached:
             raise ConfigError(f"group {self.name} is another controller's: no worker can be added to it")
-        worker = _Constructed(name, bound, MappingProxyType({"default": Mesh(dp=self.size), **meshes}))
+        worker = _Constructed(name, bound, MappingProxyType({"default": Mesh(dp=self.size), **meshes}), returns)
         self._construct(worker)
         self.workers[name] = worker
 
@@ -225,7 +227,12 @@ class HostSet(Exchange):
 
     def _construct(self, worker: _Constructed) -> None:
         own = [{"context": replace(c, role=worker.name, meshes=worker.meshes)} for c in self._contexts]
-        shared = {"name": worker.name, "bound": worker.bound, "distributed": self.options.distributed}
+        shared = {
+            "name": worker.name,
+            "bound": worker.bound,
+            "distributed": self.options.distributed,
+            "returns": worker.returns,
+        }
         everyone = range(self.size)
         label = f"{worker.bound.cls.__name__}.__init__"
         out = Outgoing("", "construct", everyone, shared, own, ())

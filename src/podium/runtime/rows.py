@@ -1,4 +1,4 @@
-"""Row operations on everything that can be sharded: Batch, Jagged, tensor, list, and dicts of them.
+"""Row operations on everything that can be sharded: Batch, Jagged, tensor, reference, list, and dicts of them.
 
 torch is imported only when it is already loaded: a value of another module cannot be a tensor before that.
 """
@@ -6,13 +6,10 @@ torch is imported only when it is already loaded: a value of another module cann
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from podium.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["concat_rows", "count_rows", "slice_rows", "take_rows", "token_lengths"]
 
@@ -38,7 +35,7 @@ def count_rows(value: object, where: str) -> int:
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:
-    """Rows ``start:stop``; tensors are views."""
+    """Rows ``start:stop``; tensors are views, and of a reference no byte is touched."""
     if isinstance(value, Mapping):
         return {key: slice_rows(entry, start, stop) for key, entry in cast(Mapping[Any, Any], value).items()}
     return value.slice(start, stop) if hasattr(value, "slice") else value[start:stop]
@@ -62,6 +59,8 @@ def concat_rows(parts: Sequence[Any], where: str) -> Any:
         ConfigError: parts without rows, or of different kinds.
     """
     first = parts[0]
+    if all(map(_is_values, parts)):
+        return _concat_with(_data().concat_values, parts, where)
     if any(type(part) is not type(first) for part in parts):
         raise ConfigError(f"{where}: ranks returned different kinds: {[type(part).__name__ for part in parts]}")
     if isinstance(first, Mapping):
@@ -75,14 +74,7 @@ def concat_rows(parts: Sequence[Any], where: str) -> Any:
     if isinstance(first, list):
         return [row for part in parts for row in part]
     if _is_table(first):
-        try:
-            return first if len(parts) == 1 else cast(Any, type(first)).concat(parts)
-        except DataError as error:
-            raise ConfigError(f"{where}: {error}") from error
-    if _is_tensor(first) and first.dim() > 0:
-        import podium.data
-
-        return podium.data.concat_tensors(parts)
+        return first if len(parts) == 1 else _concat_with(cast(Any, type(first)).concat, parts, where)
     raise ConfigError(f"{where} returned {type(first).__name__}, which has no rows for concat() to join; use gather()")
 
 
@@ -101,18 +93,31 @@ def token_lengths(value: Any, where: str) -> list[int]:
     return columns["tokens" if "tokens" in names else names[0]].lengths.tolist()
 
 
-def _is_tensor(value: object) -> bool:
+def _concat_with(join: Callable[[Sequence[Any]], Any], parts: Sequence[Any], where: str) -> Any:
+    try:
+        return join(parts)
+    except DataError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _is_values(value: Any) -> bool:
+    """Whether it is a tensor with rows, here or elsewhere."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    if torch is None or (not isinstance(value, torch.Tensor) and not hasattr(value, "places")):
+        return False
+    return isinstance(value, torch.Tensor | _data().TensorRef) and value.dim() > 0
 
 
 def _is_table(value: object) -> bool:
-    if "podium.data" not in sys.modules:
-        return False
-    from podium.data import Batch, Jagged
-
-    return isinstance(value, Batch | Jagged)
+    return "podium.data" in sys.modules and isinstance(value, _data().Batch | _data().Jagged)
 
 
 def _has_rows(value: Any) -> bool:
-    return _is_table(value) or (_is_tensor(value) and value.dim() > 0)
+    return _is_table(value) or _is_values(value)
+
+
+def _data() -> Any:
+    """The module with Batch and its kin, which loads torch."""
+    import podium.data
+
+    return podium.data

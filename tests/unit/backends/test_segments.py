@@ -87,7 +87,7 @@ def test_readers_write_into_pages_of_their_own() -> None:
     pool = SegmentPool()
     lease = pool.take(MIB)
     lease.segment.memory[:] = 1
-    readers = [map_segment(os.dup(lease.segment.fd), MIB, lambda: None) for _ in range(2)]
+    readers = [map_segment(lease, MIB) for _ in range(2)]
     readers[0][:10] = 7
     assert readers[1][:10].tolist() == [1] * 10
     assert lease.segment.memory[:10].tolist() == [1] * 10
@@ -105,12 +105,13 @@ def open_descriptors(fd: int) -> int:
     return found
 
 
-def test_a_mapping_is_released_with_its_last_view() -> None:
-    pool, released = SegmentPool(), list[int]()
-    lease = pool.take(MIB)
+def test_an_adopted_segment_is_released_with_its_last_view() -> None:
+    writer, reader, released = SegmentPool(), SegmentPool(), list[int]()
+    lease = writer.take(MIB)
     before = open_descriptors(lease.segment.fd)
-    memory = map_segment(os.dup(lease.segment.fd), MIB, lambda: released.append(1))
-    assert open_descriptors(lease.segment.fd) == before + 1, "the mapping's own, not the descriptor that came"
+    adopted = reader.adopt(os.dup(lease.segment.fd), MIB, lambda: released.append(1))
+    memory = map_segment(adopted, MIB)
+    del adopted
     view = memory[100:200].view()
     del memory
     gc.collect()
@@ -120,4 +121,23 @@ def test_a_mapping_is_released_with_its_last_view() -> None:
     assert released == [1]
     assert open_descriptors(lease.segment.fd) == before
     del lease
+    writer.close()
+
+
+def test_an_adopted_segment_is_passed_on_until_its_last_holder_is_done() -> None:
+    pool, released = SegmentPool(), list[int]()
+    source = pool.take(MIB)
+    lease = pool.adopt(os.dup(source.segment.fd), MIB, lambda: released.append(1))
+    number = lease.segment.number
+    for holder in ("a", "b", "b"):
+        pool.hold(lease.segment, holder)
+    del lease
+    pool.release(number, "b")
+    pool.forget("a")
+    assert released == []
+    pool.release(number, "b")
+    assert released == [1]
+    pool.release(number, "b")
+    assert released == [1]
+    del source
     pool.close()

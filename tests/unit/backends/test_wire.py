@@ -9,10 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from podium.backends.local.outbox import Outbox
 from podium.backends.local.segments import SegmentPool
-from podium.backends.local.wire import INLINE_LIMIT, Receiver, Releases, pack, read_parcel, released, send_message
+from podium.backends.local.store import LocalStore
+from podium.backends.local.wire import (
+    INLINE_LIMIT,
+    MOST_FDS,
+    Receiver,
+    Releases,
+    pack,
+    read_parcel,
+    released,
+    send_message,
+)
+from podium.data import keep
+from podium.runtime.codec import read_as
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -35,14 +48,14 @@ def segments() -> Iterator[SegmentPool]:
 def carry(value: Any, segments: SegmentPool, pair: Pair) -> tuple[Any, int]:
     """``value`` after its way through the sockets, and how many descriptors came along."""
     parcel = pack(value, segments)
-    wire, fds = parcel.wire, list[int]()
-    if parcel.lease is not None:
-        segments.hold(parcel.lease.segment, "reader")
-        fds = [parcel.lease.segment.fd]
+    wire = parcel.wire
+    for lease in parcel.leases:
+        segments.hold(lease.segment, "reader")
+    fds = [lease.segment.fd for lease in parcel.leases]
     send_message(pair[0], b"A" + wire, fds, wait=True)
     message, received = Receiver().receive(pair[1], wait=True)
     count = len(received)
-    inbound, end = read_parcel(message, 1, received, Releases(pair[1]))
+    inbound, end = read_parcel(message, 1, received, Releases(pair[1]), SegmentPool())
     assert end == len(message)
     return inbound.read(), count
 
@@ -68,16 +81,38 @@ def test_many_buffers_and_empty_ones(segments: SegmentPool, pair: Pair) -> None:
 def test_a_parcel_that_is_dropped_unread_lets_go_of_its_segment(segments: SegmentPool, pair: Pair) -> None:
     parcel = pack(np.zeros(1 << 20, dtype=np.uint8), segments)
     wire = parcel.wire
-    assert parcel.lease is not None
-    number = parcel.lease.segment.number
+    (lease,) = parcel.leases
+    number = lease.segment.number
     before = len(os.listdir("/proc/self/fd"))
-    send_message(pair[0], b"A" + wire, [parcel.lease.segment.fd], wait=True)
+    send_message(pair[0], b"A" + wire, [lease.segment.fd], wait=True)
     message, fds = Receiver().receive(pair[1], wait=True)
-    inbound, _ = read_parcel(message, 1, fds, Releases(pair[1]))
+    inbound, _ = read_parcel(message, 1, fds, Releases(pair[1]), SegmentPool())
     del inbound
     answer, _ = Receiver().receive(pair[0], wait=True)
     assert released(answer) == (number,)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("count", [1, MOST_FDS, MOST_FDS + 1, 2 * MOST_FDS, 555])
+def test_more_blocks_than_one_message_has_room_for(count: int, segments: SegmentPool, pair: Pair) -> None:
+    store = LocalStore(segments)
+    refs = [keep(torch.full((INLINE_LIMIT,), float(at)), store, f"maker {at}") for at in range(count)]
+    pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    parcel = pack(refs, segments)
+    wire, fds = parcel.wire, [lease.segment.fd for lease in parcel.leases]
+    assert len(fds) in (count, count + 1), "the pickle itself may need a segment"
+    outbox = Outbox(pair[0], lambda fd: None)
+    outbox.send(b"A" + wire, fds)
+    outbox.send(b"B", [])
+    receiver, theirs = Receiver(), SegmentPool()
+    message, received = receiver.receive(pair[1], wait=True)
+    inbound, _ = read_parcel(message, 1, received, Releases(pair[1]), theirs)
+    assert bytes(receiver.receive(pair[1], wait=True)[0]) == b"B"
+    back = read_as("tensor", inbound.read)
+    assert [float(tensor[-1]) for tensor in back] == list(range(count))
+    del back, inbound, refs, parcel
+    assert store.usage().nbytes == 0
+    assert theirs.usage()[0] == 0
 
 
 def test_releases_that_a_full_socket_does_not_take_go_with_the_next(pair: Pair) -> None:

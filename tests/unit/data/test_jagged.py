@@ -46,7 +46,7 @@ def test_take_copies_rows_in_the_order_given(index: list[int]) -> None:
     taken = jagged.take(index)
     assert lists(taken) == [lists(jagged)[row] for row in index]
     assert lists(jagged.take(torch.tensor(index, dtype=torch.int64))) == lists(taken)
-    taken.values += 100
+    taken.values.add_(100)
     assert lists(jagged) == [[1, 2, 3], [], [4], [5, 6]]
 
 

@@ -69,6 +69,8 @@ class LocalBackend(Backend):
     log_dir: where each host's output goes, ``LABEL.log``; a private directory unless given.
     echo: also print each host's output here, every line with its host's label; done unless there is a ``log_dir``.
     nodes: how many nodes to pretend this machine is, to try a multi-node layout.
+    store_bytes: how much each worker may keep by reference; half of the memory unless given.
+    spill_dir: a directory on disk for what is above; an error unless given.
     """
 
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
@@ -80,6 +82,8 @@ class LocalBackend(Backend):
         log_dir: str | Path | None = None,
         echo: bool | None = None,
         nodes: int = 1,
+        store_bytes: int | None = None,
+        spill_dir: str | Path | None = None,
     ) -> None:
         if not sys.platform.startswith("linux"):
             raise ConfigError(
@@ -89,6 +93,9 @@ class LocalBackend(Backend):
             raise ConfigError(f"connect('local', nodes={nodes}): at least one")
         if isinstance(preload, str):
             raise ConfigError(f"connect('local', preload={preload!r}): a sequence of module names, as in [{preload!r}]")
+        if spill_dir is not None and not Path(spill_dir).is_dir():
+            raise ConfigError(f"connect('local', spill_dir={str(spill_dir)!r}): there is no such directory")
+        self._store = store_bytes, "" if spill_dir is None else str(Path(spill_dir).absolute())
         self._accelerators = accelerators()
         self._nodes = _nodes(nodes, len(self._accelerators))
         _raise_descriptor_limit()
@@ -180,6 +187,7 @@ class LocalBackend(Backend):
             log_path=str(log_path),
             cwd=os.getcwd(),
             sys_path=[path or os.getcwd() for path in sys.path],
+            store=self._store,
         )
         try:
             fds = [their_calls.fileno(), their_control.fileno()]
@@ -310,7 +318,7 @@ class _LocalHost(HostHandle):
                     self._backend.segments.release(number, self.token)
                 return True
             _, call_id, status, started, ended = ANSWER.unpack_from(message)
-            payload = read_answer(message, fds, self._releases)
+            payload = read_answer(message, fds, self._releases, self._backend.segments)
         done = self._pending.pop(call_id, None)
         if done is not None:
             done(Reply(STATUSES[status], payload, started, ended))
@@ -330,7 +338,7 @@ def _encode(request: Request) -> tuple[bytes, list[Lease]]:
     parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
     wires = [parcel.wire for parcel in parcels]
     message = b"".join([CALL.pack(b"C", request.call_id, len(header)), header, *wires])
-    return message, [parcel.lease for parcel in parcels if parcel.lease is not None]
+    return message, [lease for parcel in parcels for lease in parcel.leases]
 
 
 def _start_server(theirs: socket.socket, preload: list[str], private: str) -> subprocess.Popen[bytes]:

@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from podium.backends.local.segments import SegmentPool
 from podium.backends.local.wire import (
@@ -23,6 +24,7 @@ from podium.backends.local.wire import (
     EMPTY,
     RELEASE,
     STATUSES,
+    Inbound,
     Parcel,
     Receiver,
     Releases,
@@ -30,20 +32,25 @@ from podium.backends.local.wire import (
     read_parcel,
     released,
     send_message,
+    split_message,
 )
 from podium.backends.process import settle_in
-from podium.errors import SerializationError
-from podium.runtime.host import Failure, Host, Outcome, pack_outcome
+from podium.runtime.host import Host, Outcome, Values, pack_outcome
+
+if TYPE_CHECKING:
+    from podium.data import TensorStore
 
 __all__ = ["main"]
 
 _Header = tuple[str, str, bool, bool]
 
 
-def main(calls_fd: int, control_fd: int, threads: int, cwd: str, sys_path: list[str]) -> NoReturn:
+def main(
+    calls_fd: int, control_fd: int, threads: int, cwd: str, sys_path: list[str], store: tuple[int | None, str]
+) -> NoReturn:
     """Run until told to shut down or until the controller is gone; never returns."""
     _prepare(threads, cwd, sys_path)
-    process = _HostProcess(socket.socket(fileno=calls_fd), socket.socket(fileno=control_fd))
+    process = _HostProcess(socket.socket(fileno=calls_fd), socket.socket(fileno=control_fd), store)
     threading.Thread(target=process.serve_control, name="podium-control", daemon=True).start()
     code = 1
     try:
@@ -68,11 +75,13 @@ def _prepare(threads: int, cwd: str, sys_path: list[str]) -> None:
 
 
 class _HostProcess:
-    def __init__(self, calls: socket.socket, control: socket.socket) -> None:
+    def __init__(self, calls: socket.socket, control: socket.socket, store: tuple[int | None, str]) -> None:
         self._calls = calls
         self._control = control
-        self._host = Host()
+        self._store = store
+        self._host = Host(make_store=self._make_store)
         self._segments = SegmentPool()
+        self._sending = threading.Lock()
         self._releases = Releases(calls)
         self._none = pack(None, self._segments)
         self._headers: dict[bytes, _Header] = {}
@@ -84,9 +93,6 @@ class _HostProcess:
             if not message:
                 os.killpg(0, signal.SIGKILL)
             call_id, target, method, wants, values = self._read(message, fds)
-            if isinstance(values, SerializationError):
-                self._answer(call_id, Outcome("error", _unreadable(values), 0, 0), wants)
-                continue
             outcome = self._host.execute(call_id, target, method, values)
             del values  # its tensors may be the last readers of a segment
             self._answer(call_id, outcome, wants)
@@ -105,14 +111,11 @@ class _HostProcess:
                     self._segments.release(number, "controller")
                 continue
             call_id, target, method, wants, values = self._read(message, fds)
-            if isinstance(values, SerializationError):
-                self._answer(call_id, Outcome("error", _unreadable(values), 0, 0), wants)
-                continue
             self._host.execute_concurrently(
                 call_id, target, method, values, lambda outcome, c=call_id, w=wants: self._answer(c, outcome, w)
             )
 
-    def _read(self, message: memoryview, fds: list[int]) -> tuple[int, str, str, bool, Any]:
+    def _read(self, message: memoryview, fds: list[int]) -> tuple[int, str, str, bool, Values]:
         _, call_id, length = CALL.unpack_from(message)
         at = CALL.size + length
         header = bytes(message[CALL.size : at])
@@ -122,28 +125,32 @@ class _HostProcess:
         target, method, wants, has_own = known
         if not has_own and len(message) == at + len(EMPTY) and bytes(message[at:]) == EMPTY:
             return call_id, target, method, wants, {}
-        shared, at = read_parcel(message, at, fds, self._releases)
-        own = read_parcel(message, at, fds, self._releases)[0] if has_own else None
-        try:
-            values = shared.read()
-            return call_id, target, method, wants, {**values, **own.read()} if own is not None else values
-        except SerializationError as error:
-            return call_id, target, method, wants, SerializationError(f"an argument of {target}.{method}: {error}")
+        shared, at = read_parcel(message, at, fds, self._releases, self._segments)
+        parcels = [shared]
+        if has_own:
+            parcels.append(read_parcel(message, at, fds, self._releases, self._segments)[0])
+        return call_id, target, method, wants, partial(_read_all, parcels, f"an argument of {target}.{method}")
+
+    def _make_store(self) -> TensorStore:
+        from podium.backends.local.store import LocalStore
+
+        return LocalStore(self._segments, *self._store)
 
     def _answer(self, call_id: int, outcome: Outcome, wants: bool) -> None:
         if outcome.status == "ok" and (outcome.value is None or not wants):
             parcel = self._none
         else:
             outcome, parcel = pack_outcome(outcome, wants, self._packed)
-        status, _, started, ended = outcome
+        status, _, started, ended, _ = outcome
         wire = parcel.wire
-        fds: list[int] = []
         message = ANSWER.pack(b"A", call_id, STATUSES.index(status), started, ended) + wire
-        if parcel.lease is not None:
-            self._segments.hold(parcel.lease.segment, "controller")
-            fds.append(parcel.lease.segment.fd)
+        for lease in parcel.leases:
+            self._segments.hold(lease.segment, "controller")
+        fds = [lease.segment.fd for lease in parcel.leases]
         try:
-            send_message(self._calls, message, fds, wait=True)
+            with self._sending:  # nothing comes between the parts of one message
+                for part, some in split_message(message, fds) if fds else [(message, fds)]:
+                    send_message(self._calls, part, some, wait=True)
         except OSError:
             os.killpg(0, signal.SIGKILL)  # nobody left to answer
 
@@ -153,5 +160,8 @@ class _HostProcess:
         return parcel
 
 
-def _unreadable(error: SerializationError) -> Failure:
-    return Failure("SerializationError", str(error), str(error.__cause__ or ""), error, False)
+def _read_all(parcels: list[Inbound], what: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    while parcels:  # none of them outlives the call's own hold on the values
+        values |= parcels.pop(0).read(what)
+    return values

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from podium.backends.local.wire import send_message
+from podium.backends.local.wire import MOST_FDS, send_message, split_message
 
 __all__ = ["Outbox"]
 
@@ -27,6 +27,10 @@ class Outbox:
 
     def send(self, message: bytes, fds: Sequence[int]) -> None:
         """Send now if the socket takes it, else later; dropped if the other end is gone. One thread at a time."""
+        if len(fds) > MOST_FDS:
+            for part, some in split_message(message, fds):
+                self.send(part, some)
+            return
         if not self._late:
             with contextlib.suppress(BlockingIOError):
                 self._send_now(message, fds)

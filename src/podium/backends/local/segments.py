@@ -4,6 +4,12 @@ A *segment* is a memfd of its writer. It is passed as a descriptor, so there is 
 frees it when the last process lets go, however that process ended. Readers map it privately: what they write stays
 theirs. A reader says when it is done (:func:`map_segment`'s ``release``); only then is the segment written again.
 Memory touched before is three times faster to write than fresh memory, which is why segments are kept.
+
+A process may pass on a segment that it was sent: it *adopts* it, and tells the sender that it is done when nobody here
+and nobody whom it passed it on to needs it any more:
+
+    writer ──fd──▶ controller ──fd──▶ reader          each holds its own descriptor; the writer may die
+           ◀─done─            ◀─done─                 each tells the one that it got the segment from
 """
 
 from __future__ import annotations
@@ -12,8 +18,9 @@ import mmap
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -26,25 +33,38 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Segment:
-    """One memfd, mapped for writing. ``holders`` counts, for each reader, how many times it was sent there."""
+    """One memfd, or unlinked file, of this process. ``holders`` counts, for each holder, how many times it was sent
+    there; ``label`` says what it holds, where it is kept by reference."""
 
-    def __init__(self, number: int, nbytes: int) -> None:
+    def __init__(self, number: int, nbytes: int, fd: int, ended: Callable[[], None] | None = None) -> None:
         self.number = number
         self.nbytes = nbytes
-        self.fd = os.memfd_create(f"podium-{number}", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, nbytes)
-        self._map = mmap.mmap(self.fd, nbytes)
-        self.memory: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.fd = fd
+        self.ended = ended
+        self.label = ""
         self.holders: dict[object, int] = {}
+        self._map: mmap.mmap | None = None
+        self._memory: Bytes | None = None
+
+    @property
+    def memory(self) -> Bytes:
+        """uint8 ``[nbytes]`` to write into."""
+        if self._memory is None:
+            self._map = mmap.mmap(self.fd, self.nbytes)
+            self._memory = np.frombuffer(self._map, dtype=np.uint8)
+        return self._memory
 
     def free(self) -> None:
-        del self.memory
-        self._map.close()
+        self._memory = None
+        if self._map is not None:
+            self._map.close()
         os.close(self.fd)
+        if self.ended is not None:
+            self.ended()
 
 
 class SegmentPool:
-    """The segments that this process writes.
+    """The segments that this process writes, and those that it was sent and may pass on.
 
     A segment is idle once no holder is left: neither the parcel it was written for nor any reader.
     """
@@ -55,19 +75,33 @@ class SegmentPool:
         self._used: dict[int, Segment] = {}
         self._next = 1
 
-    def take(self, nbytes: int) -> Lease:
+    def take(self, nbytes: int, label: str = "") -> Lease:
         """A segment of at least ``nbytes``; held until the lease is dropped and its readers have let go."""
         size = _rounded(nbytes)
         with self._lock:
             fits = [at for at, segment in enumerate(self._idle) if size <= segment.nbytes <= 2 * size]
             best = min(fits, key=lambda at: self._idle[at].nbytes, default=None)
             if best is None:
-                segment = Segment(self._next, size)
-                self._next += 1
+                segment = self._add(size, _memfd(size))
             else:
                 segment = self._idle.pop(best)
-            self._used[segment.number] = segment
+                self._used[segment.number] = segment
+            segment.label = label
             return Lease(self, segment)
+
+    def take_file(self, nbytes: int, directory: Path, label: str) -> Lease:
+        """As :meth:`take`, on disk: a file without a name, which ends with its last descriptor."""
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.posix_fallocate(fd, 0, nbytes)
+        with self._lock:
+            segment = self._add(nbytes, fd, _nothing)
+            segment.label = label
+            return Lease(self, segment)
+
+    def adopt(self, fd: int, nbytes: int, ended: Callable[[], None]) -> Lease:
+        """A segment that another process writes, received as ``fd``. ``ended`` is called when nobody here holds it."""
+        with self._lock:
+            return Lease(self, self._add(nbytes, fd, ended))
 
     def hold(self, segment: Segment, holder: object) -> None:
         """``holder`` gets the segment once more."""
@@ -97,17 +131,35 @@ class SegmentPool:
         with self._lock:
             return sum(s.nbytes for s in self._used.values()), sum(s.nbytes for s in self._idle)
 
+    def kept(self) -> Counter[str]:
+        """Bytes of segments in memory that are kept by reference, by label."""
+        kept: Counter[str] = Counter()
+        with self._lock:
+            for segment in self._used.values():
+                if segment.label and segment.ended is None:
+                    kept[segment.label] += segment.nbytes
+        return kept
+
     def close(self) -> None:
         with self._lock:
             for segment in [*self._idle, *self._used.values()]:
+                segment.ended = None
                 segment.free()
             self._idle.clear()
             self._used.clear()
+
+    def _add(self, nbytes: int, fd: int, ended: Callable[[], None] | None = None) -> Segment:
+        segment = self._used[self._next] = Segment(self._next, nbytes, fd, ended)
+        self._next += 1
+        return segment
 
     def _retire(self, segment: Segment) -> None:
         if segment.holders:
             return
         del self._used[segment.number]
+        if segment.ended is not None:
+            segment.free()
+            return
         self._idle.append(segment)
         while len(self._idle) > KEPT_COUNT or sum(idle.nbytes for idle in self._idle) > KEPT_IDLE:
             self._idle.pop(0).free()
@@ -129,16 +181,26 @@ class Lease:
         self.pool.release(self.segment.number, self._key)
 
 
-def map_segment(fd: int, nbytes: int, release: Callable[[], Any]) -> Bytes:
-    """Map ``nbytes`` of another process's segment, copy-on-write, and close ``fd``. ``release`` is called when nothing
-    uses the array any more."""
-    try:
-        mapping = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
+def map_segment(lease: Lease, nbytes: int) -> Bytes:
+    """uint8 ``[nbytes]``: the segment's bytes, copy-on-write. The lease is held as long as anything uses them."""
+    mapping = mmap.mmap(lease.segment.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     memory = np.frombuffer(mapping, dtype=np.uint8)
-    weakref.finalize(memory, release).atexit = False
+    weakref.finalize(memory, _let_go, lease).atexit = False
     return memory
+
+
+def _let_go(lease: Lease) -> None:
+    """Drops the last thing that kept a lease: the finalizer's own argument."""
+
+
+def _nothing() -> None:
+    """A segment that is nobody else's, and is not used again."""
+
+
+def _memfd(nbytes: int) -> int:
+    fd = os.memfd_create("podium", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    return fd
 
 
 def _rounded(nbytes: int) -> int:

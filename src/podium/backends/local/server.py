@@ -52,6 +52,7 @@ class Spawn:
     log_path: str
     cwd: str
     sys_path: list[str]
+    store: tuple[int | None, str]
 
 
 def main(fd: int, preload: list[str], private: str) -> None:
@@ -183,13 +184,13 @@ def _become_host(order: Spawn, fds: list[int], parent: int) -> NoReturn:
             os.set_inheritable(fd, True)
         code = (
             f"import sys; sys.path[:] = {order.sys_path!r}; from podium.backends.local.child import main; "
-            f"main({low[0]}, {low[1]}, {order.threads}, {order.cwd!r}, {order.sys_path!r})"
+            f"main({low[0]}, {low[1]}, {order.threads}, {order.cwd!r}, {order.sys_path!r}, {order.store!r})"
         )
         os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **env})
     os.environ.update(env)
     from podium.backends.local import child
 
-    child.main(low[0], low[1], order.threads, order.cwd, order.sys_path)
+    child.main(low[0], low[1], order.threads, order.cwd, order.sys_path, order.store)
 
 
 def _redirect(log_path: str) -> None:

@@ -82,7 +82,7 @@ def outcome_to_wire(outcome: Outcome, wants_result: bool) -> bytes | list[Any]:
     """An outcome as an actor returns it: one ``bytes``, or a list of the head and the buffers that Ray stores."""
     if outcome.status == "ok" and (outcome.value is None or not wants_result):
         return pickle.dumps(("ok", outcome.started_ns, outcome.ended_ns, _NONE, ()), 5)
-    (status, _, started, ended), (data, raw) = pack_outcome(outcome, wants_result, lambda v: encode(v, "the result"))
+    (status, _, started, ended, _), (data, raw) = pack_outcome(outcome, wants_result, lambda v: encode(v, "the result"))
     buffers = [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw]
     if sum(buffer.nbytes for buffer in buffers) <= INLINE_BYTES:
         return pickle.dumps((status, started, ended, data, [buffer.tobytes() for buffer in buffers]), 5)

@@ -1,0 +1,210 @@
+"""Where the bytes behind references live: the contract of a store, and the plain one.
+
+A *block* is the bytes of one :meth:`TensorStore.put`: several tensors laid end to end, written once. Whoever holds an
+object that stands for it, in whatever process, keeps it; the last one that goes frees it. How a block crosses to
+another process is its backend's affair: beside a message, as a descriptor or a name, or, if it is plain, inside it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from podium.errors import DataError, StoreFullError
+
+__all__ = ["ALIGN", "Block", "BlockInfo", "Bytes", "MemoryStore", "PlainBlock", "TensorStore", "Usage", "lay_out"]
+
+Bytes = npt.NDArray[np.uint8]
+
+ALIGN = 64
+CHECKS = "PODIUM_CHECK_REFS"
+"""Environment variable: where it is set, every block has a checksum, which each reader compares."""
+
+
+class BlockInfo(NamedTuple):
+    """What is known of a block wherever it is referred to.
+
+    Attributes:
+        nbytes: its size.
+        label: who made it, such as "policy.rollout of rank 1 on node-0".
+        checksum: CRC-32 of its bytes where blocks are checked.
+    """
+
+    nbytes: int
+    label: str
+    checksum: int | None = None
+
+
+class Block(ABC):
+    """The bytes of one put."""
+
+    def __init__(self, info: BlockInfo) -> None:
+        self.info = info
+
+    @abstractmethod
+    def open(self) -> Bytes:
+        """uint8 ``[nbytes]``, alive as long as it is used. Where its flag says writeable, the reader may write: nobody
+        else sees it.
+
+        Raises:
+            RefLostError: the bytes are gone with the process that owned them.
+        """
+
+    def prefetch(self) -> None:  # noqa: B027 - nothing to fetch by default
+        """Begin to bring the bytes here; never waits."""
+
+    def read(self) -> Bytes:
+        """:meth:`open`, checked.
+
+        Raises:
+            DataError: somebody has written to the bytes since they were put.
+        """
+        memory = self.open()
+        if self.info.checksum is not None and zlib.crc32(memory.data) != self.info.checksum:
+            raise DataError(
+                f"the tensors made by {self.info.label} have changed since: what is shared by reference was written "
+                "to, by a worker that declares readonly=True or by whoever made them"
+            )
+        return memory
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a reference travels as an argument or a result of a call; .get() gives a tensor")
+
+
+class Usage(NamedTuple):
+    """Bytes in a store, its limit, and how many bytes each maker's blocks take, the largest first."""
+
+    nbytes: int
+    limit: int
+    holders: Sequence[tuple[str, int]]
+
+
+class TensorStore(ABC):
+    """Makes blocks in this process.
+
+    Args:
+        limit: bytes that the blocks made here may take together; half of the machine's memory unless given.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit or _half_of_memory()
+        self._checks = bool(os.environ.get(CHECKS))
+
+    def put(self, buffers: Sequence[Bytes], label: str) -> Block:
+        """A block with a copy of ``buffers``, where :func:`lay_out` says.
+
+        Raises:
+            StoreFullError: it does not fit; names who holds most.
+        """
+        offsets, nbytes = lay_out(buffers)
+        info = BlockInfo(nbytes, label)
+        used, _, holders = self.usage()
+        if used + nbytes <= self.limit:
+            block = self.make(buffers, offsets, info)
+        else:
+            block = self.overflow(buffers, offsets, info) or self._refuse(info, used, holders)
+        if self._checks:
+            block.info = block.info._replace(checksum=zlib.crc32(block.open().data))
+        return block
+
+    @abstractmethod
+    def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
+        """Copy ``buffers`` to ``offsets`` of a new block. Raises StoreFullError if there is no room."""
+
+    def overflow(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block | None:
+        """As :meth:`make`, where the limit is reached: a block in some slower place; None if there is none."""
+        return None
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """What the blocks made here take now."""
+
+    def _refuse(self, info: BlockInfo, used: int, holders: Sequence[tuple[str, int]]) -> NoReturn:
+        most = "; ".join(f"{_mib(size)} made by {who}" for who, size in holders[:5]) or "nobody"
+        raise StoreFullError(
+            f"no room for {_mib(info.nbytes)} made by {info.label}: the store of this process holds {_mib(used)} of "
+            f"at most {_mib(self.limit)}. It is held by: {most}. Drop references that are not needed any more, or give "
+            "connect(..., store_bytes=...) more (local also takes spill_dir=..., a directory for the rest)"
+        )
+
+
+class PlainBlock(Block):
+    """Bytes that travel with the message that refers to them. For what is small, and where a backend has no store."""
+
+    def __init__(self, memory: Bytes, info: BlockInfo) -> None:
+        super().__init__(info)
+        self._memory = memory
+        self._memory.flags.writeable = False
+
+    def open(self) -> Bytes:
+        return self._memory
+
+    def __reduce__(self) -> Any:
+        return _plain, (pickle.PickleBuffer(self._memory.data), self.info)
+
+
+class MemoryStore(TensorStore):
+    """Blocks in this process's own memory; ``shared`` says that readers are in this process too, so that a block
+    crosses as the object it is."""
+
+    def __init__(self, limit: int | None = None, *, shared: bool = False) -> None:
+        super().__init__(limit)
+        self._kind = _SharedBlock if shared else PlainBlock
+        self._held: Counter[str] = Counter()
+        self._lock = threading.RLock()  # a collection inside it may free a block
+
+    def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
+        memory = np.empty(info.nbytes, dtype=np.uint8)
+        for buffer, at in zip(buffers, offsets, strict=True):
+            np.copyto(memory[at : at + buffer.nbytes], buffer)
+        block = self._kind(memory, info)
+        with self._lock:
+            self._held[info.label] += info.nbytes
+        weakref.finalize(block, self._free, info).atexit = False
+        return block
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(sum(self._held.values()), self.limit, self._held.most_common())
+
+    def _free(self, info: BlockInfo) -> None:
+        with self._lock:
+            self._held[info.label] -= info.nbytes
+            if not self._held[info.label]:
+                del self._held[info.label]
+
+
+class _SharedBlock(PlainBlock):
+    __reduce__ = Block.__reduce__
+
+
+def lay_out(buffers: Sequence[Bytes]) -> tuple[list[int], int]:
+    """Where each buffer begins in a block, and the size of the block."""
+    offsets: list[int] = []
+    at = 0
+    for buffer in buffers:
+        offsets.append(at)
+        at += -(-buffer.nbytes // ALIGN) * ALIGN
+    return offsets, at
+
+
+def _plain(memory: Any, info: BlockInfo) -> PlainBlock:
+    return PlainBlock(np.frombuffer(memory, dtype=np.uint8), info)
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.4g} MiB"

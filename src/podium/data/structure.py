@@ -1,0 +1,71 @@
+"""The tensors of a nested value: where they are, and the same value with others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import Tensor
+
+from podium.data.batch import Batch
+from podium.data.jagged import Jagged
+from podium.data.refs import TensorRef, flat_bytes, is_plain
+from podium.data.store import TensorStore, lay_out
+
+__all__ = ["fetch", "keep", "map_tensors"]
+
+
+def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change(tensor)`` for every tensor and reference in it.
+
+    Looks into Batch (not into its Python columns), Jagged (whose offsets stay), dict, list and tuple, and nothing else.
+    """
+    if isinstance(value, Tensor | TensorRef):
+        return change(value)
+    if isinstance(value, Jagged):
+        return value.like(change(value.data))
+    if isinstance(value, Batch):
+        columns = {name: value[name] for name in value}
+        tensors = {name: map_tensors(column, change) for name, column in columns.items() if type(column) is not list}
+        return value.with_columns(tensors)
+    if type(value) is dict:
+        return {key: map_tensors(entry, change) for key, entry in cast(Mapping[Any, Any], value).items()}
+    if type(value) is list:
+        return [map_tensors(entry, change) for entry in cast("list[Any]", value)]
+    if isinstance(value, tuple):
+        entries = [map_tensors(entry, change) for entry in cast("tuple[Any, ...]", value)]
+        named = cast("type[Any]", type(value))  # pyright: ignore[reportUnknownArgumentType]
+        return named(*entries) if hasattr(named, "_fields") else tuple(entries)
+    return value
+
+
+def keep(value: Any, store: TensorStore, label: str) -> Any:
+    """``value`` with references in place of its tensors, which are copied into one block of ``store``; a tensor that
+    stands there twice is kept once.
+
+    Raises:
+        StoreFullError: the store has no room.
+    """
+    found: dict[int, Tensor] = {}
+
+    def note(tensor: Any) -> Any:
+        if isinstance(tensor, Tensor) and is_plain(tensor):
+            found.setdefault(id(tensor), tensor)
+        return tensor
+
+    map_tensors(value, note)
+    if not found:
+        return value
+    buffers = [flat_bytes(tensor) for tensor in found.values()]
+    block = store.put(buffers, label)
+    offsets, _ = lay_out(buffers)
+    refs = {
+        key: TensorRef.in_block(block, offset, tensor.dtype, tensor.shape)
+        for (key, tensor), offset in zip(found.items(), offsets, strict=True)
+    }
+    return map_tensors(value, lambda tensor: refs.get(id(tensor), tensor))
+
+
+def fetch(value: Any) -> Any:
+    """``value`` with tensors in place of its references."""
+    return map_tensors(value, lambda tensor: tensor.get() if isinstance(tensor, TensorRef) else tensor)
