@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from podium.data import Batch, Jagged
+    from podium.data import Batch, Jagged, TensorRef
     from podium.runtime import (
         Call,
         Cluster,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "podium.data": ("Batch", "Jagged"),
+    "podium.data": ("Batch", "Jagged", "TensorRef"),
     "podium.runtime": (
         *("Call", "Cluster", "Mesh", "ResourcePool", "Worker", "WorkerContext", "broadcast", "colocate", "concat"),
         *("connect", "endpoint", "first", "gather", "nothing", "only", "per_rank", "reduce", "scatter", "shard"),
@@ -50,6 +50,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - by room
     "Batch",
     "Jagged",
+    "TensorRef",
     "Call",
     "Cluster",
     "Mesh",

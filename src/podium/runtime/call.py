@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -192,7 +193,17 @@ class Call(Generic[T]):
                     self._value = self._join(self._replies)
                 except PodiumError as error:
                     self._error = error
-                self._join, self._replies = None, []
+            self._join, self._replies = None, []  # they hold the arguments
         if self._error is not None:
-            raise self._error
+            raise _copy_of(self._error)
         return cast(T, self._value)
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """What to raise: the traceback of what is raised leads to the caller's frame, which holds the call. If the call
+    held that same error, all that the frame holds, large arguments too, would live until a collection."""
+    if not isinstance(error, PodiumError):
+        return error
+    again = copy.copy(error)
+    again.__cause__ = error.__cause__
+    return again

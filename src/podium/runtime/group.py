@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.runtime.call import Call
@@ -16,6 +16,9 @@ from podium.runtime.flight import Outgoing
 from podium.runtime.hosts import HostSet
 from podium.runtime.markers import CallArgument
 from podium.runtime.mesh import Mesh
+
+if TYPE_CHECKING:
+    from podium.data import Usage
 
 __all__ = ["Colocated", "WorkerGroup", "WorkerHandle"]
 
@@ -78,6 +81,12 @@ class WorkerGroup:
         shared = {"worker": self.name, "function": function, "args": args, "kwargs": kwargs}
         label = f"{self.name}.{getattr(function, '__name__', 'run')}"
         return self._hosts.request(label, Outgoing("", "run", ranks, shared, None, ranks), self.timeout_s).result()
+
+    def stores(self) -> list[Usage | None]:
+        """What each rank keeps by reference, in rank order; None for those that never kept anything."""
+        everyone = range(self.world_size)
+        out = Outgoing("", "store", everyone, {}, None, everyone, concurrent=True)
+        return self._hosts.request(f"{self.name}.stores", out, self.timeout_s).result()
 
     def restart(self) -> None:
         """Kill the hosts, start new ones in the same slots and make the workers again, colocated ones included.

@@ -35,7 +35,7 @@ from podium.runtime.endpoint import Returns, endpoints_of
 from podium.runtime.worker import Bound, Worker
 
 if TYPE_CHECKING:
-    from podium.data import TensorStore
+    from podium.data import TensorStore, Usage
 
 __all__ = ["Failure", "Host", "Outcome", "Status", "Values", "pack_outcome"]
 
@@ -180,6 +180,7 @@ class Host:
             if token is not None:
                 current_context.reset(token)
             del self._running[call_id]
+            running.task = running.coroutine = None  # an error's traceback leads to both: the arguments shall go now
 
     def execute_concurrently(
         self, call_id: int, target: str, method: str, values: Values, done: Callable[[Outcome], None]
@@ -237,6 +238,8 @@ class Host:
             if future.cancelled():
                 raise asyncio.CancelledError from error
             raise
+        finally:
+            del future, coroutine  # an error's traceback leads here, and with it the arguments
         if left is not None:
             raise left
         return result
@@ -274,6 +277,10 @@ class Host:
     def do_kept(self) -> Any:
         """What was kept; None if nothing was."""
         return self._record
+
+    def do_store(self) -> Usage | None:
+        """What this host's workers keep by reference; None if they never kept anything."""
+        return None if self._store is None else self._store.usage()
 
     def do_close_worker(self, name: str) -> None:
         """Let a worker go."""

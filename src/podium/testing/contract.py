@@ -11,13 +11,16 @@ from podium.testing.calls import CallContract
 from podium.testing.dispatching import DispatchContract
 from podium.testing.lifetimes import LifetimeContract
 from podium.testing.placing import PlacingContract
+from podium.testing.references import ReferenceContract
 from podium.testing.target import Target
 from podium.testing.values import ValueContract
 
 __all__ = ["BackendContract"]
 
 
-class BackendContract(DispatchContract, ValueContract, CallContract, PlacingContract, LifetimeContract):
+class BackendContract(
+    DispatchContract, ValueContract, ReferenceContract, CallContract, PlacingContract, LifetimeContract
+):
     """What every backend must do. Subclass it in a test module that has a fixture ``target``:
 
     >>> @pytest.fixture(scope="module", params=[Target("mine"), Target("mine", option=1)], ids=str)

@@ -31,7 +31,7 @@ from podium.runtime import (
     shard,
 )
 
-__all__ = ["Counter", "Keeper", "Place", "Probe", "Rows", "Sleeper"]
+__all__ = ["Counter", "Keeper", "Place", "Probe", "Rows", "Sleeper", "Stash"]
 
 
 class Backwards(Dispatch):
@@ -334,3 +334,72 @@ class Place(Worker):
         except AttributeError as error:
             return type(error).__name__
         return "changed"
+
+
+class Stash(Worker):
+    """Makes, reads, keeps and passes on references."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    @endpoint(returns="ref")
+    def make(self, rows: int, width: int) -> Tensor:
+        """float32 ``[rows, width]``, all of them this rank's number."""
+        return torch.full((rows, width), float(self.ctx.rank))
+
+    @endpoint(returns="ref", collect=first())
+    def put(self, value: Any) -> Any:
+        return value
+
+    @endpoint(dispatch=shard(), collect=concat(), returns="ref")
+    def double(self, batch: Batch) -> Batch:
+        return batch.with_columns(x=batch.dense("x") * 2)
+
+    @endpoint(dispatch=shard(balance="tokens"), collect=concat(), returns="ref")
+    def balanced(self, batch: Batch) -> Batch:
+        return batch
+
+    @endpoint(dispatch=shard(pad=True), collect=concat(), returns="ref")
+    def padded(self, batch: Batch) -> Batch:
+        return batch
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def values(self, batch: Batch) -> Batch:
+        return batch
+
+    @endpoint(collect=first())
+    def kinds(self, value: Any) -> Any:
+        """The type's name of every entry of a dict."""
+        return {key: type(entry).__name__ for key, entry in value.items()}
+
+    @endpoint
+    def overwrite(self, value: Tensor) -> float:
+        """Add this rank's number and one to what was received, in place."""
+        value += self.ctx.rank + 1
+        return float(value.sum())
+
+    @endpoint(readonly=True)
+    def total(self, value: Tensor) -> float:
+        return float(value.sum())
+
+    @endpoint(receives="ref", returns="ref", collect=first())
+    def hold(self, value: Any) -> Any:
+        """Keep what was received, and return it as it is."""
+        self.held.append(value)
+        return value
+
+    @endpoint(collect=first())
+    def held_total(self) -> float:
+        return sum(float(ref.get().sum()) for ref in self.held)
+
+    @endpoint(collect=nothing())
+    def drop(self) -> None:
+        self.held.clear()
+
+    @endpoint
+    def fail(self, value: Any) -> None:
+        raise ValueError("as asked")
+
+    @endpoint(concurrent=True)
+    async def dawdle(self, value: Any, seconds: float) -> None:
+        await asyncio.sleep(seconds)

@@ -1,0 +1,243 @@
+"""Contract: references stand for tensors that stay with their workers, and free them when nobody needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from podium.data import Batch, Jagged, TensorRef
+from podium.errors import CallCancelled, DataError, EndpointError, RefLostError, WorkerDied
+from podium.runtime import Cluster
+from podium.testing.target import need
+from podium.testing.values import LARGE, tensors
+from podium.testing.workers import Stash
+
+__all__ = ["ReferenceContract"]
+
+SOON_S = 10.0
+
+
+def batch(rows: int) -> Batch:
+    """A batch with a column of each kind, of which row i is made of i."""
+    lengths = torch.arange(rows) % 7
+    return Batch(
+        {
+            "x": torch.arange(float(rows))[:, None].repeat(1, 2000),
+            "tokens": Jagged.from_lengths(torch.repeat_interleave(torch.arange(rows), lengths), lengths),
+            "name": [f"row {row}" for row in range(rows)],
+        },
+        {"k": 1},
+    )
+
+
+def equal(got: Batch, wanted: Batch) -> bool:
+    """Whether all columns are equal; those elsewhere are fetched."""
+    got, wanted = got.fetch(), wanted.fetch()
+    same = torch.equal(got.dense("x"), wanted.dense("x")) and got.python("name") == wanted.python("name")
+    mine, theirs = got.jagged("tokens"), wanted.jagged("tokens")
+    return same and torch.equal(mine.values, theirs.values) and torch.equal(mine.offsets, theirs.offsets)
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether ``condition`` comes true: that nobody needs something is told behind the calls."""
+    until = time.monotonic() + SOON_S
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def kept(stash: Stash) -> int:
+    """Bytes that all ranks keep."""
+    return sum(usage.nbytes for usage in stash.group.stores() if usage is not None)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+
+
+class ReferenceContract:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def stash(cls, cluster: Cluster) -> Stash:
+        return cluster.start(Stash.bind(), cluster.pool([2]), name="stash", distributed=False)
+
+    # -- what a reference is -----------------------------------------------------------------------------------------
+
+    def test_a_reference_tells_what_it_stands_for(self, stash: Stash) -> None:
+        refs: list[Any] = stash.make(30, 500)
+        for rank, ref in enumerate(refs):
+            assert type(ref) is TensorRef
+            assert (ref.shape, ref.dtype, ref.nbytes, len(ref)) == ((30, 500), torch.float32, 60_000, 30)
+            assert f"stash.make of rank {rank}" in ref.places[0]
+            assert torch.equal(ref.get(), torch.full((30, 500), float(rank)))
+
+    @pytest.mark.parametrize("name", sorted(tensors()))
+    def test_tensors_of_every_kind_come_back_equal(self, stash: Stash, name: str) -> None:
+        sent = tensors()[name]
+        ref: Any = stash.put(sent)
+        got = ref.get()
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+        assert torch.equal(got.to(torch.complex64), sent.to(torch.complex64))
+        through: Any = stash.put(ref)
+        assert torch.equal(through.get().to(torch.complex64), sent.to(torch.complex64))
+
+    def test_what_is_fetched_is_ones_own(self, stash: Stash) -> None:
+        ref: Any = stash.put(torch.ones(LARGE))
+        first, second = ref.get(), ref.get()
+        first += 1
+        assert torch.equal(second, torch.ones(LARGE))
+        assert torch.equal(ref.get(), torch.ones(LARGE))
+
+    def test_fetching_can_be_awaited_and_begun_early(self, stash: Stash) -> None:
+        ref: Any = stash.put(torch.arange(LARGE))
+
+        async def wait() -> Tensor:
+            return await ref.prefetch()
+
+        assert torch.equal(asyncio.run(wait()), torch.arange(LARGE))
+
+    def test_using_one_as_a_tensor_says_what_to_do(self, stash: Stash) -> None:
+        ref: Any = stash.put(torch.ones(LARGE))
+        with pytest.raises(DataError, match=r"\.mean of a reference.*get\(\)"):
+            ref.mean()
+        with pytest.raises(DataError, match=r"fetch"):
+            stash.double(batch(5)).dense("x")
+        with pytest.raises(TypeError, match=r"argument or a result"):
+            pickle.dumps(ref)
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def test_row_operations_on_references_and_mixed_batches(self, stash: Stash) -> None:
+        whole = batch(40)
+        far = stash.balanced(whole)
+        assert equal(far, whole)
+        assert equal(far.slice(3, 29).take([5, 0, 5, 20]), whole.slice(3, 29).take([5, 0, 5, 20]))
+        assert equal(
+            Batch.concat([far.slice(30, 40), whole.slice(0, 8), far.take([1])]),
+            whole.take([*range(30, 40), *range(8), 1]),
+        )
+        mixed = far.select("tokens").merge(whole.select("x", "name"))
+        assert equal(stash.values(mixed.take([9, 3, 3])), whole.take([9, 3, 3]))
+        assert equal(far.slice(4, 4), whole.slice(4, 4))
+
+    def test_shards_balanced_shards_and_padding(self, stash: Stash) -> None:
+        whole = batch(41)
+        far = stash.double(whole)
+        doubled = whole.with_columns(x=whole.dense("x") * 2)
+        assert equal(far, doubled)
+        assert equal(stash.balanced(far), doubled)
+        assert equal(stash.padded(far), doubled)
+        assert equal(stash.values(far), doubled)
+        assert far.meta == {"k": 1}
+        assert equal(stash.double(far.slice(0, 1)), doubled.slice(0, 1).with_columns(x=whole.dense("x")[:1] * 4))
+
+    def test_a_call_as_an_argument_passes_references_on(self, stash: Stash) -> None:
+        first = stash.double.submit(batch(20))
+        second = stash.double.submit(first.arg())
+        assert torch.equal(second.result().fetch("x").dense("x"), batch(20).dense("x") * 4)
+
+    def test_a_group_can_return_references_by_default(self, cluster: Cluster) -> None:
+        stash = cluster.start(Stash.bind(), cluster.pool([1]), name="by-default", distributed=False, returns="ref")
+        assert type(stash.values(batch(30))["x"]) is TensorRef
+        assert stash.total(stash.make(10, 1000)[0]) == [0.0]
+
+    # -- in workers --------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", [4, LARGE])
+    def test_a_worker_finds_a_tensor_and_may_write_to_it(self, stash: Stash, size: int) -> None:
+        ref: Any = stash.put(torch.ones(size))
+        for _ in range(2):
+            assert stash.overwrite(ref) == [2.0 * size, 3.0 * size]
+        assert stash.total(ref) == [size] * 2
+        assert torch.equal(ref.get(), torch.ones(size))
+
+    def test_references_anywhere_in_an_argument(self, stash: Stash) -> None:
+        ref: Any = stash.put(torch.ones(LARGE))
+        assert stash.kinds({"a": ref, "b": [ref], "c": torch.ones(1)}) == {"a": "Tensor", "b": "list", "c": "Tensor"}
+
+    def test_a_worker_can_keep_references_and_pass_them_on(self, stash: Stash) -> None:
+        inner: Any = stash.put({"a": torch.ones(LARGE), "b": [torch.zeros(3)]})
+        outer: Any = stash.hold([inner["a"], inner["a"][:10]])
+        del inner
+        assert torch.equal(outer[0].get(), torch.ones(LARGE))
+        assert stash.total(outer[1]) == [10.0, 10.0]
+        stash.drop()
+        held: Any = stash.hold(stash.make(100, 1000)[1])
+        del held, outer
+        stash.drop.submit()
+
+    # -- lifetime ----------------------------------------------------------------------------------------------------
+
+    def test_the_last_reference_frees_the_memory(self, stash: Stash) -> None:
+        assert soon(lambda: kept(stash) == 0)
+        ref: Any = stash.make(LARGE, 1)[1]
+        part = ref[5:10]
+        if kept(stash):  # a backend whose blocks travel with its messages keeps nothing in a worker
+            del ref
+            assert kept(stash) >= 4 * LARGE, "a part keeps the whole"
+        assert torch.equal(part.get(), torch.ones(5, 1))
+        ref = None
+        del part
+        assert soon(lambda: kept(stash) == 0)
+
+    def test_a_reference_kept_by_a_worker_alone_lives_until_it_lets_go(self, stash: Stash) -> None:
+        stash.drop()
+        ref: Any = stash.hold(stash.make(LARGE, 1)[1])
+        del ref
+        assert stash.held_total() == LARGE
+        stash.drop()
+        assert soon(lambda: kept(stash) == 0)
+
+    def test_failed_and_cancelled_calls_leak_nothing(self, cluster: Cluster, stash: Stash) -> None:
+        need(cluster, "concurrent")
+        ref: Any = stash.make(LARGE, 1)[0]
+        with pytest.raises(EndpointError, match="as asked"):
+            stash.fail(ref)
+        waiting = stash.dawdle.submit([ref], 60.0)
+        assert waiting.cancel()
+        with pytest.raises(CallCancelled):
+            waiting.result()
+        del ref, waiting
+        gc.collect()  # inline: an error keeps the worker's frames, for the debugger
+        assert soon(lambda: kept(stash) == 0)
+
+    def test_a_reader_that_is_killed_holds_nothing(self, cluster: Cluster, stash: Stash) -> None:
+        need(cluster, "processes")
+        reader = cluster.start(Stash.bind(), cluster.pool([1]), name="reader", distributed=False)
+        ref: Any = stash.make(LARGE, 1)[1]
+        held: Any = reader.hold(ref)
+        call = reader.dawdle.submit(ref, 60.0)
+        os.kill(reader.group.pids[0], signal.SIGKILL)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        with pytest.raises(WorkerDied):
+            call.result()
+        assert torch.equal(ref.get(), torch.ones(LARGE, 1))
+        del ref, held, call
+        gc.collect()  # pytest's own hold on an error
+        assert soon(lambda: kept(stash) == 0)
+
+    def test_what_a_dead_owner_made_is_there_or_its_loss_is_named(self, cluster: Cluster, stash: Stash) -> None:
+        need(cluster, "processes")
+        owner = cluster.start(Stash.bind(), cluster.pool([1]), name="owner", distributed=False)
+        ref: Any = owner.make(LARGE, 1)[0]
+        pid: int = owner.group.pids[0]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            owner.make(1, 1)
+        for read in (ref.get, lambda: stash.total(ref)):
+            try:
+                got = read()
+            except RefLostError as error:
+                assert "owner.make of rank 0" in str(error)
+            except EndpointError as error:
+                assert isinstance(error.__cause__, RefLostError)
+                assert "owner.make of rank 0" in str(error)
+            else:
+                assert got == [0.0, 0.0] if isinstance(got, list) else torch.equal(got, torch.zeros(LARGE, 1))
