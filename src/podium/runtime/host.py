@@ -225,6 +225,7 @@ class Host:
             running.task, running.coroutine = asyncio.current_task(), coroutine
             running.thread = threading.get_ident()
             if running.cancelled:
+                coroutine.close()
                 raise asyncio.CancelledError
             try:
                 return await coroutine, None
@@ -239,7 +240,7 @@ class Host:
                 raise asyncio.CancelledError from error
             raise
         finally:
-            del future, coroutine  # an error's traceback leads here, and with it the arguments
+            del future  # an error's traceback leads here, and with it the arguments
         if left is not None:
             raise left
         return result
