@@ -16,7 +16,17 @@ from podium.data import Batch, Jagged
 from podium.errors import EndpointError
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Bound, Cluster, colocate, connect, endpoint, nothing
-from podium.workers import Critic, Generator, ModelConfig, OptimConfig, ParallelConfig, Policy, load_model
+from podium.workers import (
+    ColocatedPublication,
+    Critic,
+    Generator,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Policy,
+    StreamedPublication,
+    load_model,
+)
 from podium.workers.micro_batches import plan
 from podium.workers.weights import copy_weights
 from tests.unit.workers.tiny import ADAPTED, LENGTHS, TINY, recorded
@@ -172,10 +182,11 @@ def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, str
         started(cluster, 2, policy=policy, generator=Generator.bind(model)) as both,
         started(cluster, 1, split=Generator.bind(TINY)) as other,
     ):
+        publications = [ColocatedPublication(both.generator), StreamedPublication(both.policy, [other.split])]
         for version in range(1, 3):
             both.policy.update(recorded(seed=version))
-            both.generator.refresh(version)
-            other.split.load_weights(both.policy.weights(), version)
+            for publication in publications:
+                publication.publish(version)
             out = both.generator.generate(prompts, sampling)
             sent = other.split.generate(prompts, sampling)
             trained = both.policy.logprobs(out).jagged("old_logprobs").values

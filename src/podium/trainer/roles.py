@@ -2,7 +2,7 @@
 
 colocated   hosts 0..R-1: policy [reference] [critic] generator        the generator reads the policy's weights
 split       hosts 0..R-1: policy [reference] [critic]
-            hosts R..   : generator                                    weights are sent after each step
+            hosts R..   : generator                                    weights are streamed after each step
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from podium.errors import ConfigError, PlacementError
 from podium.runtime import Bound, Cluster, Node, ResourcePool, Worker, colocate
 from podium.trainer.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.trainer.sections import PlacementConfig
-from podium.workers import Critic, Generator, Policy, Reference
+from podium.workers import (
+    ColocatedPublication,
+    Critic,
+    Generator,
+    Policy,
+    Publication,
+    Reference,
+    StreamedPublication,
+)
 
 __all__ = ["ROLES", "RoleWorkers", "Roles", "bind_roles", "spread", "start_roles", "started_generator"]
 
@@ -40,21 +48,18 @@ class Roles:
     generator: Generator | None = None
     reference: Reference | None = None
     critic: Critic | None = None
-    split: bool = False
+    publication: Publication | None = None
     pool: ResourcePool | None = None
 
     def publish(self, version: int) -> None:
         """Make the policy's weights, as they are now, those that the generator draws from."""
-        if self.generator is None:
-            return
-        if self.split:
-            # The call itself is the argument: it starts when the weights are there, and fails if they do not come.
-            self.generator.load_weights(self.policy.weights.submit().arg(), version)
-        else:
-            self.generator.refresh(version)
+        if self.publication is not None:
+            self.publication.publish(version)
 
     def close(self, cluster: Cluster) -> None:
         """End the workers and give their slots back."""
+        if self.publication is not None:
+            self.publication.close()
         for handle in (self.generator, self.critic, self.reference, self.policy):
             if handle is not None:
                 handle.group.close()
@@ -108,12 +113,13 @@ def start_roles(cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWo
     try:
         for part, place in zip(parts, pool.split(ranks), strict=True):
             started.update(cluster.start(colocate(**part), place, timeout_s=config.run.timeout_s))
+        publication = _publication(started, split=len(parts) > 1)
     except BaseException:
         for handle in started.values():
             handle.group.close()
         cluster.release(pool)
         raise
-    return Roles(**started, split=len(parts) > 1, pool=pool)
+    return Roles(**started, publication=publication, pool=pool)
 
 
 @contextmanager
@@ -130,6 +136,17 @@ def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[Gen
             generator.group.close()
     finally:
         cluster.release(pool)
+
+
+def _publication(started: Mapping[str, Any], *, split: bool) -> Publication | None:
+    """How weights reach the generator of these roles; None where there is none."""
+    if "generator" not in started:
+        return None
+    if not split:
+        return ColocatedPublication(started["generator"])
+    publication = StreamedPublication(started["policy"], [started["generator"]])
+    publication.init()
+    return publication
 
 
 def _arguments(config: PPOConfig | SFTConfig) -> dict[str, dict[str, Any]]:

@@ -8,11 +8,13 @@ from podium.workers.models import LoraConfig, ModelConfig, load_model
 from podium.workers.optim import OptimConfig, learning_rate
 from podium.workers.parallel import ParallelConfig
 from podium.workers.policy import Policy
+from podium.workers.publication import ColocatedPublication, Publication, StreamedPublication
 from podium.workers.reference import Reference
 from podium.workers.tokenizers import char_tokenizer, load_tokenizer
 
 __all__ = [
     "POLICY_ROLE",
+    "ColocatedPublication",
     "Critic",
     "Generator",
     "Learner",
@@ -22,8 +24,10 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "Policy",
+    "Publication",
     "Reference",
     "StepResult",
+    "StreamedPublication",
     "TrainEngine",
     "char_tokenizer",
     "learning_rate",

@@ -2,12 +2,14 @@
 
 Colocated with the policy and neither sharded nor adapted, the engine reads the policy's own parameters: what the update
 changed in place, the next completion sees. Sharded or adapted weights are gathered into one copy, in place. Split from
-the policy, the generator has a model of its own and is sent weights.
+the policy, the generator has a model of its own and is sent weights, also while it generates. Who calls what, and when,
+is :mod:`podium.workers.publication`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,9 @@ from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.runtime import Worker, concat, endpoint, nothing, shard
 from podium.workers.models import ModelConfig, load_model
-from podium.workers.weights import copy_weights, full_weights
+from podium.workers.publication.pieces import Piece
+from podium.workers.publication.receiving import WeightReceiver
+from podium.workers.weights import WeightInfo, copy_weights, full_weights
 
 if TYPE_CHECKING:
     from podium.workers.policy import Policy
@@ -44,6 +48,9 @@ class Generator(Worker):
         self.config = replace(model, lora=None, gradient_checkpointing=False)
         self.engine_config = engine or EngineConfig()
         self._engine: Engine | None = None
+        self._receiver: WeightReceiver | None = None
+        self._making = threading.Lock()
+        self._published: int | None = None
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat())
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
@@ -71,9 +78,17 @@ class Generator(Worker):
         group = prompts.dense(fields.GROUP).repeat_interleave(sampling.n)
         return _as_batch(rows, drawn, group, sampling)
 
-    @endpoint(collect=nothing())
-    def refresh(self, version: int) -> None:
+    @endpoint(concurrent=True)
+    def weights_version(self) -> int | None:
+        """The version that was last published here; None where that was never, or came only in part."""
+        return self._published
+
+    @endpoint()
+    def refresh(self, version: int) -> int:
         """Read the colocated policy's weights as they are now; all ranks call, since shards are gathered from all.
+
+        Returns:
+            The version that is here afterwards. A later one than asked for stays, and so does the same.
 
         Raises:
             ConfigError: there is no policy in this host process.
@@ -81,45 +96,94 @@ class Generator(Worker):
         policy = self._policy()
         if policy is None:
             raise ConfigError(
-                "generator.refresh() reads a colocated policy, and none is in this host process; send weights by "
-                "load_weights(policy.weights(), version)"
+                "generator.refresh() reads a colocated policy, and none is in this host process; send its weights by a "
+                "podium.workers.StreamedPublication"
             )
+        if self._published is not None and self._published >= version:
+            return self._published
         engine = self._ready_engine()
         if policy.adapted:
-            engine.refresh(version, dict(full_weights(policy.model)))
+            with engine.gate.changing(version):
+                for name, tensor in full_weights(policy.model):
+                    engine.load(name, 0, tensor)
+                engine.loaded()
         else:
             engine.refresh(version)
+        self._published = version
+        return version
 
-    @endpoint(collect=nothing())
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy whole tensors by Hugging Face's names into this generator's own model, in place.
+    # -- a streamed publication: see podium.workers.publication; these run beside generate -------------------------
+
+    @endpoint(collect=nothing(), concurrent=True)
+    def agree_on_weights(self, layout: Sequence[WeightInfo]) -> None:
+        """Check that this generator's own model takes weights of that layout.
 
         Raises:
-            ConfigError: the generator reads a colocated policy's parameters, which are not overwritten.
+            ConfigError: it does not, or the generator reads a colocated policy's parameters, which nobody overwrites.
         """
         if self._policy() is not None:
-            raise ConfigError("this generator reads a colocated policy: call refresh(version), not load_weights")
-        self._ready_engine().refresh(version, weights)
+            raise ConfigError("this generator reads a colocated policy: call refresh(version), weights are not sent")
+        self._ready_receiver().agree(layout)
+
+    @endpoint(concurrent=True, readonly=True)
+    def take_weights(
+        self,
+        attempt: tuple[int, int],
+        pieces: Sequence[Piece],
+        tensors: Sequence[Tensor | None],
+        sums: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Copy a bucket into this generator's own model, in place: see :meth:`WeightReceiver.take`. From the first
+        bucket to ``end_weights`` or ``abort_weights`` no token is drawn."""
+        self._published = None
+        return self._ready_receiver().take(attempt, pieces, tensors, sums)
+
+    @endpoint(collect=nothing(), concurrent=True)
+    def end_weights(self, version: int) -> None:
+        """Draw from the weights of ``version``.
+
+        Raises:
+            DataError: some have not come; names them.
+        """
+        self._ready_receiver().end(version)
+        self._published = version
+
+    @endpoint(collect=nothing(), concurrent=True)
+    def abort_weights(self, reason: str) -> None:
+        """Give up a publication: what waits for its end gets an error, and nothing is drawn before the next."""
+        self._ready_receiver().abort(reason)
 
     def _policy(self) -> Policy | None:
         return self.ctx.colocated.get(POLICY_ROLE)
 
+    def _ready_receiver(self) -> WeightReceiver:
+        engine = self._ready_engine()
+        with self._making:
+            if self._receiver is None:
+                self._receiver = WeightReceiver(engine)
+            return self._receiver
+
     def _ready_engine(self) -> Engine:
         """The engine, made at first use, when colocated workers and collectives are there."""
-        if self._engine is None:
-            policy = self._policy()
-            if policy is None:
-                model = load_model(self.config, choose_device(self.ctx.devices)).requires_grad_(False)
-            elif policy.adapted:
-                model = load_model(self.config, policy.device).requires_grad_(False)
-                copy_weights(full_weights(policy.model), model)
-            else:
-                model = policy.model
-            pad = getattr(getattr(model, "config", None), "pad_token_id", None)
-            self._engine = make_engine(self.engine_config, model, pad or 0)
-            if policy is not None:
-                self._engine.refresh(0)  # fills the copy of a sharded model
-        return self._engine
+        with self._making:
+            if self._engine is None:
+                self._engine = self._make_engine()
+            return self._engine
+
+    def _make_engine(self) -> Engine:
+        policy = self._policy()
+        if policy is None:
+            model = load_model(self.config, choose_device(self.ctx.devices)).requires_grad_(False)
+        elif policy.adapted:
+            model = load_model(self.config, policy.device).requires_grad_(False)
+            copy_weights(full_weights(policy.model), model)
+        else:
+            model = policy.model
+        pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+        engine = make_engine(self.engine_config, model, pad or 0)
+        if policy is not None:
+            engine.refresh(0)  # fills the copy of a sharded model
+        return engine
 
 
 def _as_batch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,18 @@ from torch import Tensor, nn
 from podium.errors import CheckpointError
 from podium.workers.models import plain_model
 
-__all__ = ["copy_weights", "full_weights", "is_plain"]
+__all__ = ["WeightInfo", "WholeWeights", "copy_weights", "full_weights", "is_plain"]
 
 _BASE_LAYER = ".base_layer."
 _ADAPTER = "lora_"
+
+
+class WeightInfo(NamedTuple):
+    """A whole tensor's name, shape and bytes an element."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
 
 
 def is_plain(model: nn.Module) -> bool:
@@ -22,25 +30,43 @@ def is_plain(model: nn.Module) -> bool:
     return not hasattr(model, "peft_config") and not any(hasattr(p, "full_tensor") for p in model.parameters())
 
 
-@torch.no_grad()
-def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors, one at a time, tied ones once; on the model's device.
+class WholeWeights:
+    """A model's whole tensors by Hugging Face's names, tied ones once, each gathered when it is asked for.
 
-    With a sharded model all ranks iterate together, since each tensor is gathered from all. A tensor may be the
-    parameter itself: copy what you keep.
+    With a sharded model all ranks ask together and in the same order, since each tensor is gathered from all.
     """
-    inner = plain_model(model)
-    merged = {f"{name}.weight": module for name, module in inner.named_modules() if hasattr(module, "get_delta_weight")}
-    for name, tensor in (*inner.named_parameters(), *_persistent_buffers(inner)):
-        if _ADAPTER in name:
-            continue
-        plain = name.replace(_BASE_LAYER, ".")
-        value = _whole(tensor)
-        if plain in merged:
-            layer = cast(Any, merged[plain])
-            for adapter in layer.active_adapters:
-                value = value + _delta(layer, adapter, value.dtype)
-        yield plain, value
+
+    def __init__(self, model: nn.Module) -> None:
+        inner = plain_model(model)
+        self._layers = {
+            f"{name}.weight": cast(Any, module)
+            for name, module in inner.named_modules()
+            if hasattr(module, "get_delta_weight")
+        }
+        tensors = (*inner.named_parameters(), *_persistent_buffers(inner))
+        self._tensors = {name.replace(_BASE_LAYER, "."): tensor for name, tensor in tensors if _ADAPTER not in name}
+        self.sharded = any(hasattr(tensor, "full_tensor") for tensor in self._tensors.values())
+
+    def layout(self) -> list[WeightInfo]:
+        """Name, shape and bytes an element of each tensor, in the model's order."""
+        return [WeightInfo(name, tuple(t.shape), t.element_size()) for name, t in self._tensors.items()]
+
+    @torch.no_grad()
+    def gather(self, name: str) -> Tensor:
+        """One whole tensor, adapters merged, on the model's device; it may be the parameter itself: copy what you
+        keep."""
+        value = _whole(self._tensors[name])
+        layer = self._layers.get(name)
+        for adapter in layer.active_adapters if layer is not None else ():
+            value = value + _delta(layer, adapter, value.dtype)
+        return value
+
+
+def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors, one at a time: see :class:`WholeWeights`."""
+    weights = WholeWeights(model)
+    for info in weights.layout():
+        yield info.name, weights.gather(info.name)
 
 
 @torch.no_grad()

@@ -162,18 +162,12 @@ def test_generated_rows_hold_prompt_and_completion_and_their_group() -> None:
     assert len(Generator(TINY).generate(PROMPTS.slice(0, 0), SAMPLING)) == 0
 
 
-def test_a_split_generator_takes_weights_that_are_sent() -> None:
-    policy = Policy(replace(TINY, seed=9), OPTIM)
-    generator = Generator(TINY)
-    generator.load_weights(policy.weights(), 4)
-    out = generator.generate(PROMPTS, SAMPLING)
-    trained = values_of(policy.logprobs(out), "old_logprobs")
-    assert torch.allclose(values_of(out, "rollout_logprobs"), trained, atol=1e-5)
-    assert int(values_of(out, "versions").max()) == 4
-    with pytest.raises(ConfigError, match="colocated policy"):
+def test_what_a_generator_cannot_do_is_named() -> None:
+    policy, generator = Policy(TINY), Generator(TINY)
+    with pytest.raises(ConfigError, match=r"colocated policy.*StreamedPublication"):
         generator.refresh(5)
     with pytest.raises(ConfigError, match="refresh"):
-        colocated(Generator(TINY), policy=policy).load_weights(policy.weights(), 5)
+        colocated(Generator(TINY), policy=policy).agree_on_weights(policy.weight_layout())
     with pytest.raises(DataError, match="seed"):
         generator.generate(PROMPTS, replace(SAMPLING, n=2))
 

@@ -1,0 +1,147 @@
+"""Weights that are sent: bucket by bucket, from the policy's store into the generators' own tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from podium.errors import ConfigError, DataError, PodiumError
+from podium.runtime import Call
+from podium.telemetry import Note, emit
+from podium.workers.publication.contract import Publication, is_behind
+from podium.workers.publication.pieces import Piece, cut
+
+if TYPE_CHECKING:
+    from podium.workers.generator import Generator
+    from podium.workers.policy import Policy
+
+__all__ = ["BUCKET_BYTES", "StreamedPublication"]
+
+BUCKET_BYTES: Final = 64 * 2**20
+"""Large enough that a call costs nothing beside it, small enough that two of them are no burden."""
+
+
+class StreamedPublication(Publication):
+    """Each tensor is stored once and read by every generator, at most two buckets at a time.
+
+    With ``delta`` only tensors whose checksum has changed since the last publication are sent, and the generators check
+    what they receive and what they hold; where they disagree, all of it is sent. That pays where bytes cross a network
+    or much of the model is frozen: on one machine it costs a reading of the weights at either end.
+
+    Args:
+        policy: whose first rank sends; all its ranks take part in gathering shards.
+        generators: those that receive: groups, or the handles of replicas.
+        bucket_bytes: the most that travels at once; a single row of a tensor may be larger.
+        delta: send only what has changed.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        generators: Sequence[Generator],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        delta: bool = False,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes = {bucket_bytes}: expected at least 1")
+        self._policy = policy
+        self._generators = tuple(generators)
+        self._bucket_bytes = bucket_bytes
+        self._delta = delta
+        self._buckets: list[list[Piece]] = []
+        self._sums: dict[Piece, int] = {}  # of what the generators hold; empty where that is not known
+        self._attempt = 0
+
+    def init(self) -> None:
+        self._agree(self._generators)
+
+    def publish(self, version: int) -> None:
+        held = [generator.weights_version.submit() for generator in self._generators]
+        held_by = dict(zip(self._generators, [call.result() for call in held], strict=True))
+        behind = [generator for generator, versions in held_by.items() if is_behind(versions, version)]
+        if not behind:
+            return
+        fresh = [generator for generator in behind if None in held_by[generator]]
+        if fresh or not self._buckets:
+            self._agree(fresh or behind)
+            self._sums = {}
+        try:
+            self._send(behind, version)
+            _wait([generator.end_weights.submit(version) for generator in behind])
+        except BaseException as error:
+            self._sums = {}
+            self._abort(behind, error)
+            raise
+
+    def is_stale(self, version: int) -> bool:
+        held = [generator.weights_version.submit() for generator in self._generators]
+        return any(own is None or own < version for call in held for own in call.result())
+
+    def close(self) -> None:
+        self._sums = {}
+
+    def _agree(self, generators: Sequence[Generator]) -> None:
+        layout = self._policy.weight_layout()
+        _wait([generator.agree_on_weights.submit(layout) for generator in generators])
+        self._buckets = cut(layout, self._bucket_bytes)
+
+    def _send(self, generators: Sequence[Generator], version: int) -> None:
+        known, self._sums = self._sums, {}
+        wrong = self._stream(generators, version, known)
+        if wrong and known:
+            emit(Note(f"publication of version {version}: generators do not hold {_few(wrong)} as sent; sending all"))
+            wrong = self._stream(generators, version, {})
+        if wrong:
+            raise DataError(f"the weights of version {version} arrived damaged: the checksums of {_few(wrong)} differ")
+
+    def _stream(self, generators: Sequence[Generator], version: int, known: dict[Piece, int]) -> list[str]:
+        """Send all buckets, while one is being copied preparing the next; what the generators say is wrong."""
+        self._attempt += 1
+        copying: deque[list[Call[list[list[str]]]]] = deque()
+        wrong: list[str] = []
+        for index, pieces in enumerate(self._buckets):
+            asked = [known.get(piece) for piece in pieces] if self._delta else None
+            tensors, sums = self._policy.weight_bucket(index, pieces, asked)
+            if sums is not None:
+                self._sums.update(zip(pieces, sums, strict=True))
+            taking = [
+                generator.take_weights.submit((version, self._attempt), pieces, tensors, sums)
+                for generator in generators
+            ]
+            del tensors  # the last reference: what the generators have copied leaves the store
+            copying.append(taking)
+            if len(copying) == 2:
+                wrong += _names(_wait(copying.popleft()))
+        return wrong + [name for taking in copying for name in _names(_wait(taking))]
+
+    def _abort(self, generators: Sequence[Generator], error: BaseException) -> None:
+        """Free those that wait at the gate. Who is dead, or broken, has nobody waiting."""
+        for generator in generators:
+            with contextlib.suppress(PodiumError):
+                generator.abort_weights(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+
+def _wait(calls: Sequence[Call[list[list[str]]] | Call[None]]) -> list[list[list[str]] | None]:
+    """All results; the first error, after all have ended."""
+    failed: list[PodiumError] = []
+    results: list[list[list[str]] | None] = []
+    for call in calls:
+        try:
+            results.append(call.result())
+        except PodiumError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return results
+
+
+def _names(results: Sequence[list[list[str]] | None]) -> list[str]:
+    return [name for ranks in results for names in ranks or () for name in names]
+
+
+def _few(names: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    return ", ".join(unique[:3]) + (f" and {len(unique) - 3} more" if len(unique) > 3 else "")
