@@ -62,11 +62,15 @@ class Call(Generic[T]):
         Raises:
             TimeoutError: ``timeout_s`` passed; the call goes on.
         """
-        if not self._ended and not self._wait(timeout_s):
+        if not self.wait(timeout_s):
             raise TimeoutError(
                 f"{self.label} has no result after {timeout_s} s of waiting; it goes on: ask again, or cancel()"
             )
         return self._outcome()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end, in whatever way; True if it came within ``timeout_s``."""
+        return self._ended or self._wait(timeout_s)
 
     def done(self) -> bool:
         """Whether the call has ended, in whatever way."""

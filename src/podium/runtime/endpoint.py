@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import MethodType
@@ -86,29 +88,65 @@ class Submits(Protocol):
     ) -> Call[Any]: ...
 
 
+class Window:
+    """At most ``size`` unfinished calls."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._unfinished: deque[Call[Any]] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, send: Callable[[], Call[Any]]) -> Call[Any]:
+        """``send()``, once there is room."""
+        with self._lock:
+            self._unfinished = deque(call for call in self._unfinished if not call.done())
+            while len(self._unfinished) >= self._size:
+                self._unfinished.popleft().wait()
+            call = send()
+            self._unfinished.append(call)
+            return call
+
+
 class Endpoint(Generic[P, Out]):
     """An endpoint as the controller holds it. Calling it waits; :meth:`submit` does not."""
 
-    __slots__ = ("_group", "_timeout_s", "spec")
+    __slots__ = ("_group", "_timeout_s", "_window", "spec")
 
-    def __init__(self, group: Submits, spec: EndpointSpec, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, group: Submits, spec: EndpointSpec, timeout_s: float | None = None, window: Window | None = None
+    ) -> None:
         self._group = group
         self.spec = spec
         self._timeout_s = timeout_s
+        self._window = window
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
         """Call and wait. Raises what the call raises: see :class:`~podium.runtime.Call`."""
-        return self._group.submit(self.spec, args, kwargs, self._timeout_s).result()
+        return self.submit(*args, **kwargs).result()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[Out]:
         """Call without waiting. Calls of one group run in the order in which they were submitted."""
-        return self._group.submit(self.spec, args, kwargs, self._timeout_s)
+        if self._window is None:
+            return self._group.submit(self.spec, args, kwargs, self._timeout_s)
+        return self._window.submit(lambda: self._group.submit(self.spec, args, kwargs, self._timeout_s))
 
     def within(self, timeout_s: float) -> Endpoint[P, Out]:
         """The same endpoint with another deadline, in seconds from submission."""
         if not timeout_s > 0:
             raise ConfigError(f"within(timeout_s={timeout_s}): a deadline is a positive number of seconds")
-        return Endpoint(self._group, self.spec, timeout_s)
+        return Endpoint(self._group, self.spec, timeout_s, self._window)
+
+    def at_most(self, calls: int) -> Endpoint[P, Out]:
+        """The same endpoint with at most so many of its calls unfinished: the next ``submit`` waits for the oldest one.
+        At the end of a chain of calls it bounds the whole chain, and with it what the chain keeps in memory.
+
+        >>> train = trainers.update.at_most(4)  # doctest: +SKIP
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     train.submit(scorers.score.submit(batch).arg())
+        """
+        if calls < 1:
+            raise ConfigError(f"at_most({calls}): at least one call")
+        return Endpoint(self._group, self.spec, self._timeout_s, Window(calls))
 
     def __repr__(self) -> str:
         return f"<endpoint {self._group}.{self.spec.name}({', '.join(self.spec.names)})>"
