@@ -53,6 +53,9 @@ test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an
 bench: $(STAMP)  ## every figure of the README, beside floors and installed peers; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)
 
+soak: $(STAMP)  ## ten thousand steps through references, with faults among them: what grows is a leak
+	@$(BIN)/python -m bench.soak $(ARGS)
+
 bench-peers: $(PEERS:%=.venvs/%/.installed)  ## install the peers that bench compares with, each in its own environment
 
 ##@ Help
@@ -86,4 +89,4 @@ $(STAMP): pyproject.toml constraints.txt
 		.venvs/$*/bin/pip install -q --disable-pip-version-check --no-deps -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast test-monarch bench bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast test-monarch bench soak bench-peers help

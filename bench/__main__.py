@@ -13,7 +13,7 @@ from rich.console import Console
 from bench.context import Context
 from bench.measure import Row
 from bench.report import show, write
-from bench.suites import faults, generation, grpo, ray, runtime
+from bench.suites import dataplane, faults, generation, grpo, ray, runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"
@@ -25,6 +25,9 @@ SUITES: dict[str, Callable[[Context], Iterator[Row]]] = {
     "echo": runtime.echo,
     "broadcast": runtime.broadcast,
     "startup": runtime.startup,
+    "hop": dataplane.hop,
+    "transfer": dataplane.transfer,
+    "publish": dataplane.publish,
     "faults": faults.faults,
     "ray": ray.ray,
     "generate": generation.generate,

@@ -184,10 +184,13 @@ class HopFloor:
             os.close(produced_read)
             os.close(consumed_read)
 
-    def hop(self, nbytes: int) -> dict[str, float]:
-        """The figures of one tensor of ones, in seconds; see bench.suites.dataplane."""
+    def hop(self, nbytes: int, *, fresh: bool) -> dict[str, float]:
+        """The figures of one tensor of ones, in seconds; see bench.suites.dataplane. It is put into `fresh` shared
+        memory, or into some that was touched before, as that of a pool is."""
         self._ask(raw_hop.PREPARE, nbytes)
+        create_s, _, _ = self._ask(raw_hop.CREATE, nbytes)
         put_s, _, _ = self._ask(raw_hop.PUT)
+        put_s = create_s + put_s if fresh else self._ask(raw_hop.PUT)[0]
         hop_s, inside_s, first = self._ask(raw_hop.FIRST, replier="consumer")
         touch_s, _, pages = self._ask(raw_hop.PAGES, replier="consumer")
         self._ask(raw_hop.DROP)

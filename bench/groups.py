@@ -28,14 +28,16 @@ def probes(cluster: podium.Cluster, workers: int) -> Iterator[Probe]:
 
 
 @contextmanager
-def peer_processes(context: Context, names: Sequence[str]) -> Iterator[dict[str, PeerClient]]:
+def peer_processes(
+    context: Context, names: Sequence[str], scripts: Mapping[str, str] = SCRIPTS
+) -> Iterator[dict[str, PeerClient]]:
     """The processes of those peers that are installed; no cluster runs yet, and any ends with its process."""
     with ExitStack() as stack:
         peers: dict[str, PeerClient] = {}
         for name in names:
             if python := context.peer_python(name):
-                command = peer_command(python, SCRIPTS[name])
-                peers[name] = stack.enter_context(start_peer(command, context.log_of(name)))
+                command = peer_command(python, scripts[name])
+                peers[name] = stack.enter_context(start_peer(command, context.log_of(scripts[name])))
         yield peers
 
 

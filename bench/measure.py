@@ -6,9 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 Better = Literal["lower", "higher"]
+Figure = TypeVar("Figure")
 Subjects = Mapping[str, Callable[[], float]]  # each measures itself once and returns its figure
 
 
@@ -46,13 +47,15 @@ def round_to(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def alternate(subjects: Subjects, *, repetitions: int, warmups: int = 1) -> dict[str, list[float]]:
+def alternate(
+    subjects: Mapping[str, Callable[[], Figure]], *, repetitions: int, warmups: int = 1
+) -> dict[str, list[Figure]]:
     """Call each subject once a repetition, in an order that rotates, and return each one's figures.
 
     A subject measures itself and returns its figure, since what belongs to a figure and what prepares it only it
     knows. The first `warmups` rounds are not kept.
     """
-    figures: dict[str, list[float]] = {name: [] for name in subjects}
+    figures: dict[str, list[Figure]] = {name: [] for name in subjects}
     order = list(subjects)
     for repetition in range(-warmups, repetitions):
         shift = repetition % len(order)

@@ -19,20 +19,16 @@ if TYPE_CHECKING:
 
 MESSAGE = struct.Struct("=cQ")
 REPLY = struct.Struct("=dQ")
-PREPARE, PUT, FIRST, PAGES, DROP = b"p", b"m", b"f", b"a", b"d"
+PREPARE, CREATE, PUT, FIRST, PAGES, DROP = b"p", b"c", b"m", b"f", b"a", b"d"
 
 
-def put(source: np.ndarray) -> int:
-    """A copy of `source` in new anonymous shared memory; its descriptor."""
+def create(nbytes: int) -> tuple[int, np.ndarray]:
+    """New anonymous shared memory, no page of it touched: its descriptor and its bytes."""
     import numpy as np
 
     fd = os.memfd_create("bench-hop")
-    os.ftruncate(fd, source.nbytes)
-    with mmap.mmap(fd, source.nbytes) as mapped:
-        target = np.frombuffer(mapped, dtype=np.uint8)
-        np.copyto(target, source)
-        del target  # the mapping cannot end while it is looked at
-    return fd
+    os.ftruncate(fd, nbytes)
+    return fd, np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
 
 
 def produce(requests_fd: int, replies_fd: int, socket_fd: int) -> None:
@@ -40,19 +36,22 @@ def produce(requests_fd: int, replies_fd: int, socket_fd: int) -> None:
     import numpy as np
 
     consumer = socket.socket(fileno=socket_fd)
-    source, segment = np.zeros(1, dtype=np.uint8), -1
+    source = target = np.zeros(1, dtype=np.uint8)
+    fd = -1
     while message := os.read(requests_fd, MESSAGE.size):
         operation, nbytes = MESSAGE.unpack(message)
         started = time.perf_counter()
         if operation == PREPARE:
             source = np.ones(nbytes, dtype=np.uint8)
+        elif operation == CREATE:
+            fd, target = create(nbytes)
         elif operation == PUT:
-            segment = put(source)
+            np.copyto(target, source)
         elif operation == DROP:
-            os.close(segment)
-            source = np.zeros(1, dtype=np.uint8)
+            os.close(fd)
+            source = target = np.zeros(1, dtype=np.uint8)  # the mapping goes with the last array that looks at it
         else:
-            socket.send_fds(consumer, [operation], [segment])
+            socket.send_fds(consumer, [operation], [fd])
             continue  # the consumer replies
         os.write(replies_fd, REPLY.pack(time.perf_counter() - started, 0))
 

@@ -40,14 +40,14 @@ class RayPeer:
 
     cpus = os.cpu_count()
 
-    def init(self) -> float:
+    def init(self, object_store_bytes: int = OBJECT_STORE_BYTES) -> float:
         """Start Ray; seconds. The address says: a new cluster, whatever else runs on this machine."""
         started = time.perf_counter()
         ray.init(
             address="local",
             num_cpus=self.cpus,
             include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
+            object_store_memory=object_store_bytes,
             log_to_driver=False,
             configure_logging=False,
         )

@@ -34,7 +34,7 @@ def test_a_broadcast_lands_in_the_one_segment_all_workers_see() -> None:
 def test_a_hop_passes_the_tensor_and_takes_longer_the_more_of_it_is_looked_at() -> None:
     with HopFloor.start() as floor:
         for nbytes in (1, 4097, 1 << 20):  # the floor itself checks what arrived
-            figures = floor.hop(nbytes)
+            figures = floor.hop(nbytes, fresh=nbytes == 1)
             assert set(figures) == {"put", "hop", "inside", "touch"}
             assert 0 < figures["inside"] < figures["hop"]
 
