@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from podium.data import Block, BlockInfo, TensorRef
 
-__all__ = ["Opener", "Reading", "decode", "encode", "read_as"]
+__all__ = ["Opener", "Reading", "decode", "encode", "read_as", "take_back"]
 
 T = TypeVar("T")
 Rebuild = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -45,6 +45,7 @@ class _Here(threading.local):
         self.blocks: Sequence[Opener] = ()
         self.made: dict[int, Block] = {}
         self.opened: dict[int, tuple[Block, Any]] = {}
+        self.lent: list[tuple[Block, Any]] = []
 
 
 _here = _Here()
@@ -71,6 +72,18 @@ def read_as(mode: Reading, read: Callable[[], T]) -> T:
         return read()
     finally:
         _here.mode = before
+
+
+def take_back(method: str) -> None:
+    """Compare what this thread read as readonly with its checksums, where blocks are checked.
+
+    Raises:
+        DataError: ``method`` wrote to it.
+    """
+    lent, _here.lent = _here.lent, []
+    for block, memory in lent:
+        if not block.is_intact(memory):
+            raise DataError(f"{method} declares readonly=True and wrote to tensors made by {block.info.label}")
 
 
 def encode(
@@ -176,6 +189,8 @@ def _opened(block: Block) -> Any:
     """A block's bytes, opened once for all that one message refers to in it."""
     if id(block) not in _here.opened:
         _here.opened[id(block)] = block, block.read()
+        if _here.mode == "readonly" and block.info.checksum is not None:
+            _here.lent.append(_here.opened[id(block)])
     return _here.opened[id(block)][1]
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from podium.errors import SerializationError, StoreFullError
-from podium.runtime.codec import Reading, read_as
+from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.context import WorkerContext, current_context
 from podium.runtime.endpoint import Returns, endpoints_of
 from podium.runtime.worker import Bound, Worker
@@ -170,6 +170,8 @@ class Host:
             result = function(**(read_as(reads, values) if callable(values) else values))
             if inspect.iscoroutine(result):
                 result = self._await(running, result)
+            if reads == "readonly":
+                take_back(f"{target}.{method}")
             keep = partial(self._keep, keeps) if keeps else None
             return Outcome("ok", result, started, time.monotonic_ns(), keep)
         except asyncio.CancelledError:

@@ -1,0 +1,94 @@
+"""References on backends with options: checks, limits, spilling, and what a busy group leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import podium
+from podium import Cluster, Worker, endpoint, first
+from podium.data.store import CHECKS
+from podium.errors import ConfigError, EndpointError, StoreFullError
+from tests.integration.processes import descriptors, wait_for
+
+MIB = 1 << 20
+
+
+class Keeper(Worker):
+    @endpoint(returns="ref", collect=first())
+    def make(self, mib: int) -> Tensor:
+        return torch.ones(mib << 18)
+
+    @endpoint(readonly=True, collect=first())
+    def cheat(self, value: Tensor) -> float:
+        value += 1
+        return float(value[0])
+
+    @endpoint(collect=first())
+    def total(self, value: Tensor) -> float:
+        return float(value.sum())
+
+
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_a_check_names_the_endpoint_that_writes_to_what_it_only_reads(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CHECKS, "1")
+    with podium.connect(backend) as cluster:
+        keeper = cluster.start(Keeper.bind(), name="keeper", distributed=False)
+        ref = keeper.make(1)
+        assert keeper.total(ref) == MIB / 4
+        with pytest.raises(
+            EndpointError, match=r"keeper\.cheat declares readonly=True and wrote to .* made by keeper\.make"
+        ):
+            keeper.cheat(ref)
+
+
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_a_full_store_fails_the_call_and_names_the_holders(backend: str) -> None:
+    with podium.connect(backend, store_bytes=10 * MIB) as cluster:
+        keeper = cluster.start(Keeper.bind(), name="keeper", distributed=False)
+        held = [keeper.make(4), keeper.make(5)]
+        with pytest.raises(EndpointError, match=r"no room for 4 MiB .* held by: .*keeper\.make of rank 0") as error:
+            keeper.make(4)
+        assert isinstance(error.value.__cause__, StoreFullError)
+        held.pop()
+        gc.collect()
+        assert wait_for(lambda: (keeper.group.stores()[0] or [0])[0] < 5 * MIB, 5.0)
+        assert keeper.total(keeper.make(4)) == MIB
+
+
+def test_what_does_not_fit_goes_to_disk_if_there_is_some(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"spill_dir=.*no such directory"):
+        podium.connect("local", spill_dir=tmp_path / "missing")
+    with podium.connect("local", store_bytes=5 * MIB, spill_dir=tmp_path) as cluster:
+        keeper = cluster.start(Keeper.bind(), name="keeper", distributed=False)
+        held = [keeper.make(4) for _ in range(4)]
+        assert [keeper.total(ref) for ref in held] == [float(MIB)] * 4
+        assert os.listdir(tmp_path) == []
+
+
+def test_descriptors_are_given_back(cluster: Cluster) -> None:
+    keeper = cluster.start(Keeper.bind(), name="keeper", distributed=False)
+    keeper.total(keeper.make(1))
+    gc.collect()
+    before = [descriptors(pid) for pid in (os.getpid(), *keeper.group.pids)]
+    held = [keeper.make(1) for _ in range(50)]
+    assert [keeper.total(ref) for ref in held] == [MIB / 4] * 50
+    assert descriptors(os.getpid()) > before[0] + 40
+    held.clear()
+    gc.collect()
+    assert wait_for(lambda: descriptors(os.getpid()) <= before[0] + 5, 5.0)
+    assert wait_for(lambda: descriptors(keeper.group.pids[0]) <= before[1] + 140, 5.0), "idle segments stay for reuse"
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with podium.connect("local") as cluster:
+        yield cluster

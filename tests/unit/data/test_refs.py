@@ -1,0 +1,155 @@
+"""References: row operations against the same on tensors, and what they say when misused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from podium.data import Batch, Jagged, MemoryStore, TensorRef, concat_values, fetch, keep
+from podium.errors import DataError
+
+
+def pair(seed: int) -> tuple[TensorRef, Tensor]:
+    """A reference of several parts in some disorder, and the tensor that it stands for."""
+    one, other = torch.arange(40.0).view(10, 4) + seed, torch.arange(100.0, 148.0).view(12, 4)
+    store = MemoryStore(shared=True)
+    kept = keep([one, other], store, "maker")
+    picks = [slice(2, 5), slice(0, 10), slice(7, 8)]
+    ref = TensorRef.concat([kept[0][picks[0]], kept[1], kept[0][picks[1]], TensorRef.of(other)[picks[2]]])
+    return ref, torch.cat([one[picks[0]], other, one[picks[1]], other[picks[2]]])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_row_operations_give_the_rows_that_tensors_give(seed: int) -> None:
+    ref, tensor = pair(seed)
+    chance = random.Random(seed)
+    for _ in range(12):
+        kind = chance.choice(["slice", "take", "repeat", "mask"])
+        if kind == "slice":
+            start, stop = sorted(chance.choices(range(-2, len(tensor) + 3), k=2))
+            ref, tensor = ref.slice(start, stop), tensor[start:stop]
+        elif kind == "mask":
+            mask = torch.tensor([chance.random() < 0.8 for _ in range(len(tensor))], dtype=torch.bool)
+            ref, tensor = ref[mask], tensor[mask]
+        elif kind == "repeat":
+            ref, tensor = TensorRef.concat([ref, ref.slice(0, 2)]), torch.cat([tensor, tensor[:2]])
+        elif len(tensor):
+            index = [chance.randrange(len(tensor)) for _ in range(chance.randrange(1, 2 * len(tensor)))]
+            ref, tensor = ref.take(index), tensor[index]
+        assert ref.shape == tensor.shape
+        assert len(ref) == len(tensor)
+        assert torch.equal(ref.get(), tensor)
+        assert torch.equal(ref.get(readonly=True), tensor)
+
+
+def test_runs_that_follow_one_another_are_one_and_unused_parts_are_let_go() -> None:
+    store = MemoryStore(shared=True)
+    ref, other = keep([torch.arange(100), torch.arange(50)], store, "a")
+    assert len(TensorRef.concat([ref[:40], ref[40:70], ref[70:]]).runs) == 1
+    assert len(ref.take([3, 4, 5, 9]).runs) == 2
+    both = TensorRef.concat([ref, other])
+    assert len(both.parts) == 2
+    assert len(both[:100].parts) == 1
+    assert len(both[5:5].parts) == 0
+    assert torch.equal(both[98:102].get(), torch.tensor([98, 99, 0, 1]))
+
+
+def test_a_view_where_it_can_be_one() -> None:
+    ref = keep(torch.arange(1000), MemoryStore(shared=True), "a")
+    first, second = ref.get(readonly=True), ref[10:].get(readonly=True)
+    assert second.data_ptr() == first.data_ptr() + 80
+    assert ref.get().data_ptr() != first.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1,), (2, 3, 4)])
+def test_tensors_of_any_shape(shape: tuple[int, ...]) -> None:
+    tensor = torch.rand(shape).to(torch.bfloat16)
+    for ref in (TensorRef.of(tensor), keep(tensor, MemoryStore(), "a")):
+        assert (ref.shape, ref.dtype, ref.nbytes, ref.dim()) == (shape, torch.bfloat16, tensor.nbytes, len(shape))
+        assert torch.equal(ref.get(), tensor)
+    if not shape:
+        with pytest.raises(TypeError, match="no rows"):
+            len(TensorRef.of(tensor))
+
+
+def test_rows_of_a_jagged_by_reference() -> None:
+    rows = [torch.arange(at * 3) + at for at in range(9)]
+    whole = Jagged.from_rows(rows)
+    far = keep(whole, MemoryStore(shared=True), "a")
+    assert isinstance(far.data, TensorRef)
+    assert far.nbytes == whole.nbytes
+    for index in ([8, 0, 3, 3], [], list(range(9))):
+        assert torch.equal(far.take(index).fetch().values, whole.take(index).values)
+    assert torch.equal(far.slice(2, 7).fetch().values, whole.slice(2, 7).values)
+    joined = Jagged.concat([far.slice(0, 3), whole.slice(3, 9)])
+    assert isinstance(joined.data, TensorRef)
+    assert torch.equal(joined.fetch().values, whole.values)
+    with pytest.raises(DataError, match=r"values of this Jagged are elsewhere.*fetch\(\)"):
+        _ = far.values
+
+
+def test_misuse_is_named() -> None:
+    ref = TensorRef.of(torch.arange(5))
+    for index in ([5], [-1]):
+        with pytest.raises(DataError, match=r"row index outside 0\.\.4"):
+            ref.take(index)
+    with pytest.raises(DataError, match="cannot join zero"):
+        TensorRef.concat([])
+    with pytest.raises(DataError, match="different dtypes"):
+        TensorRef.concat([ref, TensorRef.of(torch.ones(5))])
+    with pytest.raises(DataError, match="by rows"):
+        ref[::2]
+    with pytest.raises(DataError, match=r"\.sum of a reference: its 40 bytes are elsewhere"):
+        ref.sum()
+    with pytest.raises(AttributeError, match="no 'summ'"):
+        ref.summ()
+    for travel in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match=r"\.get\(\) gives a tensor"):
+            travel(ref)
+    with pytest.raises(DataError, match=r"column 'x' is TensorRef.*fetch\('x'\)"):
+        Batch({"x": ref}).dense("x")
+
+
+def test_keep_looks_into_the_usual_structures_and_keeps_a_tensor_once() -> None:
+    store = MemoryStore(shared=True)
+    shared, other = torch.arange(1000), object()
+    batch = Batch({"x": torch.ones(2, 2), "p": [torch.ones(1), "text"]}, {"m": torch.ones(1)})
+    value = {"a": shared, "b": [shared, (batch, other)], "sparse": torch.eye(2).to_sparse(), "n": 1}
+    kept = keep(value, store, "a")
+    assert type(kept["a"]) is TensorRef
+    assert kept["a"] is kept["b"][0]
+    assert type(kept["b"][1][0]["x"]) is TensorRef
+    assert kept["b"][1][0].python("p") == batch.python("p"), "Python columns stay"
+    assert kept["b"][1][1] is other
+    assert kept["sparse"] is value["sparse"]
+    assert 8000 < store.usage().nbytes < 8200
+    back = fetch(kept)
+    assert torch.equal(back["b"][0], shared)
+    assert torch.equal(back["b"][1][0].dense("x"), torch.ones(2, 2))
+    assert keep({"n": 1}, store, "a") == {"n": 1}
+    again = keep(kept["a"], store, "b")
+    assert again is kept["a"], "what is a reference stays it"
+
+
+def test_joining_tensors_and_references() -> None:
+    ref, tensor = TensorRef.of(torch.arange(3)), torch.arange(3, 5)
+    joined = concat_values([ref, tensor, ref])
+    assert isinstance(joined, TensorRef)
+    assert torch.equal(joined.get(), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]))
+    assert isinstance(concat_values([tensor, tensor]), Tensor)
+
+
+def test_a_batch_fetches_what_is_asked_for() -> None:
+    far = keep(Batch({"x": torch.ones(2), "y": torch.zeros(2), "p": [1, 2]}), MemoryStore(shared=True), "a")
+    near = far.prefetch().fetch("x")
+    assert isinstance(near["x"], Tensor)
+    assert isinstance(near["y"], TensorRef)
+    assert isinstance(far.to("cpu")["y"], Tensor)
+    assert far.nbytes == 16
+    with pytest.raises(DataError, match="no column 'z'"):
+        far.fetch("z")
