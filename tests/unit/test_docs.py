@@ -16,7 +16,7 @@ from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, keys_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md"] + [
-    ROOT / "docs" / f"{page}.md" for page in ("workers", "coming-from-verl", "coming-from-areal")
+    ROOT / "docs" / f"{page}.md" for page in ("workers", "references", "coming-from-verl", "coming-from-areal")
 ]
 
 
@@ -39,7 +39,7 @@ def test_a_script_of_the_docs_runs_as_printed(script: str, tmp_path: Path) -> No
 
 def test_there_are_scripts_to_run_on_every_page() -> None:
     assert {name.rpartition("-")[0] for name, _ in _scripts()} == {page.name for page in PAGES}
-    assert len(_scripts()) == 6
+    assert len(_scripts()) == 7
 
 
 @pytest.mark.ray
