@@ -103,7 +103,7 @@ class Slow(Generator):
             time.sleep(0.005)
             return decode(decoder, *args)
 
-        Decoder.decode = slowly  # a forked process of its own
+        setattr(Decoder, "decode", slowly)  # noqa: B010 - in a process of its own
 
     @endpoint(concurrent=True)
     def tokens(self) -> int:
