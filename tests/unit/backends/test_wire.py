@@ -23,6 +23,7 @@ from podium.backends.local.wire import (
     read_parcel,
     released,
     send_message,
+    split_message,
 )
 from podium.data import keep
 from podium.runtime.codec import read_as
@@ -101,10 +102,16 @@ def test_more_blocks_than_one_message_has_room_for(count: int, segments: Segment
     parcel = pack(refs, segments)
     wire, fds = parcel.wire, [lease.segment.fd for lease in parcel.leases]
     assert len(fds) in (count, count + 1), "the pickle itself may need a segment"
-    outbox = Outbox(pair[0], lambda fd: None)
-    outbox.send(b"A" + wire, fds)
-    outbox.send(b"B", [])
+    *early, last = split_message(b"A" + wire, fds)
+    for part, some in early:
+        send_message(pair[0], part, some, wait=True)
+        Releases(pair[0]).add(77)  # from a garbage collection, whenever it likes
+    send_message(pair[0], *last, wait=True)
+    send_message(pair[0], b"B", [], wait=True)
     receiver, theirs = Receiver(), SegmentPool()
+    for _ in early:
+        message, received = receiver.receive(pair[1], wait=True)
+        assert (released(message), received) == ((77,), [])
     message, received = receiver.receive(pair[1], wait=True)
     inbound, _ = read_parcel(message, 1, received, Releases(pair[1]), theirs)
     assert bytes(receiver.receive(pair[1], wait=True)[0]) == b"B"

@@ -298,7 +298,7 @@ class Receiver:
         count, ancillary, _, _ = connection.recvmsg_into(
             self._into, self._ANCILLARY, _RECEIVE if wait else _RECEIVE_NOW
         )
-        if not ancillary and not self._early:
+        if not ancillary and (not self._early or self._buffer[0] == RELEASE):  # a release may come between two parts
             return self._buffer[:count], self._NO_FDS
         fds, self._early = self._early, []
         for level, kind, data in ancillary:
