@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 __all__ = ["Lease", "Segment", "SegmentPool", "map_segment"]
 
-KEPT_IDLE = 1 << 30  # bytes of idle segments that a process keeps; the longest idle go first
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+KEPT_IDLE = max(1 << 30, MEMORY // 12)  # bytes of idle segments that a process keeps; the longest idle go first
 KEPT_COUNT = 64  # and at most so many, each of which takes descriptors
 Bytes = npt.NDArray[np.uint8]
 
