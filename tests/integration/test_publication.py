@@ -91,7 +91,7 @@ def test_after_each_publication_generators_draw_from_the_policy(
 
 
 class Slow(Generator):
-    """Takes its time over each token, and says how far it is."""
+    """At its sixth token it waits for new weights; says how far it is."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__(model)
@@ -100,7 +100,8 @@ class Slow(Generator):
 
         def slowly(decoder: Decoder, *args: Any) -> Any:
             self.count += 1
-            time.sleep(0.005)
+            while self.count == 6 and not self._ready_engine().gate.closed:
+                time.sleep(0.001)
             return decode(decoder, *args)
 
         setattr(Decoder, "decode", slowly)  # noqa: B010 - in a process of its own
@@ -114,12 +115,11 @@ def test_weights_are_published_while_completions_are_drawn(cluster: Cluster) -> 
     """Tokens before carry the old version and its log-probabilities, those after the new, on each of two ranks."""
     with started(cluster, Policy.bind(TINY, OPTIM), 1, Slow.bind(OTHER), 2) as (policy, generator, publication):
         publication.publish(1)
-        drawing = generator.generate.submit(PROMPTS, LONG)
-        while min(generator.tokens()) < 5:
-            pass
         policy.update(recorded())
+        drawing = generator.generate.submit(PROMPTS, LONG)
+        while min(generator.tokens()) < 6:
+            time.sleep(0.01)
         publication.publish(2)
-        assert not drawing.done()
         out = drawing.result()
         old, new = Policy(TINY).logprobs(out), policy.logprobs(out)
     drawn, versions = out.jagged("rollout_logprobs").values, out.jagged("versions").values
@@ -150,11 +150,11 @@ class Dying(Generator):
     """Its second rank ends at the third bucket of version 2."""
 
     @endpoint(concurrent=True, readonly=True)
-    def take_weights(self, attempt: Any, pieces: Any, tensors: Any, sums: Any = None) -> Any:
+    def take_weights(self, attempt: Any, index: int, tensors: Any, sums: Any = None) -> Any:
         self.buckets = getattr(self, "buckets", 0) + 1
         if attempt == (2, 2) and self.ctx.rank == 1 and self.buckets % 7 == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().take_weights(attempt, pieces, tensors, sums)
+        return super().take_weights(attempt, index, tensors, sums)
 
 
 def test_a_generator_that_dies_midway_gets_all_weights_after_its_restart(cluster: Cluster) -> None:
@@ -175,18 +175,18 @@ class Failing(Policy):
     """Cannot gather its fourth bucket, once."""
 
     @endpoint(collect=Policy.weight_bucket.spec.collect, returns="ref")
-    def weight_bucket(self, index: int, pieces: Any, known: Any = None) -> Any:
+    def weight_bucket(self, index: int, bucket_bytes: int, known: Any = None) -> Any:
         if index == 3 and not getattr(self, "failed", False):
             self.failed = True
             raise DataError("the third bucket is lost")
-        return super().weight_bucket(index, pieces, known)
+        return super().weight_bucket(index, bucket_bytes, known)
 
 
 def test_who_waits_at_the_gate_hears_that_a_publication_failed(cluster: Cluster) -> None:
     with started(cluster, Failing.bind(TINY, OPTIM), 1, Slow.bind(OTHER), 1) as (policy, generator, publication):
         drawing = generator.generate.submit(PROMPTS, LONG)
-        while min(generator.tokens()) < 5:
-            pass
+        while min(generator.tokens()) < 6:
+            time.sleep(0.01)
         with pytest.raises(EndpointError, match="the third bucket is lost"):
             publication.publish(1)
         with pytest.raises(EndpointError, match=r"version 1 came only in part \(EndpointError.* publish them again"):

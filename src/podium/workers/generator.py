@@ -23,7 +23,6 @@ from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.runtime import Worker, concat, endpoint, nothing, shard
 from podium.workers.models import ModelConfig, load_model
-from podium.workers.publication.pieces import Piece
 from podium.workers.publication.receiving import WeightReceiver
 from podium.workers.weights import WeightInfo, copy_weights, full_weights
 
@@ -115,28 +114,28 @@ class Generator(Worker):
     # -- a streamed publication: see podium.workers.publication; these run beside generate -------------------------
 
     @endpoint(collect=nothing(), concurrent=True)
-    def agree_on_weights(self, layout: Sequence[WeightInfo]) -> None:
-        """Check that this generator's own model takes weights of that layout.
+    def agree_on_weights(self, layout: Sequence[WeightInfo], bucket_bytes: int) -> None:
+        """Check that this generator's own model takes weights of that layout, which will come in such buckets.
 
         Raises:
             ConfigError: it does not, or the generator reads a colocated policy's parameters, which nobody overwrites.
         """
         if self._policy() is not None:
             raise ConfigError("this generator reads a colocated policy: call refresh(version), weights are not sent")
-        self._ready_receiver().agree(layout)
+        self._ready_receiver().agree(layout, bucket_bytes)
 
     @endpoint(concurrent=True, readonly=True)
     def take_weights(
         self,
         attempt: tuple[int, int],
-        pieces: Sequence[Piece],
+        index: int,
         tensors: Sequence[Tensor | None],
         sums: Sequence[int] | None = None,
     ) -> list[str]:
         """Copy a bucket into this generator's own model, in place: see :meth:`WeightReceiver.take`. From the first
         bucket to ``end_weights`` or ``abort_weights`` no token is drawn."""
         self._published = None
-        return self._ready_receiver().take(attempt, pieces, tensors, sums)
+        return self._ready_receiver().take(attempt, index, tensors, sums)
 
     @endpoint(collect=nothing(), concurrent=True)
     def end_weights(self, version: int) -> None:

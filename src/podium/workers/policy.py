@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -22,11 +23,10 @@ from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import ModelConfig, save_pretrained
 from podium.workers.optim import OptimConfig
 from podium.workers.parallel import ParallelConfig
-from podium.workers.publication.pieces import Piece
 from podium.workers.publication.sending import Bucket, WeightSender
 from podium.workers.scoring import TokenScores, kept_tokens, score_tokens
 from podium.workers.tokenizers import load_tokenizer
-from podium.workers.weights import WeightInfo, WholeWeights, full_weights
+from podium.workers.weights import WeightInfo, full_weights
 
 __all__ = ["MEMORY_PEAK_GIB", "SKIPPED_STEPS", "Policy"]
 
@@ -57,8 +57,11 @@ class Policy(Learner):
         loss: PolicyLoss | SFTLoss | None = None,
     ) -> None:
         super().__init__(model, optim, parallel)
-        self._sending: tuple[WeightSender, int] | None = None
         self.loss = loss or PolicyLoss(AlgorithmConfig())
+
+    @cached_property
+    def _sender(self) -> WeightSender:
+        return WeightSender(self.model, sends=self.ctx.rank == 0)
 
     @property
     def adapted(self) -> bool:
@@ -125,28 +128,21 @@ class Policy(Learner):
     @endpoint(collect=first())
     def weight_layout(self) -> list[WeightInfo]:
         """Names and shapes of all weights, whole and with adapters merged: what ``weight_bucket`` can be asked for."""
-        return WholeWeights(self.model).layout()
+        return self._sender.layout()
 
     @endpoint(collect=first(), returns="ref")
-    def weight_bucket(self, index: int, pieces: Sequence[Piece], known: Sequence[int | None] | None = None) -> Bucket:
-        """Part of the weights for a :class:`~podium.workers.publication.StreamedPublication`; from the first rank.
+    def weight_bucket(self, index: int, bucket_bytes: int, known: Sequence[int] | None = None) -> Bucket:
+        """Part of the weights for a :class:`~podium.workers.StreamedPublication`, from the first rank; all take part.
 
         Args:
-            index: of the bucket; 0 begins, and the policy must not change before the last.
-            pieces: which rows of which tensors. Pieces of a tensor are asked for in order.
-            known: see :meth:`WeightSender.bucket`.
+            index: of the bucket; 0 begins, and the policy must not be updated before the last.
+            bucket_bytes: the size of all buckets.
+            known: see :meth:`WeightSender.bucket`, which says what comes back.
 
         Raises:
             DataError: the policy was updated since bucket 0.
         """
-        if index == 0:
-            self._sending = WeightSender(self.model, sends=self.ctx.rank == 0), self.engine.step_count
-        if self._sending is None or self._sending[1] != self.engine.step_count:
-            raise DataError(
-                f"bucket {index} of the weights was asked for after the policy had been updated: those before it are "
-                "of older weights; publish again, from bucket 0"
-            )
-        return self._sending[0].bucket(pieces, known)
+        return self._sender.bucket(index, bucket_bytes, known, self.engine.step_count)
 
     @endpoint(collect=first())
     def weights(self) -> dict[str, Tensor]:

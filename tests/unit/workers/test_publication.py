@@ -98,9 +98,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     take = WeightReceiver.take
 
-    def noting(self: WeightReceiver, attempt: Any, pieces: Any, tensors: Any, sums: Any) -> list[str]:
+    def noting(self: WeightReceiver, attempt: Any, index: int, tensors: Any, sums: Any) -> list[str]:
+        pieces = self._buckets[index]
         names.extend(piece.name for piece, values in zip(pieces, tensors, strict=True) if values is not None)
-        return take(self, attempt, pieces, tensors, sums)
+        return take(self, attempt, index, tensors, sums)
 
     monkeypatch.setattr(WeightReceiver, "take", noting)
     return names
@@ -217,12 +218,12 @@ def test_a_generator_of_another_shape_is_refused_at_once(cluster: Cluster) -> No
 def test_a_bucket_that_never_came_is_named() -> None:
     policy, generator = Policy(TINY, OPTIM), Generator(TINY)
     layout = policy.weight_layout()
-    generator.agree_on_weights(layout)
+    generator.agree_on_weights(layout, BUCKET)
     buckets = cut(layout, BUCKET)
-    for index, pieces in enumerate(buckets):
-        tensors, sums = policy.weight_bucket(index, pieces)
+    for index in range(len(buckets)):
+        tensors, sums = policy.weight_bucket(index, BUCKET)
         if index != 3:
-            assert generator.take_weights((1, 1), pieces, tensors, sums) == []
+            assert generator.take_weights((1, 1), index, tensors, sums) == []
     with pytest.raises(DataError, match=rf"version 1 are not whole: rows of .* such as \['{buckets[3][0].name}"):
         generator.end_weights(1)
     with pytest.raises(DataError, match="not whole"):
@@ -232,11 +233,10 @@ def test_a_bucket_that_never_came_is_named() -> None:
 
 def test_a_policy_that_moves_on_in_the_middle_is_named() -> None:
     policy = Policy(TINY, OPTIM)
-    buckets = cut(policy.weight_layout(), BUCKET)
-    policy.weight_bucket(0, buckets[0])
+    policy.weight_bucket(0, BUCKET)
     policy.update(recorded())
     with pytest.raises(DataError, match="bucket 1 of the weights was asked for after the policy had been updated"):
-        policy.weight_bucket(1, buckets[1])
+        policy.weight_bucket(1, BUCKET)
 
 
 def test_buckets_hold_every_row_once_and_no_more_than_they_may() -> None:

@@ -167,7 +167,7 @@ def test_what_a_generator_cannot_do_is_named() -> None:
     with pytest.raises(ConfigError, match=r"colocated policy.*StreamedPublication"):
         generator.refresh(5)
     with pytest.raises(ConfigError, match="refresh"):
-        colocated(Generator(TINY), policy=policy).agree_on_weights(policy.weight_layout())
+        colocated(Generator(TINY), policy=policy).agree_on_weights(policy.weight_layout(), 2**20)
     with pytest.raises(DataError, match="seed"):
         generator.generate(PROMPTS, replace(SAMPLING, n=2))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from podium.errors import DataError
 from podium.rollout.engines import Engine
-from podium.workers.publication.pieces import Piece, checksum, rows_of
+from podium.workers.publication.pieces import Piece, checksum, cut, rows_of
 from podium.workers.weights import WeightInfo
 
 __all__ = ["WeightReceiver"]
@@ -25,24 +25,26 @@ class WeightReceiver:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._rows: Mapping[str, int] = {}  # of each tensor that is to come
+        self._buckets: list[list[Piece]] = []
         self._lock = threading.Lock()
         self._attempt: tuple[int, int] | None = None
         self._arrived: Counter[str] = Counter()  # rows
         self._sums: dict[Piece, tuple[int, int]] = {}  # of a piece as announced, and as it is kept here
 
-    def agree(self, layout: Sequence[WeightInfo]) -> None:
-        """Check that the tensors that will come are those of the engine's model.
+    def agree(self, layout: Sequence[WeightInfo], bucket_bytes: int) -> None:
+        """Check that the tensors that will come are those of the engine's model; they come as ``cut`` cuts them.
 
         Raises:
             ConfigError: they are not.
         """
         self._engine.check_weights({info.name: info.shape for info in layout})
         self._rows = {info.name: rows_of(info.shape) for info in layout}
+        self._buckets = cut(layout, bucket_bytes)
 
     def take(
         self,
         attempt: tuple[int, int],
-        pieces: Sequence[Piece],
+        index: int,
         tensors: Sequence[Tensor | None],
         sums: Sequence[int] | None,
     ) -> list[str]:
@@ -50,7 +52,8 @@ class WeightReceiver:
 
         Args:
             attempt: version and number of the publication.
-            tensors: of each piece its rows, or None where those here are still right.
+            index: of the bucket.
+            tensors: of each of its pieces the rows, or None where those here are still right.
             sums: checksums of the pieces, if they are to be checked.
 
         Returns:
@@ -62,7 +65,7 @@ class WeightReceiver:
                 self._attempt, self._arrived = attempt, Counter()
         right: Counter[str] = Counter()
         wrong: list[str] = []
-        for at, (piece, values) in enumerate(zip(pieces, tensors, strict=True)):
+        for at, (piece, values) in enumerate(zip(self._buckets[index], tensors, strict=True)):
             if self._take(piece, values, None if sums is None else sums[at]):
                 right[piece.name] += piece.stop - piece.start
             else:

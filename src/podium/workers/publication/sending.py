@@ -6,17 +6,19 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from podium.workers.publication.pieces import Piece, checksum
+from podium.errors import DataError
+from podium.workers.publication.pieces import Piece, checksum, cut
 from podium.workers.weights import WeightInfo, WholeWeights
 
 __all__ = ["Bucket", "WeightSender"]
 
 Bucket = tuple[list[Tensor | None], list[int] | None]
-"""Of each piece its rows, None where the receivers have them; and its checksum, if checksums were asked for."""
+"""Of each piece its rows, None where the receivers have them; and the checksums, if they were asked for."""
 
 
 class WeightSender:
-    """Buckets of one model's weights. No more is whole at a time than one tensor, however the model is sharded.
+    """Buckets of one model's weights, which may change between publications. No more is whole at a time than one
+    tensor, however the model is sharded.
 
     Args:
         sends: whether this rank's buckets travel. The others only take part in gathering.
@@ -25,31 +27,46 @@ class WeightSender:
     def __init__(self, model: nn.Module, *, sends: bool) -> None:
         self._weights = WholeWeights(model)
         self._sends = sends
+        self._buckets: dict[int, list[list[Piece]]] = {}  # by their size
         self._held: tuple[str, Tensor] | None = None  # a tensor of which further pieces will be asked for
+        self._step = -1
 
     def layout(self) -> list[WeightInfo]:
-        """All tensors, in the order in which they are gathered most cheaply."""
+        """All tensors, in the order in which they are gathered."""
         return self._weights.layout()
 
-    def bucket(self, pieces: Sequence[Piece], known: Sequence[int | None] | None) -> Bucket:
-        """The rows of ``pieces``; views of the model's own tensors where those are whole.
+    def bucket(self, index: int, bucket_bytes: int, known: Sequence[int] | None, step: int) -> Bucket:
+        """Bucket ``index`` of those that ``cut`` makes; views of the model's own tensors where those are whole.
 
-        With a sharded model all ranks call together.
+        Buckets are asked for in order, by all ranks together where the model is sharded.
 
         Args:
-            known: the checksums of what the receivers hold, None where they hold nothing; those that still agree are
-                left out. None: send all, and no checksums.
+            step: how often the model has been updated, which must not change before the last bucket.
+            known: the checksums of what the receivers hold, or an empty list; pieces that still agree are left out.
+                None: send all, and no checksums.
+
+        Raises:
+            DataError: the model was updated since bucket 0.
         """
+        if index == 0:
+            self._held, self._step = None, step
+        if step != self._step:
+            raise DataError(
+                f"bucket {index} of the weights was asked for after the policy had been updated: those before it are "
+                "of older weights; publish again, from bucket 0"
+            )
+        if bucket_bytes not in self._buckets:
+            self._buckets[bucket_bytes] = cut(self.layout(), bucket_bytes)
         if not self._sends and not self._weights.sharded:
             return [], None
-        rows = [self._rows(piece) for piece in pieces]
+        rows = [self._rows(piece) for piece in self._buckets[bucket_bytes][index]]
         if not self._sends:
             return [], None
         if known is None:
             return list(rows), None
         sums = [checksum(values) for values in rows]
-        changed = zip(rows, sums, known, strict=True)
-        return [values if own != theirs else None for values, own, theirs in changed], sums
+        held = known or [-1] * len(sums)
+        return [None if own == theirs else values for values, own, theirs in zip(rows, sums, held, strict=True)], sums
 
     def _rows(self, piece: Piece) -> Tensor:
         if self._held is None or self._held[0] != piece.name:

@@ -11,7 +11,7 @@ from podium.errors import ConfigError, DataError, PodiumError
 from podium.runtime import Call
 from podium.telemetry import Note, emit
 from podium.workers.publication.contract import Publication, is_behind
-from podium.workers.publication.pieces import Piece, cut
+from podium.workers.publication.pieces import cut
 
 if TYPE_CHECKING:
     from podium.workers.generator import Generator
@@ -51,8 +51,8 @@ class StreamedPublication(Publication):
         self._generators = tuple(generators)
         self._bucket_bytes = bucket_bytes
         self._delta = delta
-        self._buckets: list[list[Piece]] = []
-        self._sums: dict[Piece, int] = {}  # of what the generators hold; empty where that is not known
+        self._count = 0  # of buckets
+        self._sums: dict[int, list[int]] = {}  # by bucket, of what the generators hold; empty where that is not known
         self._attempt = 0
 
     def init(self) -> None:
@@ -65,7 +65,7 @@ class StreamedPublication(Publication):
         if not behind:
             return
         fresh = [generator for generator in behind if None in held_by[generator]]
-        if fresh or not self._buckets:
+        if fresh or not self._count:
             self._agree(fresh or behind)
             self._sums = {}
         try:
@@ -85,8 +85,8 @@ class StreamedPublication(Publication):
 
     def _agree(self, generators: Sequence[Generator]) -> None:
         layout = self._policy.weight_layout()
-        _wait([generator.agree_on_weights.submit(layout) for generator in generators])
-        self._buckets = cut(layout, self._bucket_bytes)
+        _wait([generator.agree_on_weights.submit(layout, self._bucket_bytes) for generator in generators])
+        self._count = len(cut(layout, self._bucket_bytes))
 
     def _send(self, generators: Sequence[Generator], version: int) -> None:
         known, self._sums = self._sums, {}
@@ -97,18 +97,19 @@ class StreamedPublication(Publication):
         if wrong:
             raise DataError(f"the weights of version {version} arrived damaged: the checksums of {_few(wrong)} differ")
 
-    def _stream(self, generators: Sequence[Generator], version: int, known: dict[Piece, int]) -> list[str]:
+    def _stream(self, generators: Sequence[Generator], version: int, known: dict[int, list[int]]) -> list[str]:
         """Send all buckets, while one is being copied preparing the next; what the generators say is wrong."""
         self._attempt += 1
         copying: deque[list[Call[list[list[str]]]]] = deque()
         wrong: list[str] = []
-        for index, pieces in enumerate(self._buckets):
-            asked = [known.get(piece) for piece in pieces] if self._delta else None
-            tensors, sums = self._policy.weight_bucket(index, pieces, asked)
+        for index in range(self._count):
+            tensors, sums = self._policy.weight_bucket(
+                index, self._bucket_bytes, known.get(index, [] if self._delta else None)
+            )
             if sums is not None:
-                self._sums.update(zip(pieces, sums, strict=True))
+                self._sums[index] = sums
             taking = [
-                generator.take_weights.submit((version, self._attempt), pieces, tensors, sums)
+                generator.take_weights.submit((version, self._attempt), index, tensors, sums)
                 for generator in generators
             ]
             del tensors  # the last reference: what the generators have copied leaves the store
