@@ -126,7 +126,7 @@ def longer_is_better(completion: str, row: Mapping[str, Any]) -> Mapping[str, fl
     return {"score": float(len(completion)), "length": float(len(completion))}
 
 
-@pytest.mark.parametrize("layout", ["colocated", "split"])
+@pytest.mark.parametrize("layout", ["colocated", "split", "split-delta"])
 def test_adapters_are_trained_and_merged_into_what_generates_and_what_is_saved(tmp_path: Path, layout: str) -> None:
     base = train(tiny(GRPOConfig, tmp_path, run={"name": "base", "steps": 0}, eval={"items": 0}))
     model = {"path": str(base / "model"), "config": {}, "tokenizer": "", "lora": {"rank": 2}}
@@ -191,8 +191,9 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
         train(config)
 
 
-def test_split_sends_each_version_to_the_generator(tmp_path: Path) -> None:
-    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 3}, placement={"layout": "split"}))
+@pytest.mark.parametrize("layout", ["split", "split-delta"])
+def test_split_sends_each_version_to_the_generator(tmp_path: Path, layout: str) -> None:
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 3}, placement={"layout": layout}))
     colocated = train(tiny(GRPOConfig, tmp_path, run={"steps": 3, "name": "colocated"}))
     versions = [set(pq.read_table(file)["version"].to_pylist()) for file in sorted((run / "completions").iterdir())]
     assert versions == [{0}, {1}, {2}]

@@ -104,7 +104,7 @@ def start_roles(cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWo
             "set it to 1, or take the backend local"
         )
     parts = [dict(bound)]
-    if placement.layout == "split" and "generator" in bound:
+    if placement.layout != "colocated" and "generator" in bound:
         parts = [{role: worker for role, worker in bound.items() if role != "generator"}]
         parts.append({"generator": bound["generator"]})
     ranks = [placement.ranks, placement.generators][: len(parts)]
@@ -113,7 +113,7 @@ def start_roles(cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWo
     try:
         for part, place in zip(parts, pool.split(ranks), strict=True):
             started.update(cluster.start(colocate(**part), place, timeout_s=config.run.timeout_s))
-        publication = _publication(started, split=len(parts) > 1)
+        publication = _publication(started, placement.layout)
     except BaseException:
         for handle in started.values():
             handle.group.close()
@@ -138,13 +138,14 @@ def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[Gen
         cluster.release(pool)
 
 
-def _publication(started: Mapping[str, Any], *, split: bool) -> Publication | None:
+def _publication(started: Mapping[str, Any], layout: str) -> Publication | None:
     """How weights reach the generator of these roles; None where there is none."""
     if "generator" not in started:
         return None
-    if not split:
-        return ColocatedPublication(started["generator"])
-    publication = StreamedPublication(started["policy"], [started["generator"]])
+    publication: Publication = ColocatedPublication(started["generator"])
+    if layout != "colocated":
+        delta = layout == "split-delta"
+        publication = StreamedPublication(started["policy"], [started["generator"]], delta=delta)
     publication.init()
     return publication
 

@@ -72,7 +72,8 @@ class CriticConfig:
 class PlacementConfig:
     """Which ranks hold which roles."""
 
-    layout: Literal["colocated", "split"] = "colocated"  # all roles on the same ranks, or the generator on its own
+    # the generator beside the policy; on its own, sent all weights; on its own, sent those that have changed
+    layout: Literal["colocated", "split", "split-delta"] = "colocated"
     ranks: int = 1  # data-parallel ranks of the policy and the roles beside it
     generator_ranks: int | None = None  # ranks of the generator when split; null: 1 when split
     cpus: int | None = None  # cores that each host holds, and its threads; null: an equal share, held by nobody
