@@ -20,8 +20,9 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -29,6 +30,9 @@ from podium.backends.devices import accelerators, visibility
 from podium.backends.process import THREAD_VARIABLES, interface_of, log_to, settle_in
 from podium.backends.ray.wire import Parcel, outcome_to_wire, read_bare_name
 from podium.runtime.host import Host
+
+if TYPE_CHECKING:
+    from podium.data import TensorStore
 
 __all__ = ["GROUPS", "HostActor", "Setting", "Settled"]
 
@@ -45,6 +49,7 @@ class Setting(NamedTuple):
     cwd: str
     sys_path: Sequence[str]
     preload: Sequence[str]
+    store_bytes: int | None
 
 
 class Settled(NamedTuple):
@@ -58,10 +63,12 @@ class HostActor:
     """One host. Its own errors are the runtime's to report: a method raises only if Podium itself is at fault."""
 
     def __init__(self) -> None:
-        self._host = Host()
+        self._host = Host(make_store=self._make_store)
+        self._store_bytes: int | None = None
 
     def settle_in(self, setting: Setting) -> Settled:
         """Take over the controller's surroundings, then import what workers need."""
+        self._store_bytes = setting.store_bytes
         limits = dict.fromkeys(THREAD_VARIABLES, setting.env.get("OMP_NUM_THREADS", str(setting.threads)))
         seen = visibility(range(len(setting.visible)), setting.visible or accelerators())
         os.environ.update({**limits, **seen, **setting.env})
@@ -81,24 +88,29 @@ class HostActor:
         call_id, target, method, wants = read_bare_name(ray.get_runtime_context().get_task_name() or "")
         return outcome_to_wire(self._host.execute(call_id, target, method, {}), wants)
 
-    def call_stored(self, message: bytes, *stored: Any) -> bytes | list[Any]:
-        """As ``call``, with large values from the object store."""
-        return self._run(message, *stored)
+    def call_stored(self, message: bytes, *beside: Any) -> bytes | list[Any]:
+        """As ``call``, with references to blocks, and large values from the object store."""
+        return self._run(message, *beside)
 
-    def _run(self, message: bytes, *stored: Any) -> bytes | list[Any]:
+    def _run(self, message: bytes, blocks: Sequence[Any] = (), *stored: Any) -> bytes | list[Any]:
         call_id, target, method, wants, parcels = pickle.loads(message)
-        values = partial(_values, parcels, stored, f"an argument of {target}.{method}")
+        values = partial(_values, parcels, blocks, stored, f"an argument of {target}.{method}")
         return outcome_to_wire(self._host.execute(call_id, target, method, values), wants)
 
+    def _make_store(self) -> TensorStore:
+        from podium.backends.ray.store import RayStore
+
+        return RayStore(self._store_bytes)
+
     @ray.method(concurrency_group="control")
-    def control(self, message: bytes, *stored: Any) -> bytes | list[Any]:
+    def control(self, message: bytes, *beside: Any) -> bytes | list[Any]:
         """A request to the host itself, beside whatever it runs."""
-        return self._run(message, *stored)
+        return self._run(message, *beside)
 
     @ray.method(concurrency_group="aside")
-    def aside(self, message: bytes, *stored: Any) -> bytes | list[Any]:
+    def aside(self, message: bytes, *beside: Any) -> bytes | list[Any]:
         """An endpoint that runs beside others."""
-        return self._run(message, *stored)
+        return self._run(message, *beside)
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -117,9 +129,12 @@ class HostActor:
             return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
 
 
-def _values(parcels: Sequence[tuple[bytes, Any, bool]], stored: Sequence[Any], what: str) -> dict[str, Any]:
-    lists = iter(stored)
+def _values(
+    parcels: Sequence[tuple[bytes, Any, bool, int]], blocks: Sequence[Any], stored: Sequence[Any], what: str
+) -> dict[str, Any]:
+    lists, references = iter(stored), iter(blocks)
     values: dict[str, Any] = {}
-    for data, inside, alone in parcels:
-        values |= Parcel(data, next(lists) if inside is None else inside, None, alone).read(what)
+    for data, inside, alone, count in parcels:
+        buffers = next(lists) if inside is None else inside
+        values |= Parcel(data, buffers, None, alone, list(islice(references, count))).read(what)
     return values

@@ -70,6 +70,8 @@ class RayBackend(Backend):
     log_dir: where each host's output goes, ``LABEL.log``, on the node it runs on; a temporary directory unless given.
     echo: also print the output of hosts on this machine here, every line with its host's label; done unless there
         is a ``log_dir``.
+    store_bytes: how much each worker may keep by reference in memory; half of the machine's unless given. Ray's own
+        store spills to disk long before (``init={"object_store_memory": ...}``).
     init: further arguments of ``ray.init``, such as ``num_cpus``, ``object_store_memory`` or ``runtime_env``.
     """
 
@@ -83,11 +85,13 @@ class RayBackend(Backend):
         preload: Sequence[str] = ("torch",),
         log_dir: str | Path | None = None,
         echo: bool | None = None,
+        store_bytes: int | None = None,
         init: Mapping[str, Any] | None = None,
     ) -> None:
         self._actor_options = dict(actor_options or {})
         _refuse(self._actor_options, "connect('ray', actor_options=...)")
         self._preload = tuple(preload)
+        self._store_bytes = store_bytes
         _connect(address, dict(init or {}))
         self._inventory = Inventory()
         self._replies = Replies()
@@ -222,7 +226,9 @@ class RayBackend(Backend):
         for host, spec in zip(hosts, specs, strict=True):
             path = self._log_dir / f"{spec.label}.log"
             visible = spec.token.devices[spec.slot]
-            setting = Setting(spec.threads, visible, spec.env, str(path), os.getcwd(), here, self._preload)
+            setting = Setting(
+                spec.threads, visible, spec.env, str(path), os.getcwd(), here, self._preload, self._store_bytes
+            )
             asked[host.actor.settle_in.remote(setting)] = host, path
             if self._echo is not None:
                 self._echo.follow(spec.label, path)

@@ -123,9 +123,11 @@ def _encode(request: Request) -> tuple[Any, ...]:
     if request.shared.data == NO_VALUES and request.own is None and not request.concurrent:
         return (bare_name(request.call_id, request.target, request.method, request.wants_result),)
     parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
-    inside = [(data, None if stored is not None else buffers, alone) for data, buffers, stored, alone in parcels]
-    head = (request.call_id, request.target, request.method, request.wants_result, inside)
-    return pickle.dumps(head, 5), *(parcel.stored for parcel in parcels if parcel.stored is not None)
+    inside = [(p.data, None if p.stored is not None else p.buffers, p.alone, len(p.blocks)) for p in parcels]
+    message = pickle.dumps((request.call_id, request.target, request.method, request.wants_result, inside), 5)
+    blocks = [block for parcel in parcels for block in parcel.blocks]
+    stored = [parcel.stored for parcel in parcels if parcel.stored is not None]
+    return (message, blocks, *stored) if blocks or stored else (message,)
 
 
 def _cause(error: BaseException | None, killed: bool) -> str:

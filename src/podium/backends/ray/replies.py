@@ -107,7 +107,7 @@ class Replies:
         try:
             answer, error = ray.get(reference), None
         except Exception as found:  # noqa: BLE001 - whatever Ray raises is what came of the call
-            answer, error = None, found
+            answer, error = None, found.with_traceback(None)  # it leads to this frame, and so to the arguments
         heard(answer, error)
 
     def _listen(self) -> None:

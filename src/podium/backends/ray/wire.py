@@ -3,7 +3,8 @@
 
 A message is one ``bytes``: Ray spends about 30 µs on every further argument. Large values lie in the object store as a
 list of byte arrays, which readers map without a copy. Where there is one reader (a result, a rank's own part of an
-argument) the mapping is its own to write into; one of several gets a copy, in memory that was touched before.
+argument) the mapping is its own to write into; one of several gets a copy, in memory that was touched before. What a
+value refers to goes beside it as references to objects of the store.
 """
 
 from __future__ import annotations
@@ -44,30 +45,44 @@ Bytes = npt.NDArray[np.uint8]
 
 class Parcel(NamedTuple):
     """A value as pickle bytes and its buffers, inside or, if ``stored``, as a reference to a list of them; ``alone`` if
-    it has one reader."""
+    it has one reader. ``blocks`` are references to what it refers to."""
 
     data: bytes
     buffers: Sequence[Any] = ()
     stored: Any = None
     alone: bool = True
+    blocks: Sequence[Any] = ()
 
     def read(self, what: str) -> Any:
-        """The value, the caller's own to change. Raises SerializationError."""
-        return decode(self.data, [_writable(buffer, self.alone) for buffer in self.buffers], what)
+        """The value, the caller's own to change. Raises SerializationError, RefLostError."""
+        buffers = [_writable(buffer, self.alone) for buffer in self.buffers]
+        if not self.blocks:
+            return decode(self.data, buffers, what)
+        from podium.backends.ray.store import openers
+
+        return decode(self.data, buffers, what, openers(self.blocks))
+
+
+def _encoded(value: Any, what: str) -> tuple[bytes, list[Bytes], list[Any]]:
+    """Pickle bytes, buffers, and references to the blocks in it. Raises SerializationError."""
+    blocks: list[Any] = []
+    data, raw = encode(value, what, blocks)
+    return data, [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw], [block.reference for block in blocks]
+
+
+def _size(buffers: Sequence[Bytes]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
 
 
 def pack(value: Any, what: str, readers: int) -> Parcel:
     """``value`` for ``readers`` hosts; stored once. Raises SerializationError."""
-    data, raw = encode(value, what)
-    if not raw:
-        return Parcel(data)
-    buffers = [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw]
-    if sum(buffer.nbytes for buffer in buffers) <= INLINE_BYTES:
-        return Parcel(data, [buffer.tobytes() for buffer in buffers])
+    data, buffers, blocks = _encoded(value, what)
+    if _size(buffers) <= INLINE_BYTES:
+        return Parcel(data, [buffer.tobytes() for buffer in buffers], blocks=blocks)
     try:
-        return Parcel(data, (), ray.put(buffers), readers == 1)
+        return Parcel(data, (), ray.put(buffers), readers == 1, blocks)
     except FULL as error:
-        raise no_room(f"{what} of {sum(buffer.nbytes for buffer in buffers) >> 20} MiB") from error
+        raise no_room(f"{what} of {_size(buffers) >> 20} MiB") from error
 
 
 def no_room(what: str) -> SerializationError:
@@ -79,21 +94,23 @@ def no_room(what: str) -> SerializationError:
 
 
 def outcome_to_wire(outcome: Outcome, wants_result: bool) -> bytes | list[Any]:
-    """An outcome as an actor returns it: one ``bytes``, or a list of the head and the buffers that Ray stores."""
+    """An outcome as an actor returns it: one ``bytes``, or a list of the head, the references to blocks in it, and the
+    buffers that Ray stores."""
     if outcome.status == "ok" and (outcome.value is None or not wants_result):
         return pickle.dumps(("ok", outcome.started_ns, outcome.ended_ns, _NONE, ()), 5)
-    (status, _, started, ended, _), (data, raw) = pack_outcome(outcome, wants_result, lambda v: encode(v, "the result"))
-    buffers = [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw]
-    if sum(buffer.nbytes for buffer in buffers) <= INLINE_BYTES:
-        return pickle.dumps((status, started, ended, data, [buffer.tobytes() for buffer in buffers]), 5)
-    return [pickle.dumps((status, started, ended, data, None), 5), *buffers]
+    outcome, packed = pack_outcome(outcome, wants_result, lambda value: _encoded(value, "the result"))
+    data, buffers, blocks = packed
+    small = _size(buffers) <= INLINE_BYTES
+    inside = [buffer.tobytes() for buffer in buffers] if small else None
+    head = pickle.dumps((outcome.status, outcome.started_ns, outcome.ended_ns, data, inside), 5)
+    return head if small and not blocks else [head, blocks, *(() if small else buffers)]
 
 
 def wire_to_outcome(answer: bytes | list[Any]) -> tuple[Any, int, int, Parcel]:
     """Status, start, end (monotonic nanoseconds) and the payload."""
-    head = answer if isinstance(answer, bytes) else answer[0]
+    head, blocks, *buffers = (answer, ()) if isinstance(answer, bytes) else answer
     status, started, ended, data, inside = pickle.loads(head)
-    return status, started, ended, Parcel(data, answer[1:] if inside is None else inside)
+    return status, started, ended, Parcel(data, buffers if inside is None else inside, blocks=blocks)
 
 
 def _writable(buffer: Any, alone: bool) -> Any:
