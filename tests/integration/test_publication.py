@@ -62,8 +62,8 @@ def started(
 
 def check(policy: Any, generator: Any, version: int) -> None:
     """What is drawn now is drawn by the policy as it is now, and says so."""
-    out = generator.generate(PROMPTS, LONG)
-    trained = policy.logprobs(out).jagged("old_logprobs").values
+    out = generator.generate(PROMPTS, LONG).fetch()
+    trained = policy.logprobs(out).fetch().jagged("old_logprobs").values
     assert (out.jagged("rollout_logprobs").values - trained).abs().max() < 1e-5
     assert set(out.jagged("versions").values[out.jagged("loss_mask").values].tolist()) == {version}
 
@@ -120,8 +120,8 @@ def test_weights_are_published_while_completions_are_drawn(cluster: Cluster) -> 
         while min(generator.tokens()) < 6:
             time.sleep(0.01)
         publication.publish(2)
-        out = drawing.result()
-        old, new = Policy(TINY).logprobs(out), policy.logprobs(out)
+        out = drawing.result().fetch()
+        old, new = Policy(TINY).logprobs(out), policy.logprobs(out).fetch()
     drawn, versions = out.jagged("rollout_logprobs").values, out.jagged("versions").values
     for version, trained in ((1, old), (2, new)):
         own = out.jagged("loss_mask").values & (versions == version)

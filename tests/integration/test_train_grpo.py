@@ -167,7 +167,7 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_role_that_the_run_does_not_have_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"workers\['critic'\]: this run has no such role; its roles are policy, gen"):
+    with pytest.raises(ConfigError, match=r"workers\['critic'\]: this run has no such role; its roles are policy, est"):
         train(tiny(GRPOConfig, tmp_path), workers={"critic": Policy})
     with pytest.raises(ConfigError, match=r"workers\['policy'\] is .*: expected a subclass of Worker"):
         train(tiny(GRPOConfig, tmp_path), workers={"policy": PolicyLoss})

@@ -107,7 +107,7 @@ def test_ranks_without_rows_take_part(cluster: Cluster) -> None:
     for ranks, strategy in [(1, "replicate"), (2, "replicate"), (2, "fsdp2")]:
         with started(cluster, ranks, policy=Policy.bind(TINY, OPTIM, ParallelConfig(strategy=strategy))) as group:
             losses.append([group.policy.update(batch)["loss"] for _ in range(2)])
-            assert torch.isfinite(group.policy.logprobs(batch).jagged("old_logprobs").values).all()
+            assert torch.isfinite(group.policy.logprobs(batch).fetch().jagged("old_logprobs").values).all()
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
     assert losses[2] == pytest.approx(losses[0], abs=1e-6)
 
@@ -189,7 +189,8 @@ def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, str
                 publication.publish(version)
             out = both.generator.generate(prompts, sampling)
             sent = other.split.generate(prompts, sampling)
-            trained = both.policy.logprobs(out).jagged("old_logprobs").values
+            trained = both.policy.logprobs(out).fetch().jagged("old_logprobs").values
+            out, sent = out.fetch(), sent.fetch()
             assert torch.allclose(out.jagged("rollout_logprobs").values, trained, atol=1e-5)
             assert torch.equal(out.jagged("tokens").values, sent.jagged("tokens").values)
             assert out.jagged("versions").values.max() == version

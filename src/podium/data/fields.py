@@ -21,6 +21,7 @@ VERSIONS: Final = "versions"  # token column, int64: version of the weights that
 REWARDS: Final = "rewards"  # float32 [B]: score of the completion
 GROUP: Final = "group"  # int64 [B]: completions of one prompt share it
 SEED: Final = "seed"  # int64 [B] or [B, n]: of the sampler, one a completion
+TEXT: Final = "text"  # Jagged uint8: the completion as UTF-8, without special tokens
 FINISH_REASON: Final = "finish_reason"  # python column of str: "stop" or "length"
 PROMPT_TOKENS: Final = "prompt_tokens"  # Jagged int64
 KEPT: Final = "kept"  # python column: the ids that top-k/top-p kept for each sampled token

@@ -1,16 +1,19 @@
 """From a generator's batch to text and grades, and to the Parquet files of a run.
 
+Tokens and texts of a step may be more than this process should hold, so they stay with the workers that made them and
+come here a chunk at a time: to be graded, and again to be written once the advantages are known.
+
 Legend: B rows (completions), prompt-major, n a prompt.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -20,35 +23,41 @@ from podium.data import Batch, Jagged, fields
 from podium.rewards import Grade
 from podium.telemetry import Sample
 from podium.trainer.run_dir import CompletionRecord, CompletionsWriter
+from podium.workers import completion_texts, sampled_tokens
 
-__all__ = ["CompletionsLog", "Judged", "decode_completions", "sampled_tokens"]
+__all__ = ["CompletionsLog", "Judged"]
 
-
-def sampled_tokens(batch: Batch) -> Jagged:
-    """The tokens that were sampled, without the prompts."""
-    mask = batch.jagged(fields.LOSS_MASK)
-    ends = torch.nn.functional.pad(mask.values.cumsum(0), (1, 0))
-    return Jagged(batch.jagged(fields.TOKENS).values[mask.values], ends[mask.offsets])
-
-
-def decode_completions(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of each completion, without special tokens: what a reward judges and a person reads."""
-    rows = [row.tolist() for row in sampled_tokens(batch).unbind()]
-    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+_CHUNK_TOKENS: Final = 1 << 17  # prompts included; some megabytes as Python objects
 
 
 @dataclass(frozen=True)
 class Judged:
     """Completions with what they were asked and what they got; all lists are ``[B]``.
 
-    ``grades`` is None where the reward itself failed and the run ends.
+    ``batch`` is the generator's, with ``group`` here and its other tensors wherever they are. ``grades`` is None where
+    the reward itself failed and the run ends.
     """
 
     batch: Batch
     prompts: list[str]
-    texts: list[str]
     answers: Sequence[str | None]
-    grades: Sequence[Grade] | None
+    tokenizer: PreTrainedTokenizerBase
+    grades: Sequence[Grade] | None = None
+
+    def chunks(self) -> Iterator[range]:
+        """All rows in order, in ranges of at most ``_CHUNK_TOKENS`` tokens, or of one row that is longer."""
+        ends: list[int] = self.batch.jagged(fields.TOKENS).offsets.tolist()
+        start = 0
+        for row in range(1, len(self.batch)):
+            if ends[row + 1] - ends[start] > _CHUNK_TOKENS:
+                yield range(start, row)
+                start = row
+        if len(self.batch):
+            yield range(start, len(self.batch))
+
+    def texts(self, rows: range) -> list[str]:
+        """What the policy wrote in these rows."""
+        return completion_texts(self.batch.slice(rows.start, rows.stop), self.tokenizer)
 
     @property
     def rewards_B(self) -> Tensor:
@@ -67,7 +76,7 @@ class Judged:
         return tuple(
             Sample(
                 self.prompts[row],
-                self.texts[row],
+                self.texts(range(row, row + 1))[0],
                 self.grades[row].score if self.grades else math.nan,
                 self.answers[row],
             )
@@ -78,28 +87,28 @@ class Judged:
 class CompletionsLog:
     """Writes each step's completions in a thread of its own, so that the next step need not wait for the disk.
 
-    ``flush()`` waits until everything is written and raises what went wrong; a checkpoint is only taken after it.
+    At most one step is being written: its tokens are kept by their workers until then. ``flush()`` waits until
+    everything is written and raises what went wrong; a checkpoint is only taken after it.
     """
 
     def __init__(self, writer: CompletionsWriter) -> None:
         self._writer = writer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="completions")
-        self._pending: list[Future[Any]] = []
+        self._pending: Future[None] | None = None
 
     def write(self, step: int, judged: Judged, advantages: Jagged | None) -> None:
         """Write ``judged`` with the mean advantage of each completion's tokens."""
-        for written in [future for future in self._pending if future.done()]:
-            written.result()  # raises here what went wrong there
-            self._pending.remove(written)
-        self._pending.append(self._thread.submit(self._write, step, judged, advantages))
+        self.flush()
+        self._pending = self._thread.submit(self._write, step, judged, advantages)
 
     def flush(self) -> None:
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def _write(self, step: int, judged: Judged, advantages: Jagged | None) -> None:
-        self._writer.write(step, _records(judged, advantages))
+        parts = {name for grade in judged.grades or () for name in grade.parts}
+        self._writer.write(step, (_records(judged, advantages, rows) for rows in judged.chunks()), parts)
 
     def __enter__(self) -> Self:
         return self
@@ -112,34 +121,37 @@ class CompletionsLog:
             self.flush()
 
 
-def _records(judged: Judged, advantages: Jagged | None) -> list[CompletionRecord]:
-    batch = judged.batch
-    rows = len(batch)
+def _records(judged: Judged, advantages: Jagged | None, rows: range) -> list[CompletionRecord]:
+    """Of some of the rows, with the mean advantage of each one's tokens."""
+    columns = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.GROUP, fields.FINISH_REASON)
+    batch = judged.batch.select(*columns).slice(rows.start, rows.stop).fetch()
     tokens = sampled_tokens(batch)
     lasts = (batch.jagged(fields.TOKENS).offsets[1:] - 1).clamp(min=0)
     versions = batch.jagged(fields.VERSIONS).values[lasts].tolist()
-    means: Sequence[float | None] = [None] * rows
+    means: Sequence[float | None] = [None] * len(rows)
     if advantages is not None:
-        row_N = torch.repeat_interleave(torch.arange(rows), advantages.lengths)
-        sums_B = torch.zeros(rows).index_add(0, row_N, advantages.values.float())
+        advantages = advantages.slice(rows.start, rows.stop).fetch()
+        row_N = torch.repeat_interleave(torch.arange(len(rows)), advantages.lengths)
+        sums_B = torch.zeros(len(rows)).index_add(0, row_N, advantages.values.float())
         means = (sums_B / tokens.lengths.clamp(min=1)).tolist()
-    grades: Sequence[Grade | None] = judged.grades or [None] * rows
+    grades: Sequence[Grade | None] = judged.grades[rows.start : rows.stop] if judged.grades else [None] * len(rows)
     reasons, groups = batch.python(fields.FINISH_REASON), batch.dense(fields.GROUP).tolist()
+    texts = judged.texts(rows)
     return [
         CompletionRecord(
-            group=groups[row],
+            group=groups[at],
             prompt=judged.prompts[row],
-            completion=judged.texts[row],
+            completion=texts[at],
             reward=math.nan if grade is None else grade.score,
-            finish_reason=reasons[row],
-            version=versions[row],
-            tokens=ids,
+            finish_reason=reasons[at],
+            version=versions[at],
+            tokens=ids.tolist(),
             parts=_parts(grade),
-            advantage=means[row],
+            advantage=means[at],
             correct=None if grade is None else grade.correct,
             expected=judged.answers[row],
         )
-        for row, (grade, ids) in enumerate(zip(grades, (ids.tolist() for ids in tokens.unbind()), strict=True))
+        for at, (row, grade, ids) in enumerate(zip(rows, grades, tokens.unbind(), strict=True))
     ]
 
 

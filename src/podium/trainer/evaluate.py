@@ -13,7 +13,6 @@ from podium.rewards import Grader, RewardFn
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
 from podium.runtime import Cluster
-from podium.trainer.completions import decode_completions
 from podium.trainer.config import InferenceConfig
 from podium.trainer.prompts import PromptSource, encoded, load_held_out
 from podium.trainer.roles import started_generator
@@ -21,7 +20,7 @@ from podium.trainer.sections import EvalConfig
 from podium.trainer.seeds import completion_seeds
 from podium.trainer.state import Evaluation
 from podium.trainer.stop_tokens import with_stop_tokens
-from podium.workers import Generator, load_tokenizer
+from podium.workers import Generator, completion_texts, load_tokenizer
 
 __all__ = ["Evaluator", "evaluate_model", "evaluation_sampling", "open_sampler"]
 
@@ -90,6 +89,6 @@ def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable
         def sample(prompt: str, number: int = 0) -> list[str]:
             prompts = encoded([Example(prompt, None, {"prompt": prompt})], tokenizer, config.data, "typed")
             seeds = completion_seeds(config.run.seed, number, 1, sampling.n)
-            return decode_completions(generator.generate(prompts.batch(seeds), sampling), tokenizer)
+            return completion_texts(generator.generate(prompts.batch(seeds), sampling), tokenizer)
 
         yield sample

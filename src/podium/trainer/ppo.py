@@ -1,12 +1,15 @@
 """GRPO, PPO and their kin: one loop, with or without a critic.
 
-One step, from the controller; each line is a call to workers or a few tensor operations:
+One step, from the controller; each stage is a call to workers:
 
     sample prompts ─▶ generate ─▶ score ─▶ log-probabilities ─▶ values ─▶ advantages ─▶ update ─▶ publish
-                      generator   grader   policy, reference    critic    here          policy,   generator
+                      generator   grader   policy, reference    critic    estimator     policy,   generator
                                                                                         critic
 
-Legend: B rows (completions) of a step, N tokens over all rows, P prompts, n completions a prompt.
+What has an entry for each token stays with the worker that made it: the batch here holds references to it, lengths and
+rewards of rows, and lists. Only texts come here, a chunk at a time, to be graded and written down.
+
+Legend: B rows (completions) of a step, P prompts, n completions a prompt.
 """
 
 from __future__ import annotations
@@ -15,29 +18,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from podium.algorithms import (
-    AdvantageInputs,
-    compute_advantages,
-    kl_estimate,
-    loss_weights,
-    make_kl_controller,
-    penalise,
-)
+import torch
+
+from podium.algorithms import make_kl_controller
 from podium.data import Batch, fields
 from podium.errors import RewardError
+from podium.runtime import Call
 from podium.telemetry import CompletionsSampled, emit
 from podium.telemetry import metrics as names
 from podium.trainer.completions import CompletionsLog, Judged
 from podium.trainer.config import PPOConfig
 from podium.trainer.fitting import Trainer
-from podium.trainer.metrics import KL_COEF, join_updates, mismatch, rollout_metrics
+from podium.trainer.metrics import KL_COEF, join_updates, rollout_metrics
 from podium.trainer.prompts import Prompts, PromptSource, load_prompts
 from podium.trainer.seeds import completion_seeds, row_order
 from podium.trainer.state import TrainerState
+from podium.workers import Estimator
 
 __all__ = ["PPOTrainer"]
 
 _MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.KEPT)
+_ADVANTAGE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES)
+_KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
+_MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
 _UPDATE_INPUTS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS),
     *(fields.VALUES, fields.RETURNS),
@@ -53,8 +56,9 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         config: a :class:`GRPOConfig` or :class:`PPOConfig`.
         cluster: the name of a backend to connect to for this run, or a connected cluster, which stays open.
         backend_options: of :func:`podium.connect`, where ``cluster`` is a name: ``{"address": "auto"}`` for Ray's.
-        workers: a class of your own for any role ("policy", "reference", "critic", "generator"): it is given what the
-            role's own class is given. ``Mine.bind(...)`` has all its arguments already, and gets no others.
+        workers: a class of your own for any role ("policy", "reference", "critic", "estimator", "generator"): it is
+            given what the role's own class is given. ``Mine.bind(...)`` has all its arguments already, and gets no
+            others.
         reward: a function to use in place of ``config.reward.name``.
         show: progress on the terminal.
         report: with ``show``, what the run came to, when it ends.
@@ -75,7 +79,7 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
             batch = self.generate(prompts, step)
         with stage("score"):
             judged = self.score(batch, prompts, step)
-            batch = batch.with_columns({fields.REWARDS: judged.rewards_B})
+            batch = judged.batch.with_columns({fields.REWARDS: judged.rewards_B})
         with stage("logprobs"):
             batch = self.logprobs(batch)
         with stage("values"):
@@ -97,7 +101,7 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         return metrics
 
     def generate(self, prompts: Prompts, step: int) -> Batch:
-        """``sampling.n`` completions of each prompt."""
+        """``sampling.n`` completions of each prompt, as references to what the generator keeps."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
         return self.generator.generate(prompts.batch(seeds), self.sampling)
 
@@ -117,10 +121,11 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
     def logprobs(self, batch: Batch) -> Batch:
         """Log-probabilities under the policy before its update, and under the reference."""
         inputs = _select(batch, _MODEL_INPUTS)
-        if self._needs_old_logprobs:
-            batch = batch.merge(self.roles.policy.logprobs(inputs))
+        pending = [self.roles.policy.logprobs.submit(inputs)] if self._needs_old_logprobs else []
         if self.roles.reference is not None:
-            batch = batch.merge(self.roles.reference.logprobs(inputs))
+            pending.append(self.roles.reference.logprobs.submit(inputs))
+        for call in pending:
+            batch = batch.merge(call.result())
         return batch
 
     def values(self, batch: Batch) -> Batch:
@@ -130,27 +135,8 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
 
     def advantages(self, batch: Batch) -> Batch:
         """Advantages, and with a critic returns, from rewards and the KL that counts as one."""
-        tokens, mask_N = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values
-        token_rewards_N = None
-        if self.config.algorithm.kl_in == "reward":
-            old_N, ref_N = batch.jagged(fields.OLD_LOGPROBS).values, batch.jagged(fields.REF_LOGPROBS).values
-            kl_N = kl_estimate(old_N, ref_N, self.config.algorithm.kl_estimator)
-            token_rewards_N = penalise(old_N.new_zeros(len(old_N)), kl_N, mask_N, self.kl.coef)
-        outputs = compute_advantages(
-            AdvantageInputs(
-                rewards_B=batch.dense(fields.REWARDS),
-                group_B=batch.dense(fields.GROUP),
-                mask_N=mask_N,
-                offsets_B1=tokens.offsets,
-                token_rewards_N=token_rewards_N,
-                values_N=batch.jagged(fields.VALUES).values if fields.VALUES in batch else None,
-            ),
-            self.config.algorithm,
-        )
-        batch = batch.with_columns({fields.ADVANTAGES: tokens.like(outputs.advantages_N.float())})
-        if outputs.returns_N is not None:
-            batch = batch.with_columns({fields.RETURNS: tokens.like(outputs.returns_N.float())})
-        return batch
+        needed = _ADVANTAGE_INPUTS + (_KL_INPUTS if self.config.algorithm.kl_in == "reward" else ())
+        return batch.merge(self.estimator.advantages(_select(batch, needed), self.kl.coef))
 
     def update(self, batch: Batch, step: int, meanwhile: Callable[[], None] | None = None) -> list[Mapping[str, float]]:
         """``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one.
@@ -158,36 +144,37 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         ``meanwhile`` is done here while the workers are at the first of them.
         """
         updates: list[Mapping[str, float]] = []
+        pending: list[Call[dict[str, float]]] = []
         for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
+            updates += [call.result() for call in pending]  # after the next minibatch was made
             pending = [self.roles.policy.update.submit(minibatch)]
             if self.roles.critic is not None:
                 pending.append(self.roles.critic.update.submit(minibatch))
             if meanwhile is not None:
                 meanwhile()
                 meanwhile = None
-            updates += [call.result() for call in pending]
-        return updates
+        return updates + [call.result() for call in pending]
 
     def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
         """The step's rows in the order in which they train, each with weights over the whole of its minibatch."""
         algorithm = self.config.algorithm
         size = len(batch) // algorithm.minibatches
-        for epoch in range(algorithm.epochs):
-            order = row_order(self.config.run.seed, step, epoch, len(batch))
-            for start in range(0, len(batch), size):
-                part = batch if size == len(batch) else batch.take(order[start : start + size])
-                mask = part.jagged(fields.LOSS_MASK)
-                weights_N = loss_weights(
-                    mask.values, mask.offsets, algorithm.aggregation, constant=self.sampling.max_new_tokens
-                )
-                yield part.with_columns({fields.LOSS_WEIGHTS: mask.like(weights_N)})
+        whole = size == len(batch)  # then their order makes no difference
+        orders = [
+            torch.arange(size) if whole else row_order(self.config.run.seed, step, epoch, len(batch))
+            for epoch in range(algorithm.epochs)
+        ]
+        parts = [rows for order in orders for rows in order.split(size)]
+        weights = self.estimator.loss_weights(batch.jagged(fields.LOSS_MASK), parts, self.sampling.max_new_tokens)
+        for rows, weights_N in zip(parts, weights, strict=True):
+            part = batch if whole else batch.take(rows)
+            yield part.with_columns({fields.LOSS_WEIGHTS: weights_N})
 
     def describe(self, batch: Batch, judged: Judged) -> dict[str, float]:
         """What can be said of a step's completions before they train."""
-        metrics = rollout_metrics(batch, judged.correct_B)
-        if fields.OLD_LOGPROBS in batch:  # after several updates theirs would compare a policy that has moved
-            metrics |= mismatch(batch)
-        return metrics
+        needed = (fields.LOSS_MASK, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
+        # Without old log-probabilities the update itself tells of the mismatch: no policy has moved yet.
+        return {**rollout_metrics(batch, judged.correct_B), **self.estimator.describe(batch.select(*needed))}
 
     def measure(self, rollout: Mapping[str, float], updates: list[Mapping[str, float]]) -> dict[str, float]:
         """The step's metrics, and the next coefficient of the KL."""
@@ -205,6 +192,12 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
             "generate": metrics[names.LENGTH_MEAN] * self.config.rows,
             **dict.fromkeys(stages, metrics[names.TOKENS]),
         }
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator, which every run by reinforcement has."""
+        assert self.roles.estimator is not None
+        return self.roles.estimator
 
     @property
     def _needs_old_logprobs(self) -> bool:

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
-from podium.rewards import Grader
+from podium.rewards import Grade, Grader
 from podium.rollout.tasks import DataConfig, Example, PromptStream, encode_pairs, encode_prompts, load_examples
 from podium.telemetry import Note, emit
-from podium.trainer.completions import Judged, decode_completions
+from podium.trainer.completions import Judged
 
 __all__ = ["PairSource", "PromptSource", "Prompts", "encoded", "load_held_out", "load_pairs", "load_prompts"]
 
@@ -34,32 +34,36 @@ class Prompts:
         return len(self.examples)
 
     def batch(self, seeds: Tensor) -> Batch:
-        """What a generator takes; ``seeds`` int64 ``[P, n]``. Prompt i is group i."""
+        """What a generator takes; ``seeds`` int64 ``[P, n]``. Prompt i is group i. Asks for texts beside the tokens."""
         return Batch(
             {
                 fields.PROMPT_TOKENS: Jagged.from_rows(list(self.token_ids)),
                 fields.SEED: seeds,
                 fields.GROUP: torch.arange(len(self)),
-            }
+            },
+            {"text": True},
         )
 
     def judged(self, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Judged:
-        """The generator's answer as text, not graded yet."""
+        """The generator's answer, not graded yet; of its tensors only ``group`` is fetched."""
+        batch = batch.fetch(fields.GROUP)
         groups: list[int] = batch.dense(fields.GROUP).tolist()
         return Judged(
             batch=batch,
             prompts=[self.texts[group] for group in groups],
-            texts=decode_completions(batch, tokenizer),
             answers=[self.examples[group].answer for group in groups],
-            grades=None,
+            tokenizer=tokenizer,
         )
 
     def graded(self, judged: Judged, grader: Grader) -> Judged:
-        """With grades. Raises RewardError as the grader does."""
-        rows: list[Mapping[str, Any]] = [
+        """With grades, a chunk of texts after the other. Raises RewardError as the grader does."""
+        examples: list[Mapping[str, Any]] = [
             self.examples[group].row for group in judged.batch.dense(fields.GROUP).tolist()
         ]
-        return replace(judged, grades=grader.grade(judged.texts, rows))
+        grades: list[Grade] = []
+        for rows in judged.chunks():
+            grades += grader.grade(judged.texts(rows), examples[rows.start : rows.stop])
+        return replace(judged, grades=grades)
 
 
 class PromptSource:

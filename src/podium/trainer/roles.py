@@ -1,8 +1,8 @@
 """The roles of a run on their ranks: who is started where, and how new weights reach the generator.
 
-colocated   hosts 0..R-1: policy [reference] [critic] generator        the generator reads the policy's weights
-split       hosts 0..R-1: policy [reference] [critic]
-            hosts R..   : generator                                    weights are streamed after each step
+colocated   hosts 0..R-1: policy [reference] [critic] estimator generator    the generator reads the policy's weights
+split       hosts 0..R-1: policy [reference] [critic] estimator
+            hosts R..   : generator                                          weights are streamed after each step
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from podium.trainer.sections import PlacementConfig
 from podium.workers import (
     ColocatedPublication,
     Critic,
+    Estimator,
     Generator,
     Policy,
     Publication,
@@ -33,6 +34,7 @@ ROLES: Mapping[str, type[Worker]] = {
     "policy": Policy,
     "reference": Reference,
     "critic": Critic,
+    "estimator": Estimator,
     "generator": Generator,
 }
 
@@ -48,6 +50,7 @@ class Roles:
     generator: Generator | None = None
     reference: Reference | None = None
     critic: Critic | None = None
+    estimator: Estimator | None = None
     publication: Publication | None = None
     pool: ResourcePool | None = None
 
@@ -60,7 +63,7 @@ class Roles:
         """End the workers and give their slots back."""
         if self.publication is not None:
             self.publication.close()
-        for handle in (self.generator, self.critic, self.reference, self.policy):
+        for handle in (self.generator, self.estimator, self.critic, self.reference, self.policy):
             if handle is not None:
                 handle.group.close()
         if self.pool is not None:
@@ -177,6 +180,7 @@ def _arguments(config: PPOConfig | SFTConfig) -> dict[str, dict[str, Any]]:
             "parallel": parallel,
             "loss": ValueLoss(config.algorithm),
         }
+    roles["estimator"] = {"config": config.algorithm}
     roles["generator"] = {"model": model, "engine": config.engine}
     return roles
 

@@ -24,8 +24,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -135,32 +135,48 @@ class CompletionsWriter:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, step: int, records: Sequence[CompletionRecord]) -> Path:
-        """Write the completions of ``step`` and return the file's path. A file of the same step is replaced."""
-        import pyarrow as pa  # a third of a second, which a dry run need not wait
-        import pyarrow.parquet as pq
+    def write(self, step: int, chunks: Iterable[Sequence[CompletionRecord]], parts: Collection[str]) -> Path:
+        """Write the completions of ``step`` and return the file's path. A file of the same step is replaced.
 
-        columns: dict[str, pa.Array] = {
-            "step": pa.array([step] * len(records), pa.int64()),
-            "group": pa.array([record.group for record in records], pa.int64()),
-            "prompt": pa.array([_utf8(record.prompt) for record in records], pa.string()),
-            "completion": pa.array([_utf8(record.completion) for record in records], pa.string()),
-            "expected": pa.array([_utf8(record.expected) for record in records], pa.string()),
-            "correct": pa.array([record.correct for record in records], pa.bool_()),
-            "reward": pa.array([float(record.reward) for record in records], pa.float64()),
-            "advantage": pa.array([record.advantage for record in records], pa.float64()),
-            "finish_reason": pa.array([record.finish_reason for record in records], pa.string()),
-            "version": pa.array([record.version for record in records], pa.int64()),
-            "tokens": pa.array([list(record.tokens) for record in records], pa.list_(pa.int32())),
-        }
-        for name in sorted({name for record in records for name in record.parts}):
-            values = [record.parts.get(name) for record in records]
-            columns[f"reward_{name}"] = pa.array(values, pa.float64())
+        Args:
+            chunks: the records, at least one sequence of them; no more than one need be held at a time.
+            parts: names of the parts of all their rewards.
+        """
+        import pyarrow.parquet as pq  # a third of a second, which a dry run need not wait
+
         path = self.folder / f"{_step_name(step)}.parquet"
         aside = path.with_name(f".{path.name}.tmp")
-        pq.write_table(pa.table(columns), aside, compression="zstd")
+        with ExitStack() as stack:
+            file = None
+            for records in chunks:
+                table = _table(step, records, sorted(parts))
+                if file is None:
+                    file = stack.enter_context(pq.ParquetWriter(aside, table.schema, compression="zstd"))
+                file.write_table(table)
         aside.replace(path)
         return path
+
+
+def _table(step: int, records: Sequence[CompletionRecord], parts: Sequence[str]) -> Any:
+    """A pyarrow.Table."""
+    import pyarrow as pa
+
+    columns: dict[str, pa.Array] = {
+        "step": pa.array([step] * len(records), pa.int64()),
+        "group": pa.array([record.group for record in records], pa.int64()),
+        "prompt": pa.array([_utf8(record.prompt) for record in records], pa.string()),
+        "completion": pa.array([_utf8(record.completion) for record in records], pa.string()),
+        "expected": pa.array([_utf8(record.expected) for record in records], pa.string()),
+        "correct": pa.array([record.correct for record in records], pa.bool_()),
+        "reward": pa.array([float(record.reward) for record in records], pa.float64()),
+        "advantage": pa.array([record.advantage for record in records], pa.float64()),
+        "finish_reason": pa.array([record.finish_reason for record in records], pa.string()),
+        "version": pa.array([record.version for record in records], pa.int64()),
+        "tokens": pa.array([list(record.tokens) for record in records], pa.list_(pa.int32())),
+    }
+    for name in parts:
+        columns[f"reward_{name}"] = pa.array([record.parts.get(name) for record in records], pa.float64())
+    return pa.table(columns)
 
 
 class RunDirectory:

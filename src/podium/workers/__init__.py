@@ -1,7 +1,8 @@
-"""Where models and algorithms meet the runtime: policy, critic, reference and generator."""
+"""Where models and algorithms meet the runtime: policy, critic, reference, generator and estimator."""
 
 from podium.workers.critic import Critic
 from podium.workers.engine import MicroLoss, StepResult, TrainEngine
+from podium.workers.estimator import Estimator
 from podium.workers.generator import POLICY_ROLE, Generator
 from podium.workers.learner import Learner
 from podium.workers.models import LoraConfig, ModelConfig, load_model
@@ -10,12 +11,14 @@ from podium.workers.parallel import ParallelConfig
 from podium.workers.policy import Policy
 from podium.workers.publication import ColocatedPublication, Publication, StreamedPublication
 from podium.workers.reference import Reference
+from podium.workers.texts import completion_texts, sampled_tokens
 from podium.workers.tokenizers import char_tokenizer, load_tokenizer
 
 __all__ = [
     "POLICY_ROLE",
     "ColocatedPublication",
     "Critic",
+    "Estimator",
     "Generator",
     "Learner",
     "LoraConfig",
@@ -30,7 +33,9 @@ __all__ = [
     "StreamedPublication",
     "TrainEngine",
     "char_tokenizer",
+    "completion_texts",
     "learning_rate",
     "load_model",
     "load_tokenizer",
+    "sampled_tokens",
 ]

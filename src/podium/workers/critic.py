@@ -64,7 +64,7 @@ class Critic(Learner):
         body.set_output_embeddings(head)
         return model
 
-    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat())
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def values(self, batch: Batch) -> Batch:
         """``values`` before each token with loss, 0 elsewhere."""
 
@@ -73,7 +73,7 @@ class Critic(Learner):
 
         return Batch(self.engine.evaluate(batch, compute, (fields.VALUES,)), batch.meta)
 
-    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first())
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step over a global minibatch.
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.devices import choose_device
@@ -24,6 +26,8 @@ from podium.rollout.sampling import Completion, SamplingParams
 from podium.runtime import Worker, concat, endpoint, nothing, shard
 from podium.workers.models import ModelConfig, load_model
 from podium.workers.publication.receiving import WeightReceiver
+from podium.workers.texts import decode_sampled, text_column
+from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weights import WeightInfo, copy_weights, full_weights
 
 if TYPE_CHECKING:
@@ -51,7 +55,7 @@ class Generator(Worker):
         self._making = threading.Lock()
         self._published: int | None = None
 
-    @endpoint(dispatch=shard(args=("prompts",)), collect=concat())
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
         """``sampling.n`` completions of each prompt, those of one prompt side by side.
 
@@ -60,7 +64,8 @@ class Generator(Worker):
 
         Returns:
             ``B * n`` rows with ``tokens``, ``loss_mask``, ``rollout_logprobs``, ``versions``, ``group``,
-            ``finish_reason`` and, with top-k or top-p, ``kept``; ``meta["temperature"]``.
+            ``finish_reason``, with top-k or top-p ``kept``, and ``text`` if ``prompts.meta["text"]`` asks for it;
+            ``meta["temperature"]``.
 
         Raises:
             DataError: not n seeds a prompt.
@@ -75,7 +80,10 @@ class Generator(Worker):
             )
         drawn = engine.generate(rows, sampling, seeds.flatten().tolist()) if rows else []
         group = prompts.dense(fields.GROUP).repeat_interleave(sampling.n)
-        return _as_batch(rows, drawn, group, sampling)
+        batch = _as_batch(rows, drawn, group, sampling)
+        if prompts.meta.get("text"):
+            batch = batch.with_columns({fields.TEXT: text_column(decode_sampled(batch, self._tokenizer))})
+        return batch
 
     @endpoint(concurrent=True)
     def weights_version(self) -> int | None:
@@ -151,6 +159,10 @@ class Generator(Worker):
     def abort_weights(self, reason: str) -> None:
         """Give up a publication: what waits for its end gets an error, and nothing is drawn before the next."""
         self._ready_receiver().abort(reason)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.config.tokenizer_source)
 
     def _policy(self) -> Policy | None:
         return self.ctx.colocated.get(POLICY_ROLE)

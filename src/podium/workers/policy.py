@@ -68,7 +68,7 @@ class Policy(Learner):
         """Whether adapters are trained, so that the model's parameters are not yet its weights."""
         return self.config.lora is not None
 
-    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat())
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch) -> Batch:
         """``old_logprobs`` and ``entropy`` of the tokens with loss, 0 elsewhere.
 
@@ -83,7 +83,7 @@ class Policy(Learner):
 
         return Batch(self.engine.evaluate(batch, compute, (fields.OLD_LOGPROBS, fields.ENTROPY)), batch.meta)
 
-    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first())
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step over a global minibatch.
 

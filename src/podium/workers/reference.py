@@ -45,7 +45,7 @@ class Reference(Worker):
             frozen, optim=None, parallel=parallel or ParallelConfig(), device=device, world_size=self.ctx.world_size
         )
 
-    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat())
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch) -> Batch:
         """``ref_logprobs`` of the tokens with loss, at ``batch.meta["temperature"]`` and over the kept sets if any."""
         temperature = float(batch.meta.get("temperature", 1.0))

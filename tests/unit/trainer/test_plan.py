@@ -19,9 +19,12 @@ SIZE = ModelSize(parameters=2**28, trained=2**28, layers=1, hidden=1, key_value_
 def test_hosts_hold_what_the_placement_puts_there(tmp_path: Path) -> None:
     kl = {"kl_in": "loss"}
     together = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, algorithm=kl)
-    assert placed_hosts(together) == [Hosts(range(2), ("policy", "reference", "generator"))]
+    assert placed_hosts(together) == [Hosts(range(2), ("policy", "reference", "estimator", "generator"))]
     apart = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 2, "generator_ranks": 3}, algorithm=kl)
-    assert placed_hosts(apart) == [Hosts(range(2), ("policy", "reference")), Hosts(range(2, 5), ("generator",))]
+    assert placed_hosts(apart) == [
+        Hosts(range(2), ("policy", "reference", "estimator")),
+        Hosts(range(2, 5), ("generator",)),
+    ]
     assert [str(hosts) for hosts in placed_hosts(apart)] == ["hosts 0-1", "hosts 2-4"]
     no_generator = tiny(SFTConfig, tmp_path, placement={"layout": "split", "ranks": 1}, eval={"items": 0})
     assert [(str(hosts), hosts.roles) for hosts in placed_hosts(no_generator)] == [("host 0", ("policy",))]

@@ -53,7 +53,7 @@ def test_a_run_is_spread_over_nodes(tmp_path: Path) -> None:
             unsubscribe()
         assert len(cluster.pool([1, 1], cpus=cores)) == 2  # all of it was given back
     started = {event.role: event.node for event in events if isinstance(event, WorkerStarted)}
-    assert started.keys() == {"policy", "generator"}
+    assert started.keys() == {"policy+estimator", "generator"}
     assert set(started.values()) == {"node-0", "node-1"}
 
 

@@ -262,7 +262,7 @@ def test_rewinding_forgets_later_steps(run: RunDirectory) -> None:
         emit(PhaseStarted("grpo", 3))
         for step in (1, 2, 3):
             emit(StepFinished(step, {"reward/mean": 0.5}))
-            writer.write(step, [])
+            writer.write(step, [[]], ())
     with run.metrics_path.open("a") as file:
         file.write('{"kind": "st')
     run.rewind(2, phase="grpo")
@@ -296,7 +296,7 @@ def test_completions_are_read_by_pandas(tmp_path: Path) -> None:
             parts={"exact": 0.0},
         ),
     ]  # fmt: skip
-    path = CompletionsWriter(tmp_path).write(12, records)
+    path = CompletionsWriter(tmp_path).write(12, [records[:1], records[1:]], {"exact", "format"})
     assert path == tmp_path / "step-000012.parquet"
     frame = pd.read_parquet(tmp_path)
     assert list(frame["step"]) == [12, 12]
@@ -353,7 +353,7 @@ def test_the_examples_of_the_documentation_run(
             emit(StepFinished(step, {"reward/mean": 0.5, "policy/entropy": 1.0, "tokens_per_s/step": 1000.0}))
         emit(EvalFinished(2, 0.5, 500, 0.5))
     record = CompletionRecord(group=0, prompt="?", completion="!", reward=0.0, finish_reason="length", version=1)
-    run.completions_writer().write(1, [record])
+    run.completions_writer().write(1, [[record]], record.parts)
     monkeypatch.chdir(run.path)
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(examples) == 4

@@ -9,16 +9,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import podium
 from podium.data import Batch, Jagged, fields
 from podium.errors import CheckpointError
 from podium.rewards import Grade
+from podium.runtime import Worker, endpoint, first
 from podium.telemetry import Sample, StageFinished, metrics, subscribe
+from podium.trainer import completions
 from podium.trainer.clock import StageClock
-from podium.trainer.completions import CompletionsLog, Judged, sampled_tokens
-from podium.trainer.metrics import join_updates, mismatch, rollout_metrics
+from podium.trainer.completions import CompletionsLog, Judged
+from podium.trainer.metrics import join_updates, rollout_metrics
 from podium.trainer.run_dir import Checkpoint, CompletionsWriter
 from podium.trainer.seeds import completion_seeds, row_order
 from podium.trainer.state import Evaluation, TrainerState, load_checkpoint
+from podium.workers import char_tokenizer
 
 
 def rollouts() -> Batch:
@@ -45,22 +49,9 @@ def test_metrics_of_rollouts() -> None:
         metrics.REWARD_STD: pytest.approx(math.sqrt(0.125)),
         metrics.ACCURACY: 0.25,
         metrics.FLAT_GROUPS: 0.5,
-        metrics.LENGTH_MEAN: 2.0,
-        metrics.LENGTH_MAX: 3.0,
         metrics.TRUNCATED: 0.25,
         metrics.TOKENS: 14.0,
     }
-
-
-def test_mismatch_looks_at_sampled_tokens_only() -> None:
-    batch = rollouts()
-    tokens, mask = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values
-    generator = torch.where(mask, torch.tensor(-1.0), torch.tensor(-50.0))
-    trainer = torch.where(mask, torch.tensor(-1.5), torch.tensor(0.0))
-    trainer[-1] = -3.0
-    columns = {fields.OLD_LOGPROBS: tokens.like(trainer), fields.ROLLOUT_LOGPROBS: tokens.like(generator)}
-    found = mismatch(batch.with_columns(columns))
-    assert found == {metrics.MISMATCH_MEAN: pytest.approx((7 * 0.5 + 2.0) / 8), metrics.MISMATCH_MAX: 2.0}
 
 
 def test_updates_are_averaged_and_the_largest_ratio_kept() -> None:
@@ -110,17 +101,46 @@ def test_the_clock_adds_stages_up_and_tells_their_speed() -> None:
     assert clock.tokens_per_s()["update"] == pytest.approx(200 / clock.totals_s["update"])
 
 
-def judged(grades: list[Grade] | None) -> Judged:
-    return Judged(rollouts(), ["p", "p", "q", "q"], ["a", "b", "c", "d"], ["x", "x", None, None], grades)
+def judged(grades: list[Grade] | None, batch: Batch | None = None) -> Judged:
+    batch = rollouts() if batch is None else batch
+    return Judged(batch, ["p", "p", "q", "q"], ["x", "x", None, None], char_tokenizer("abcdef"), grades)
 
 
-def test_sampled_tokens_are_those_of_the_completions() -> None:
-    assert [row.tolist() for row in sampled_tokens(rollouts()).unbind()] == [[6], [7, 8], [3, 4], [9, 9, 9]]
+def elsewhere(batch: Batch) -> Batch:
+    """As a generator's answer reaches the controller."""
+    with podium.connect("inline") as cluster:
+        keeper = cluster.start(Keeper.bind(), cluster.pool([1]))
+        return keeper.keep(batch)
+
+
+class Keeper(Worker):
+    @endpoint(collect=first(), returns="ref")
+    def keep(self, batch: Batch) -> Batch:
+        return batch
+
+
+@pytest.mark.parametrize("most", [1, 5, 100])
+def test_completions_come_in_chunks_wherever_their_tokens_are(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "_CHUNK_TOKENS", most)
+    batch = elsewhere(rollouts()).fetch(fields.GROUP)
+    advantages = batch.jagged(fields.LOSS_MASK)
+    graded = judged([Grade(float(row), {"form": 1.0} if row == 3 else {}) for row in range(4)], batch)
+    assert [len(rows) for rows in graded.chunks()] == {1: [1, 1, 1, 1], 5: [2, 1, 1], 100: [4]}[most]
+    assert [text for rows in graded.chunks() for text in graded.texts(rows)] == ["c", "de", "a", "fff"]
+    with CompletionsLog(CompletionsWriter(tmp_path)) as log:
+        log.write(1, graded, advantages)
+    table = pq.read_table(tmp_path / "step-000001.parquet").to_pydict()
+    assert table["tokens"] == [[6], [7, 8], [3, 4], [9, 9, 9]]
+    assert table["completion"] == ["c", "de", "a", "fff"]
+    assert table["advantage"] == [1.0, 1.0, 1.0, 1.0]
+    assert table["reward_form"] == [None, None, None, 1.0]
 
 
 def test_one_sample_a_prompt() -> None:
     grades = [Grade(score) for score in (1.0, 0.0, 0.5, 0.5)]
-    assert judged(grades).samples(5) == (Sample("p", "a", 1.0, "x"), Sample("q", "c", 0.5, None))
+    assert judged(grades).samples(5) == (Sample("p", "c", 1.0, "x"), Sample("q", "a", 0.5, None))
 
 
 def test_completions_are_written_with_tokens_grades_and_the_mean_advantage(tmp_path: Path) -> None:

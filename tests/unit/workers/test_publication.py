@@ -72,8 +72,8 @@ class Pair:
 
     def check(self, version: int, atol: float = 1e-5) -> None:
         """What is drawn now is drawn by the policy as it is now, and says so."""
-        out = self.generator.generate(PROMPTS, SAMPLING)
-        trained = self.policy.logprobs(out).jagged("old_logprobs").values
+        out = self.generator.generate(PROMPTS, SAMPLING).fetch()
+        trained = self.policy.logprobs(out).fetch().jagged("old_logprobs").values
         assert (out.jagged("rollout_logprobs").values - trained).abs().max() < atol
         mask = out.jagged("loss_mask").values
         assert set(out.jagged("versions").values[mask].tolist()) == {version}

@@ -1,0 +1,110 @@
+"""The estimator: whole batches by reference; and texts beside tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import podium
+from podium.algorithms import AlgorithmConfig, loss_weights
+from podium.data import Batch, Jagged, TensorRef, fields
+from podium.errors import EndpointError
+from podium.telemetry import metrics
+from podium.workers import Estimator, char_tokenizer, completion_texts, sampled_tokens
+from podium.workers.texts import decode_sampled, text_column
+
+
+def rollouts() -> Batch:
+    """Two prompts, two completions each, of 1, 2, 2 and 3 tokens after prompts of 1 and 2."""
+    tokens = Jagged.from_rows([torch.tensor(row) for row in ([5, 6], [5, 7, 8], [1, 2, 3, 4], [1, 2, 9, 9, 9])])
+    mask = [torch.arange(n) >= p for n, p in zip(tokens.lengths.tolist(), [1, 1, 2, 2], strict=True)]
+    return Batch(
+        {
+            fields.TOKENS: tokens,
+            fields.LOSS_MASK: Jagged.from_rows(mask),
+            fields.GROUP: torch.tensor([0, 0, 1, 1]),
+            fields.REWARDS: torch.tensor([1.0, 0.0, 0.5, 0.5]),
+        }
+    )
+
+
+def test_advantages_stay_with_the_worker_and_are_those_of_the_whole_batch() -> None:
+    config = AlgorithmConfig(advantage="grpo", normalise_advantage=False)
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
+        found = estimator.advantages(rollouts())
+        assert isinstance(found.jagged(fields.ADVANTAGES).data, TensorRef)
+        rows = [row.tolist() for row in found.fetch().jagged(fields.ADVANTAGES).unbind()]
+    assert rows == [[0.0, 0.5], [0.0, -0.5, -0.5], [0.0] * 4, [0.0] * 5]
+
+
+def test_the_kl_counts_in_the_reward_where_it_is_asked_for() -> None:
+    batch = rollouts()
+    tokens = batch.jagged(fields.TOKENS)
+    batch = batch.with_columns(
+        {fields.OLD_LOGPROBS: tokens.like(torch.full((14,), -1.0)), fields.REF_LOGPROBS: tokens.like(torch.zeros(14))}
+    )
+    config = AlgorithmConfig(
+        advantage="reinforce_pp", normalise_advantage=False, kl_in="reward", kl_coef=1.0, kl_estimator="k1"
+    )
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
+        found = estimator.advantages(batch, 0.5).fetch().jagged(fields.ADVANTAGES)
+    assert found.row(0).tolist() == [0.0, 1.5]  # the score, and half of KL = -1
+    assert found.row(3).tolist() == [0.0, 0.0, 2.0, 1.5, 1.0]
+
+
+def test_what_an_advantage_returns_is_checked_and_the_function_named() -> None:
+    config = AlgorithmConfig(advantage=f"{__name__}:of_a_wrong_shape")
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
+        with pytest.raises(EndpointError, match="of_a_wrong_shape' returned int; expected AdvantageOutputs"):
+            estimator.advantages(rollouts())
+
+
+def of_a_wrong_shape(inputs: object, config: object) -> int:
+    return 3
+
+
+def test_weights_of_each_minibatch_are_taken_over_the_whole_of_it() -> None:
+    mask = rollouts().jagged(fields.LOSS_MASK)
+    parts = [torch.tensor([3, 0]), torch.tensor([1, 2])]
+    config = AlgorithmConfig(aggregation="sequence-sum-constant")
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
+        found = estimator.loss_weights(mask, parts, 8)
+    assert [weights.lengths.tolist() for weights in found] == [[5, 2], [3, 4]]
+    for rows, weights in zip(parts, found, strict=True):
+        part = mask.take(rows)
+        expected = loss_weights(part.values, part.offsets, "sequence-sum-constant", constant=8)
+        assert torch.equal(weights.fetch().values, expected)
+
+
+def test_lengths_and_the_mismatch_of_sampled_tokens_only() -> None:
+    batch = rollouts()
+    tokens, mask = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values
+    generator = torch.where(mask, torch.tensor(-1.0), torch.tensor(-50.0))
+    trainer = torch.where(mask, torch.tensor(-1.5), torch.tensor(0.0))
+    trainer[-1] = -3.0
+    columns = {fields.OLD_LOGPROBS: tokens.like(trainer), fields.ROLLOUT_LOGPROBS: tokens.like(generator)}
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(AlgorithmConfig()), cluster.pool([1]))
+        assert estimator.describe(batch) == {metrics.LENGTH_MEAN: 2.0, metrics.LENGTH_MAX: 3.0}
+        found = estimator.describe(batch.with_columns(columns))
+    assert found[metrics.MISMATCH_MEAN] == pytest.approx((7 * 0.5 + 2.0) / 8)
+    assert found[metrics.MISMATCH_MAX] == 2.0
+
+
+def test_sampled_tokens_are_those_of_the_completions() -> None:
+    assert [row.tolist() for row in sampled_tokens(rollouts()).unbind()] == [[6], [7, 8], [3, 4], [9, 9, 9]]
+
+
+@pytest.mark.parametrize("texts", [["a", "", "zwölf 十二", "\udce9"], ["", ""], []])
+def test_texts_cross_as_bytes(texts: list[str]) -> None:
+    column = text_column(texts)
+    assert completion_texts(Batch({fields.TEXT: column}), char_tokenizer("a")) == texts
+
+
+def test_texts_are_decoded_where_the_generator_wrote_none() -> None:
+    tokenizer = char_tokenizer("abcdef")
+    assert completion_texts(rollouts(), tokenizer) == decode_sampled(rollouts(), tokenizer) == ["c", "de", "a", "fff"]
