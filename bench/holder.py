@@ -51,21 +51,5 @@ class Adder(Worker):
         return Batch({name: batch.dense(name) + 1 for name in batch})
 
 
-class Weights(Worker):
-    """Weights in the order of their names, which a trainer gives and a generator copies into its own."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self._weights = {f"layer_{place}": torch.ones(size) for place, size in enumerate(sizes)}
-
-    @endpoint(collect=first(), returns="ref")
-    def give(self) -> dict[str, Tensor]:
-        return self._weights
-
-    @endpoint(collect=nothing(), readonly=True)
-    def load(self, weights: dict[str, Tensor]) -> None:
-        for name, weight in self._weights.items():
-            weight.copy_(weights[name])
-
-
 def make_columns(rows: int, columns: int) -> Batch:
     return Batch({name: torch.ones(rows, columns, dtype=torch.int64) for name in "ab"})

@@ -7,30 +7,37 @@
 - verl_transfer: verl's own test of its data plane, two int64 columns to which all workers add one. The batch is made
   by a worker and the result stays a batch of references (`verl_transfer`), or it is given by the controller (`given`)
   and also fetched by it (`fetched`), which is what verl does in each case. `memcpy` is one copy of the batch.
-- publish: weights of a trainer into the tensors of generators; `memcpy` is one copy a generator.
+- publish: the weights of a policy into the tensors of generators, by a StreamedPublication; peers move tensors of the
+  same sizes; `memcpy` is one copy a generator.
 
-In each case all subjects take turns, and nothing is kept between the turns. Peers that would take minutes with the
-larger tensors, or more memory than there is, are left out of those rows: see LARGEST_MIB.
+Nothing is kept between the turns. Peers that would take minutes with the larger tensors, or more memory than there is,
+are left out of those rows: see WAYS.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import podium
 from bench.context import Context
 from bench.floors import HopFloor, copy_s
 from bench.groups import peer_processes
-from bench.holder import Adder, Holder, Weights, make_columns
+from bench.holder import Adder, Holder, make_columns
 from bench.measure import Row, alternate, compare
 from bench.peer import PeerClient
 from podium import Batch
+from podium.rollout.engines import EngineConfig
+from podium.workers import Generator, ModelConfig, Policy, StreamedPublication
 
 MIB = 1 << 20
-INT64 = 8
+INT64, FLOAT32 = 8, 4  # bytes
 PEERS = ("ray", "verl", "areal", "monarch")
 SCRIPTS = {peer: f"{peer}_tensors" for peer in PEERS}
 CLUSTERED = ("ray", "verl")  # need one before workers start
@@ -38,26 +45,26 @@ OBJECT_STORE_BYTES = 6 << 30  # the largest batch, there and back
 
 Hop = dict[str, float]  # seconds by the names in FIGURES
 FIGURES = ("put", "hop", "inside", "touch")
-# What travels how: for each subject the peer, its word for the way, and the largest tensor that is tried.
+
+
+class Way(NamedTuple):
+    """How a peer moves a tensor: its own word for it, the largest that is tried, and from where there is one turn."""
+
+    peer: str
+    variant: str
+    largest_mib: int
+    once_from_mib: int = 1 << 20
+
+
 WAYS = {
-    "ray": ("ray", "torch"),
-    "ray_numpy": ("ray", "numpy"),
-    "verl": ("verl", "torch"),
-    "verl_numpy": ("verl", "numpy"),
-    "areal": ("areal", "http"),
-    "monarch": ("monarch", "message"),
-    "monarch_rdma": ("monarch", "rdma"),
+    "ray": Way("ray", "torch", 512),
+    "ray_numpy": Way("ray", "numpy", 2048),
+    "verl": Way("verl", "torch", 128),
+    "verl_numpy": Way("verl", "numpy", 512),
+    "areal": Way("areal", "http", 512, once_from_mib=128),
+    "monarch": Way("monarch", "message", 512),
+    "monarch_rdma": Way("monarch", "rdma", 128),
 }
-LARGEST_MIB = {
-    "ray": 512,
-    "ray_numpy": 2048,
-    "verl": 128,
-    "verl_numpy": 512,
-    "areal": 512,
-    "monarch": 512,
-    "monarch_rdma": 128,
-}
-ONCE_FROM_MIB = {"areal": 128}  # from this size a turn takes so long that it has only one
 REPETITIONS_BY_MIB = {1: 11, 16: 9, 128: 5, 512: 3, 2048: 2}
 
 
@@ -89,7 +96,7 @@ def hop_rows(
     context: Context, mib: int, podiums: Mapping[str, Callable[[], Hop]], others: Mapping[str, Callable[[], Hop]]
 ) -> Iterator[Row]:
     """All take turns, and every row of Podium's is compared with the same samples of the others."""
-    slow = {name for name in others if mib >= ONCE_FROM_MIB.get(name, mib + 1)}
+    slow = {name for name, way in WAYS.items() if name in others and mib >= way.once_from_mib}
     ours = {f"podium_{kind}": call for kind, call in podiums.items()}
     subjects = {**ours, **{name: call for name, call in others.items() if name not in slow}}
     hops = alternate(subjects, repetitions=context.repetitions(REPETITIONS_BY_MIB[mib]))
@@ -122,34 +129,42 @@ def podium_hop(producer: Holder, consumer: Holder, nbytes: int, *, readonly: boo
 
 
 def transfer(context: Context) -> Iterator[Row]:
-    """Rows `verl_transfer[_KIND]_SIZE_WORKERS_local`."""
+    """Rows `verl_transfer[_KIND]_SIZE_WORKERS_local`.
+
+    Floors, Podium and verl do not take turns here but come one after the other: together the larger batches would not
+    fit into the memory of a small machine.
+    """
     rows, columns = (512, 8192) if context.quick else (4096, 32768)
     nbytes = 2 * rows * columns * INT64
-    given = make_columns(rows, columns)
+    copies = {
+        "memcpy": partial(copy_s, nbytes, fresh=False),
+        "memcpy_fresh": partial(copy_s, nbytes, fresh=True),
+    }
+    floors = alternate(copies, repetitions=context.repetitions(3, 2))
     for workers in (2, 8):
-        with (
-            podium.connect("local", echo=False) as cluster,
-            tensor_peers(context, ("verl",), object_store_bytes=OBJECT_STORE_BYTES) as peers,
-        ):
-            adders = cluster.start(Adder.bind(), cluster.pool([workers]))
+        samples = podium_transfers(context, workers, rows, columns)
+        with tensor_peers(context, ("verl",), object_store_bytes=OBJECT_STORE_BYTES) as peers:
             start_workers(peers, workers)
-            podiums = {
-                "": lambda adders=adders: by_reference_s(adders, rows, columns),
-                "_given": lambda adders=adders: given_s(adders, given),
-                "_fetched": lambda adders=adders: given_s(adders, given, fetch=True),
+            calls = {
+                name: partial(peer.call, "transfer", rows=rows, columns=columns, variant="numpy")
+                for name, peer in peers.items()
             }
-            others = {
-                "memcpy": lambda: copy_s(nbytes, fresh=False),
-                "memcpy_fresh": lambda: copy_s(nbytes, fresh=True),
-                **{
-                    name: partial(peer.call, "transfer", rows=rows, columns=columns, variant="numpy")
-                    for name, peer in peers.items()
-                },
-            }
-            samples = alternate({**podiums, **others}, repetitions=context.repetitions(3, 2))
-            for kind in podiums:
-                figures = {"podium": samples[kind], **{name: samples[name] for name in others}}
-                yield compare(f"verl_transfer{kind}_{size_of(nbytes)}_{workers}_local", figures, unit="s")
+            others = floors | (alternate(calls, repetitions=context.repetitions(3, 2)) if calls else {})
+        for kind, figures in samples.items():
+            name = f"verl_transfer{kind}_{size_of(nbytes)}_{workers}_local"
+            yield compare(name, {"podium": figures, **others}, unit="s")
+
+
+def podium_transfers(context: Context, workers: int, rows: int, columns: int) -> dict[str, list[float]]:
+    """Seconds, by kind, of transfers through so many local workers."""
+    with podium.connect("local", echo=False) as cluster:
+        adders = cluster.start(Adder.bind(), cluster.pool([workers]))
+        subjects = {
+            "": lambda: by_reference_s(adders, rows, columns),
+            "_given": lambda: given_s(adders, make_columns(rows, columns)),
+            "_fetched": lambda: given_s(adders, make_columns(rows, columns), fetch=True),
+        }
+        return alternate(subjects, repetitions=context.repetitions(3, 2))
 
 
 def by_reference_s(adders: Adder, rows: int, columns: int) -> float:
@@ -179,36 +194,63 @@ def check_twos(result: Batch, rows: int, columns: int) -> None:
 
 
 def publish(context: Context) -> Iterator[Row]:
-    """Rows `publish_SIZE_GENERATORS_local`."""
-    count, megabytes = 16, 64 if context.quick else 512
-    sizes = [megabytes * 10**6 // 4 // count] * count
+    """Rows `publish_SIZE_GENERATORS_local`: whole float32 models of the Qwen3 family, none of the weights left out."""
+    layers, vocabulary = (1, 768) if context.quick else (8, 6144)
+    model = ModelConfig(config=config_of(layers, vocabulary), tokenizer="chars:0123456789")
     for generators in (1, 4):
         with (
             podium.connect("local", echo=False) as cluster,
             tensor_peers(context, ("ray", "monarch")) as peers,
         ):
             pools = cluster.pool([1 + generators]).split([1, generators])
-            trainer, others = (cluster.start(Weights.bind(sizes), pool) for pool in pools)
+            policy = cluster.start(Policy.bind(model), pools[0])
+            receiving = cluster.start(Generator.bind(replace(model, seed=1), EngineConfig(cache_gib=0.1)), pools[1])
+            publication = StreamedPublication(policy, [receiving])
+            publication.init()
+            sizes = [math.prod(weight.shape) for weight in policy.weight_layout()]
+            nbytes = FLOAT32 * sum(sizes)
             start_workers(peers, 1 + generators)
             for peer in peers.values():
                 peer.call("prepare_weights", sizes=sizes)
+            versions = itertools.count()
             subjects = {
-                "podium": lambda trainer=trainer, others=others: publish_s(trainer, others),
-                "memcpy": lambda n=generators: sum(copy_s(megabytes * 10**6, fresh=False) for _ in range(n)),
-                **{
-                    name: partial(peers[peer].call, "publish", variant=variant)
-                    for name, (peer, variant) in WAYS.items()
-                    if peer in peers and variant != "rdma"
-                },
+                "podium": lambda publication=publication, versions=versions: publish_s(publication, next(versions)),
+                "memcpy": lambda n=generators, nbytes=nbytes: sum(copy_s(nbytes, fresh=False) for _ in range(n)),
+                **publications_of(peers),
             }
             figures = alternate(subjects, repetitions=context.repetitions(5))
-            yield compare(f"publish_{megabytes}MB_{generators}_local", figures, unit="ms", scale=1e3)
+            yield compare(f"publish_{round(nbytes / 1e6)}MB_{generators}_local", figures, unit="ms", scale=1e3)
 
 
-def publish_s(trainer: Weights, generators: Weights) -> float:
+def config_of(layers: int, vocabulary: int) -> dict[str, object]:
+    """15.2 million parameters a layer, and 1024 for each token."""
+    return {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 64,
+    }
+
+
+def publish_s(publication: StreamedPublication, version: int) -> float:
     started = time.perf_counter()
-    generators.load(trainer.give())
-    return time.perf_counter() - started
+    publication.publish(version)
+    seconds = time.perf_counter() - started
+    if publication.is_stale(version):
+        raise AssertionError(f"version {version} was published, and a generator has another")
+    return seconds
+
+
+def publications_of(peers: Mapping[str, PeerClient]) -> dict[str, Callable[[], float]]:
+    """A subject for each way of a peer that runs, but for rdma, which would need a buffer a tensor."""
+    ways = {name: way for name, way in WAYS.items() if way.peer in peers and way.variant != "rdma"}
+    return {name: partial(peers[way.peer].call, "publish", variant=way.variant) for name, way in ways.items()}
 
 
 # -- subjects ------------------------------------------------------------------------------------------------------
@@ -250,10 +292,9 @@ def start_pairs(peers: dict[str, PeerClient]) -> None:
 
 def hops_of(peers: Mapping[str, PeerClient], mib: int) -> dict[str, Callable[[], Hop]]:
     """A subject for each way in which a peer that runs moves a tensor of this size."""
+    ways = {name: way for name, way in WAYS.items() if way.peer in peers and mib <= way.largest_mib}
     return {
-        name: partial(peers[peer].call, "hop", nbytes=mib * MIB, variant=variant)
-        for name, (peer, variant) in WAYS.items()
-        if peer in peers and mib <= LARGEST_MIB[name]
+        name: partial(peers[way.peer].call, "hop", nbytes=mib * MIB, variant=way.variant) for name, way in ways.items()
     }
 
 

@@ -10,10 +10,11 @@ import torch
 
 import podium
 from bench.context import Context
-from bench.holder import Adder, Weights, make_columns
+from bench.holder import Adder, make_columns
 from bench.peers.touching import first_element, timed_look, touch_pages
 from bench.suites import dataplane
 from podium import Batch, TensorRef
+from podium.workers import Generator, ModelConfig, Policy, StreamedPublication
 
 
 @pytest.fixture
@@ -66,19 +67,15 @@ def test_a_transfer_that_changed_nothing_is_noticed() -> None:
         dataplane.check_twos(Batch({"b": torch.full((4, 3), 2)}), 5, 3)
 
 
-def test_weights_reach_the_generators_own_tensors() -> None:
-    def spoil(worker: Weights) -> None:
-        for weight in worker._weights.values():
-            weight.zero_()
-
-    def total(worker: Weights) -> float:
-        return sum(float(weight.sum()) for weight in worker._weights.values())
-
+def test_a_publication_is_of_whole_models_and_timed_until_generators_have_it() -> None:
+    small = {**dataplane.config_of(layers=1, vocabulary=16), "hidden_size": 32, "intermediate_size": 64}
+    model = ModelConfig(config=small, tokenizer="chars:0123456789")
     with podium.connect("local", echo=False) as cluster:
-        trainer, generators = (cluster.start(Weights.bind([3000, 5]), pool) for pool in cluster.pool([3]).split([1, 2]))
-        generators.group.run(spoil)
-        assert dataplane.publish_s(trainer, generators) > 0
-        assert generators.group.run(total) == [3005.0, 3005.0]
+        policy, generator = cluster.start(Policy.bind(model)), cluster.start(Generator.bind(model))
+        publication = StreamedPublication(policy, [generator])
+        publication.init()
+        assert dataplane.publish_s(publication, 0) > 0
+        assert generator.weights_version() == [0]
 
 
 def test_sizes_read_as_people_write_them() -> None:
