@@ -6,13 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import podium
 from podium import Cluster
-from podium.errors import EndpointError, SerializationError, WorkerDied
+from podium.errors import EndpointError, SerializationError, StoreFullError, WorkerDied
+from podium.testing.workers import Stash
 from tests.integration.processes import alive, all_gone, wait_for
 from tests.integration.ray_workers import Busy, add_rank, make_zeros, total
 
@@ -113,6 +115,27 @@ def test_what_finds_no_room_says_how_much_and_what_to_do(pair: Busy) -> None:
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, SerializationError)
     assert pair.ping(3) == [3, 3], "nobody died of it"
+
+
+@pytest.mark.parametrize("store_bytes", [80 * MIB, None])
+def test_a_store_that_is_full_says_who_holds_what(cluster: Cluster, store_bytes: int | None) -> None:
+    """At its own limit, or at that of Ray's, where nothing can be spilled; what is dropped makes room."""
+    with podium.connect("ray", preload=(), store_bytes=store_bytes) as limited:
+        stash = limited.start(Stash.bind(), name="stash", distributed=False)
+        mib = 60 if store_bytes else 200
+        held: Any = stash.make(mib, MIB // 4)
+        said = (
+            "It is held by: 60 MiB made by stash.make of rank 0"
+            if store_bytes
+            else "200 MiB made by .*object_store_mem"
+        )
+        with pytest.raises(EndpointError, match=f"StoreFullError.*{said}") as caught:
+            stash.make(mib, MIB // 4)
+        assert isinstance(caught.value.__cause__, StoreFullError)
+        assert stash.total(held[0]) == [0.0]
+        del held
+        assert wait_for(lambda: [usage for usage in stash.group.stores() if usage and usage.nbytes] == [], 5.0)
+        assert len(stash.make(mib, MIB // 4)[0]) == mib
 
 
 @pytest.mark.parametrize("elements", [1000, 4 * MIB])

@@ -9,7 +9,8 @@ import pytest
 
 import podium
 from podium import Cluster, ResourcePool, Worker
-from podium.errors import WorkerDied, WorkerStartError
+from podium.errors import EndpointError, RefLostError, WorkerDied, WorkerStartError
+from podium.testing.workers import Stash
 from tests.integration.ray_workers import Busy, devices_of, place_of
 
 if TYPE_CHECKING:
@@ -151,6 +152,36 @@ def test_collectives_across_nodes(cluster: Cluster) -> None:
     assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
     faulty.group.close()
     cluster.release(pool)
+
+
+# -- references ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_worker_keeps_is_read_on_another_node_until_it_ends(cluster: Cluster) -> None:
+    """Pieces of odd sizes, which Ray lays end to end on either node."""
+    import torch
+
+    owners, readers = cluster.pool([1], resources={"tape": 1}), cluster.pool([1], cpus=2)
+    owner = cluster.start(Stash.bind(), owners, name="owner", distributed=False)
+    reader = cluster.start(Stash.bind(), readers, name="reader", distributed=False)
+    sent = [torch.ones(rows, dtype=torch.int8) for rows in (1 << 20, 1001, 3, 64)]
+    refs: Any = owner.put(sent)
+    assert {"gpus", "head"} == {slot.node for slot in (*owners, *readers)}
+    assert refs[0].places == ("owner.put of rank 0 on gpus",)
+    for ref, tensor in zip(refs, sent, strict=True):
+        assert reader.total(ref) == [len(tensor)]
+        assert torch.equal(ref.prefetch().get(), tensor)
+    assert reader.overwrite(refs[0]) == [2 << 20]
+    assert reader.total(refs[0]) == [1 << 20]
+    again: Any = owner.make(100, 1000)
+    owner.group.close()
+    with pytest.raises(RefLostError, match=r"owner\.make of rank 0 on gpus"):
+        again[0].get()
+    with pytest.raises(EndpointError, match=r"RefLostError.*owner\.make of rank 0 on gpus"):
+        reader.total(again[0])
+    reader.group.close()
+    for pool in (owners, readers):
+        cluster.release(pool)
 
 
 # -- nodes that come and go ------------------------------------------------------------------------------------------
