@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +239,39 @@ def test_a_policy_that_moves_on_in_the_middle_is_named() -> None:
     policy.update(recorded())
     with pytest.raises(DataError, match="bucket 1 of the weights was asked for after the policy had been updated"):
         policy.weight_bucket(1, BUCKET)
+
+
+class Ledger:
+    """A policy and a generator that only keep books: which buckets were made, and which of them are copied."""
+
+    def __init__(self) -> None:
+        self.made, self.copied, self.most = 0, 0, 0
+        names = ("weights_version", "agree_on_weights", "take_weights", "end_weights")
+        for name in names:
+            setattr(self, name, SimpleNamespace(submit=partial(self.submit, name)))
+
+    def weight_layout(self) -> list[WeightInfo]:
+        return [WeightInfo(f"layer{i}", (10,), 4) for i in range(9)]
+
+    def weight_bucket(self, index: int, bucket_bytes: int, known: object) -> tuple[list[Tensor], None]:
+        self.made += 1
+        assert self.made == index + 1
+        self.most = max(self.most, self.made - self.copied)
+        return [torch.zeros(10)], None
+
+    def submit(self, name: str, *args: Any) -> Any:
+        return SimpleNamespace(result=partial(self.result, name))
+
+    def result(self, name: str) -> list[Any]:
+        self.copied += name == "take_weights"
+        return [[]] if name == "take_weights" else [None]
+
+
+def test_two_buckets_are_under_way_and_no_more() -> None:
+    books: Any = Ledger()
+    publication = StreamedPublication(books, [books], bucket_bytes=40)
+    publication.publish(1)
+    assert (books.made, books.copied, books.most) == (9, 9, 2)
 
 
 def test_buckets_hold_every_row_once_and_no_more_than_they_may() -> None:

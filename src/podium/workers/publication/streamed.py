@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from podium.errors import ConfigError, DataError, PodiumError
 from podium.runtime import Call
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from podium.workers.policy import Policy
 
 __all__ = ["BUCKET_BYTES", "StreamedPublication"]
+
+T = TypeVar("T")
 
 BUCKET_BYTES: Final = 64 * 2**20
 """Large enough that a call costs nothing beside it, small enough that two of them are no burden."""
@@ -102,21 +104,25 @@ class StreamedPublication(Publication):
         self._attempt += 1
         copying: deque[list[Call[list[list[str]]]]] = deque()
         wrong: list[str] = []
-        for index in range(self._count):
-            tensors, sums = self._policy.weight_bucket(
-                index, self._bucket_bytes, known.get(index, [] if self._delta else None)
-            )
-            if sums is not None:
-                self._sums[index] = sums
-            taking = [
-                generator.take_weights.submit((version, self._attempt), index, tensors, sums)
-                for generator in generators
-            ]
-            del tensors  # the last reference: what the generators have copied leaves the store
-            copying.append(taking)
-            if len(copying) == 2:
+        try:
+            for index in range(self._count):
+                asked = known.get(index, []) if self._delta else None
+                tensors, sums = self._policy.weight_bucket(index, self._bucket_bytes, asked)
+                if sums is not None:
+                    self._sums[index] = sums
+                attempt = (version, self._attempt)
+                copying.append([g.take_weights.submit(attempt, index, tensors, sums) for g in generators])
+                del tensors  # the last reference here: what the generators have copied leaves the store
+                if len(copying) == 2:
+                    wrong += _names(_wait(copying.popleft()))
+            while copying:
                 wrong += _names(_wait(copying.popleft()))
-        return wrong + [name for taking in copying for name in _names(_wait(taking))]
+        except PodiumError:
+            for taking in copying:  # none of them may still be writing when the next publication comes
+                with contextlib.suppress(PodiumError):
+                    _wait(taking)
+            raise
+        return wrong
 
     def _abort(self, generators: Sequence[Generator], error: BaseException) -> None:
         """Free those that wait at the gate. Who is dead, or broken, has nobody waiting."""
@@ -125,10 +131,10 @@ class StreamedPublication(Publication):
                 generator.abort_weights(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
-def _wait(calls: Sequence[Call[list[list[str]]] | Call[None]]) -> list[list[list[str]] | None]:
-    """All results; the first error, after all have ended."""
+def _wait(calls: Sequence[Call[T]]) -> list[T]:
+    """All results; or the first error, once all have ended."""
     failed: list[PodiumError] = []
-    results: list[list[list[str]] | None] = []
+    results: list[T] = []
     for call in calls:
         try:
             results.append(call.result())
@@ -139,8 +145,9 @@ def _wait(calls: Sequence[Call[list[list[str]]] | Call[None]]) -> list[list[list
     return results
 
 
-def _names(results: Sequence[list[list[str]] | None]) -> list[str]:
-    return [name for ranks in results for names in ranks or () for name in names]
+def _names(taken: Sequence[list[list[str]]]) -> list[str]:
+    """Of each call, of each rank: all names."""
+    return [name for ranks in taken for names in ranks for name in names]
 
 
 def _few(names: Sequence[str]) -> str:
