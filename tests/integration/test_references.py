@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 import podium
 from podium import Cluster, Worker, endpoint, first
 from podium.data.store import CHECKS
-from podium.errors import ConfigError, EndpointError, StoreFullError
+from podium.errors import ConfigError, EndpointError, RefLostError, StoreFullError
 from tests.integration.processes import descriptors, wait_for
 
 MIB = 1 << 20
@@ -29,6 +31,10 @@ class Keeper(Worker):
     def cheat(self, value: Tensor) -> float:
         value += 1
         return float(value[0])
+
+    @endpoint(returns="ref", receives="ref", collect=first())
+    def echo(self, value: Tensor) -> Tensor:
+        return value
 
     @endpoint(collect=first())
     def total(self, value: Tensor) -> float:
@@ -86,6 +92,29 @@ def test_descriptors_are_given_back(cluster: Cluster) -> None:
     gc.collect()
     assert wait_for(lambda: descriptors(os.getpid()) <= before[0] + 5, 5.0)
     assert wait_for(lambda: descriptors(keeper.group.pids[0]) <= before[1] + 140, 5.0), "idle segments stay for reuse"
+
+
+@pytest.mark.parametrize("source", ["inline", "local"])
+@pytest.mark.parametrize("target", ["inline", "local"])
+def test_what_one_cluster_keeps_reaches_another_by_value(source: str, target: str) -> None:
+    with podium.connect(source) as one, podium.connect(target) as other:
+        keeper = one.start(Keeper.bind(), distributed=False)
+        reader = other.start(Keeper.bind(), distributed=False)
+        ref: Any = keeper.make(1)
+        assert [reader.total(ref) for _ in range(3)] == [MIB / 4] * 3
+        assert keeper.total(ref) == MIB / 4
+    with pytest.raises(RefLostError, match=r"keeper\.make.*cluster") if source == "local" else nullcontext():
+        ref.get()
+
+
+def test_a_reference_passed_to_and_fro_holds_no_more_descriptors(cluster: Cluster) -> None:
+    keeper = cluster.start(Keeper.bind(), name="keeper", distributed=False)
+    ref = keeper.echo(keeper.make(1))
+    before = [descriptors(pid) for pid in (os.getpid(), *keeper.group.pids)]
+    for _ in range(50):
+        ref = keeper.echo(ref)
+    assert [descriptors(pid) for pid in (os.getpid(), *keeper.group.pids)] == before
+    assert keeper.total(ref) == MIB / 4
 
 
 @pytest.fixture

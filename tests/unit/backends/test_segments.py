@@ -9,6 +9,7 @@ import os
 import pytest
 
 from podium.backends.local.segments import KEPT_IDLE, SegmentPool, map_segment
+from podium.errors import RefLostError
 
 MIB = 1 << 20
 
@@ -125,8 +126,8 @@ def test_an_adopted_segment_is_released_with_its_last_view() -> None:
 
 
 def test_an_adopted_segment_is_passed_on_until_its_last_holder_is_done() -> None:
-    pool, released = SegmentPool(), list[int]()
-    source = pool.take(MIB)
+    writer, pool, released = SegmentPool(), SegmentPool(), list[int]()
+    source = writer.take(MIB)
     lease = pool.adopt(os.dup(source.segment.fd), MIB, lambda: released.append(1))
     number = lease.segment.number
     for holder in ("a", "b", "b"):
@@ -141,3 +142,52 @@ def test_an_adopted_segment_is_passed_on_until_its_last_holder_is_done() -> None
     assert released == [1]
     del source
     pool.close()
+
+
+def test_what_comes_again_takes_no_second_descriptor() -> None:
+    writer, reader, released = SegmentPool(), SegmentPool(), list[str]()
+    own = writer.take(MIB)
+    first = reader.adopt(os.dup(own.segment.fd), MIB, lambda: released.append("first"))
+    again = reader.adopt(os.dup(first.segment.fd), MIB, lambda: released.append("again"))
+    back = writer.adopt(os.dup(first.segment.fd), MIB, lambda: released.append("back"))
+    assert again.segment is first.segment
+    assert back.segment is own.segment
+    assert released == ["again", "back"]
+    del first
+    assert released == ["again", "back"]
+    del again, own
+    assert released == ["again", "back", "first"]
+    assert writer.usage()[0] > 0, "what came back is held still"
+    del back
+    assert writer.usage()[0] == 0
+    writer.close()
+    reader.close()
+
+
+def test_a_forked_child_releases_nothing() -> None:
+    writer, reader = SegmentPool(), SegmentPool()
+    own = writer.take(MIB)
+    told, tell = os.pipe()
+    lease = reader.adopt(os.dup(own.segment.fd), MIB, lambda: [os.write(tell, b"x"), None][1])
+    child = os.fork()
+    if not child:
+        del lease
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.set_blocking(told, False)
+    with pytest.raises(BlockingIOError):
+        os.read(told, 1)
+    del lease
+    assert os.read(told, 10) == b"x"
+    for fd in (told, tell):
+        os.close(fd)
+    writer.close()
+    reader.close()
+
+
+def test_nothing_is_read_from_a_closed_pool() -> None:
+    pool = SegmentPool()
+    lease = pool.take(MIB)
+    pool.close()
+    with pytest.raises(RefLostError, match="what was kept went with its cluster"):
+        map_segment(lease, MIB, "what was kept")

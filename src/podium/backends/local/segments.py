@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 import threading
 import weakref
 from collections import Counter
@@ -24,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from podium.errors import RefLostError
 
 __all__ = ["Lease", "Segment", "SegmentPool", "map_segment"]
 
@@ -43,6 +46,7 @@ class Segment:
         self.fd = fd
         self.ended = ended
         self.label = ""
+        self.inode = _inode(fd)
         self.holders: dict[object, int] = {}
         self._map: mmap.mmap | None = None
         self._memory: Bytes | None = None
@@ -60,6 +64,7 @@ class Segment:
         if self._map is not None:
             self._map.close()
         os.close(self.fd)
+        self.fd = -1
         if self.ended is not None:
             self.ended()
 
@@ -74,35 +79,42 @@ class SegmentPool:
         self._lock = threading.RLock()  # a garbage collection inside the lock may release a segment
         self._idle: list[Segment] = []
         self._used: dict[int, Segment] = {}
+        self._named: dict[tuple[int, int], Segment] = {}  # those in use, by the inode of their memory
         self._next = 1
+        self._process = os.getpid()
 
     def take(self, nbytes: int, label: str = "") -> Lease:
         """A segment of at least ``nbytes``; held until the lease is dropped and its readers have let go."""
         size = _rounded(nbytes)
         with self._lock:
-            fits = [at for at, segment in enumerate(self._idle) if size <= segment.nbytes <= 2 * size]
-            best = min(fits, key=lambda at: self._idle[at].nbytes, default=None)
-            if best is None:
-                segment = self._add(size, _memfd(size))
-            else:
-                segment = self._idle.pop(best)
-                self._used[segment.number] = segment
+            segment = self._reused(size) or self._add(size, _memfd(size))
             segment.label = label
             return Lease(self, segment)
 
     def take_file(self, nbytes: int, directory: Path, label: str) -> Lease:
         """As :meth:`take`, on disk: a file without a name, which ends with its last descriptor."""
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        os.posix_fallocate(fd, 0, nbytes)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            fd = os.dup(file.fileno())
         with self._lock:
             segment = self._add(nbytes, fd, _nothing)
             segment.label = label
             return Lease(self, segment)
 
     def adopt(self, fd: int, nbytes: int, ended: Callable[[], None]) -> Lease:
-        """A segment that another process writes, received as ``fd``. ``ended`` is called when nobody here holds it."""
+        """A segment that another process writes, received as ``fd``. ``ended`` is called when nobody here holds it.
+
+        What is here already, our own that comes back or another's that comes again, is held once more and no second
+        time: else a reference passed to and fro would be a chain of descriptors, each of which keeps the one before.
+        """
         with self._lock:
-            return Lease(self, self._add(nbytes, fd, ended))
+            known = self._named.get(_inode(fd))
+            if known is None:
+                return Lease(self, self._add(nbytes, fd, ended))
+            lease = Lease(self, known)
+        os.close(fd)
+        ended()
+        return lease
 
     def hold(self, segment: Segment, holder: object) -> None:
         """``holder`` gets the segment once more."""
@@ -111,6 +123,8 @@ class SegmentPool:
 
     def release(self, number: int, holder: object) -> None:
         """``holder`` is done with one sending of segment ``number``."""
+        if os.getpid() != self._process:  # a fork of this process, such as a data loader's: it never received anything
+            return
         with self._lock:
             segment = self._used.get(number)
             if segment is None or holder not in segment.holders:
@@ -123,20 +137,20 @@ class SegmentPool:
     def forget(self, holder: object) -> None:
         """``holder`` has died: it reads nothing any more."""
         with self._lock:
-            for segment in [segment for segment in self._used.values() if holder in segment.holders]:
-                del segment.holders[holder]
-                self._retire(segment)
+            for segment in list(self._used.values()):  # a copy: a collection may release any of them
+                if segment.holders.pop(holder, None) is not None:
+                    self._retire(segment)
 
     def usage(self) -> tuple[int, int]:
         """Bytes in use and bytes idle."""
         with self._lock:
-            return sum(s.nbytes for s in self._used.values()), sum(s.nbytes for s in self._idle)
+            return sum(s.nbytes for s in list(self._used.values())), sum(s.nbytes for s in list(self._idle))
 
     def kept(self) -> Counter[str]:
         """Bytes of segments in memory that are kept by reference, by label."""
         kept: Counter[str] = Counter()
         with self._lock:
-            for segment in self._used.values():
+            for segment in list(self._used.values()):
                 if segment.label and segment.ended is None:
                     kept[segment.label] += segment.nbytes
         return kept
@@ -148,16 +162,31 @@ class SegmentPool:
                 segment.free()
             self._idle.clear()
             self._used.clear()
+            self._named.clear()
 
     def _add(self, nbytes: int, fd: int, ended: Callable[[], None] | None = None) -> Segment:
-        segment = self._used[self._next] = Segment(self._next, nbytes, fd, ended)
+        segment = Segment(self._next, nbytes, fd, ended)
         self._next += 1
+        self._use(segment)
         return segment
 
+    def _use(self, segment: Segment) -> None:
+        self._used[segment.number] = self._named[segment.inode] = segment
+
+    def _reused(self, nbytes: int) -> Segment | None:
+        """The smallest idle segment that fits, and is not more than twice as large."""
+        fits = [segment for segment in list(self._idle) if nbytes <= segment.nbytes <= 2 * nbytes]
+        best = min(fits, key=lambda segment: segment.nbytes, default=None)
+        if best not in self._idle:  # none, or a collection has released others and freed this one
+            return None
+        self._idle.remove(best)
+        self._use(best)
+        return best
+
     def _retire(self, segment: Segment) -> None:
-        if segment.holders:
+        if segment.holders or self._used.pop(segment.number, None) is None:
             return
-        del self._used[segment.number]
+        del self._named[segment.inode]
         if segment.ended is not None:
             segment.free()
             return
@@ -182,8 +211,14 @@ class Lease:
         self.pool.release(self.segment.number, self._key)
 
 
-def map_segment(lease: Lease, nbytes: int) -> Bytes:
-    """uint8 ``[nbytes]``: the segment's bytes, copy-on-write. The lease is held as long as anything uses them."""
+def map_segment(lease: Lease, nbytes: int, what: str = "a result") -> Bytes:
+    """uint8 ``[nbytes]``: the segment's bytes, copy-on-write. The lease is held as long as anything uses them.
+
+    Raises:
+        RefLostError: the pool is closed; names ``what``.
+    """
+    if lease.segment.fd < 0:
+        raise RefLostError(f"{what} went with its cluster, which is closed: fetch it inside the 'with' block")
     mapping = mmap.mmap(lease.segment.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     memory = np.frombuffer(mapping, dtype=np.uint8)
     weakref.finalize(memory, _let_go, lease).atexit = False
@@ -196,6 +231,11 @@ def _let_go(lease: Lease) -> None:
 
 def _nothing() -> None:
     """A segment that is nobody else's, and is not used again."""
+
+
+def _inode(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _memfd(nbytes: int) -> int:

@@ -16,7 +16,7 @@ from podium.data import Block, BlockInfo, PlainBlock, TensorStore, Usage
 from podium.data.store import Bytes
 from podium.errors import StoreFullError
 
-__all__ = ["LocalBlock", "LocalStore"]
+__all__ = ["LocalBlock", "LocalStore", "brought"]
 
 
 class LocalBlock(Block):
@@ -27,7 +27,20 @@ class LocalBlock(Block):
         self.lease = lease
 
     def open(self) -> Bytes:
-        return map_segment(self.lease, self.info.nbytes)
+        return map_segment(self.lease, self.info.nbytes, f"what {self.info.label} made")
+
+
+def brought(block: Block, segments: SegmentPool) -> LocalBlock:
+    """``block`` itself if it is in ``segments``; a copy there of what another cluster's workers keep."""
+    if isinstance(block, LocalBlock) and block.lease.pool is segments:
+        return block
+    memory = block.read()
+    try:
+        lease = segments.take(memory.nbytes, block.info.label)
+        np.copyto(lease.segment.memory[: memory.nbytes], memory)
+    except OSError as error:
+        raise StoreFullError(f"no shared memory for {memory.nbytes} bytes of {block.info.label}: {error}") from error
+    return LocalBlock(lease, block.info)
 
 
 class LocalStore(TensorStore):
@@ -49,9 +62,10 @@ class LocalStore(TensorStore):
             return PlainBlock(memory, info)
         try:
             lease = self._segments.take(info.nbytes, info.label)
+            memory = lease.segment.memory
         except OSError as error:
             raise StoreFullError(f"no shared memory for {info.nbytes} bytes made by {info.label}: {error}") from error
-        _copy(buffers, offsets, lease.segment.memory)
+        _copy(buffers, offsets, memory)
         return LocalBlock(lease, info)
 
     def overflow(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block | None:
@@ -59,11 +73,12 @@ class LocalStore(TensorStore):
             return None
         try:
             lease = self._segments.take_file(info.nbytes, self._spill, info.label)
+            memory = lease.segment.memory
         except OSError as error:
             raise StoreFullError(
                 f"no room in spill_dir {self._spill} for {info.nbytes} bytes made by {info.label}: {error}"
             ) from error
-        _copy(buffers, offsets, lease.segment.memory)
+        _copy(buffers, offsets, memory)
         return LocalBlock(lease, info)
 
     def usage(self) -> Usage:

@@ -135,10 +135,10 @@ class Parcel:
     def _in_segment(self) -> bytes:
         try:
             lease = self._segments.take(self._total)
+            memory = lease.segment.memory
         except OSError as error:
             raise SerializationError(f"no shared memory for {self.where} of {self._total} bytes: {error}") from error
         self.leases = [lease, *self.leases]
-        memory = lease.segment.memory
         head = self._head()
         memory[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         at = _aligned(len(head))
@@ -153,11 +153,16 @@ def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
 
     Raises:
         SerializationError: it does not pickle.
+        RefLostError: it refers to what another cluster kept, and that is gone.
     """
     if type(value) in PLAIN and (not isinstance(value, str | bytes) or len(value) < INLINE_LIMIT):
         return Parcel(pickle.dumps(value, 5), (), segments, where)
     blocks: list[Any] = []
     data, buffers = encode(value, where, blocks)
+    if blocks:
+        from podium.backends.local.store import brought
+
+        blocks = [brought(block, segments) for block in blocks]
     return Parcel(data, [buffer.raw() for buffer in buffers], segments, where, blocks)
 
 
