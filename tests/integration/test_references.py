@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import podium
-from podium import Cluster, Worker, endpoint, first
+from podium import Cluster, Worker, endpoint, first, reduce
 from podium.data.store import CHECKS
 from podium.errors import ConfigError, EndpointError, RefLostError, StoreFullError
 from tests.integration.processes import descriptors, wait_for
@@ -28,9 +28,23 @@ class Keeper(Worker):
         return torch.ones(mib << 18)
 
     @endpoint(readonly=True, collect=first())
-    def cheat(self, value: Tensor) -> float:
+    def cheat(self, value: Tensor, fail: bool = False) -> float:
         value += 1
+        if fail:
+            raise ValueError("as asked")
         return float(value[0])
+
+    @endpoint(readonly=True, collect=first())
+    def peek(self, value: Tensor) -> float:
+        return float(value[0])
+
+    @endpoint(collect=reduce("mean"))
+    def loss(self) -> dict[str, Tensor]:
+        return {"loss": torch.tensor(float(self.ctx.rank))}
+
+    @endpoint(collect=reduce("max"))
+    def most(self) -> Tensor:
+        return torch.tensor(self.ctx.rank)
 
     @endpoint(returns="ref", receives="ref", collect=first())
     def echo(self, value: Tensor) -> Tensor:
@@ -115,6 +129,24 @@ def test_a_reference_passed_to_and_fro_holds_no_more_descriptors(cluster: Cluste
         ref = keeper.echo(ref)
     assert [descriptors(pid) for pid in (os.getpid(), *keeper.group.pids)] == before
     assert keeper.total(ref) == MIB / 4
+
+
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_what_is_reduced_is_fetched(backend: str) -> None:
+    with podium.connect(backend) as cluster:
+        keeper = cluster.start(Keeper.bind(), cluster.pool([2]), distributed=False, returns="ref")
+        assert keeper.loss() == {"loss": torch.tensor(0.5)}
+        assert keeper.most() == torch.tensor(1)
+
+
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_a_call_that_wrote_and_failed_is_not_blamed_on_the_next(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHECKS, "1")
+    with podium.connect(backend) as cluster:
+        keeper = cluster.start(Keeper.bind(), name="keeper", distributed=False)
+        with pytest.raises(EndpointError, match="as asked"):
+            keeper.cheat(keeper.make(1), fail=True)
+        assert keeper.peek(keeper.make(1)) == 1.0
 
 
 @pytest.fixture

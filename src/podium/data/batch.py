@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from podium.data.jagged import Jagged, RowIndex
-from podium.data.refs import TensorRef
+from podium.data.refs import TensorRef, row_numbers
 from podium.data.values import concat_values
 from podium.errors import DataError
 
@@ -120,7 +120,7 @@ class Batch:
 
     def take(self, index: RowIndex) -> Batch:
         """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints); copies what is no reference."""
-        rows = torch.as_tensor(index, dtype=torch.int64)
+        rows = row_numbers(index)
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
             raise DataError(f"row index outside 0..{len(self) - 1}: {int(rows.min())}..{int(rows.max())}")
         return Batch({name: _take(column, rows) for name, column in self._columns.items()}, self.meta)

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from podium.data.refs import RowIndex, TensorRef
+from podium.data.refs import RowIndex, TensorRef, row_numbers
 from podium.data.values import concat_values
 from podium.errors import DataError
 
@@ -112,7 +112,7 @@ class Jagged:
 
     def take(self, index: RowIndex) -> Jagged:
         """Rows in the order of ``index``; copies, unless the values are a reference."""
-        rows = torch.as_tensor(index, dtype=torch.int64, device=self.offsets.device)
+        rows = row_numbers(index).to(self.offsets.device)
         lengths = self.lengths[rows]
         if isinstance(self.data, TensorRef):
             firsts = self.offsets[rows]

@@ -25,7 +25,7 @@ from podium.data.memory import concat_tensors, copy_bytes
 from podium.data.store import Block, BlockInfo, Bytes, PlainBlock
 from podium.errors import DataError
 
-__all__ = ["Part", "RowIndex", "TensorRef", "flat_bytes", "is_plain"]
+__all__ = ["Part", "RowIndex", "TensorRef", "flat_bytes", "is_plain", "row_numbers"]
 
 Ints = npt.NDArray[np.int64]
 RowIndex = Sequence[int] | Tensor
@@ -76,13 +76,14 @@ class TensorRef:
 
     @classmethod
     def concat(cls, refs: Sequence[TensorRef]) -> TensorRef:
-        """All rows in order; no byte is touched.
+        """All rows in order; no byte is touched. Those without rows have no say in the dtype, as in ``torch.cat``.
 
         Raises:
             DataError: none, or of different dtypes or row shapes.
         """
         if not refs:
             raise DataError("cannot join zero references: their dtype is unknown")
+        refs = [ref for ref in refs if not ref.shape or len(ref)] or refs[:1]
         first = refs[0]
         if any(ref.dtype != first.dtype or ref.shape[1:] != first.shape[1:] or not ref.shape for ref in refs):
             raise DataError(f"references of different dtypes or row shapes cannot be joined: {list(refs)}")
@@ -141,7 +142,7 @@ class TensorRef:
 
     def take(self, index: RowIndex) -> TensorRef:
         """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints, all in 0..B-1)."""
-        rows = cast(Ints, torch.as_tensor(index, dtype=torch.int64).cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
+        rows = cast(Ints, row_numbers(index).cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
             raise DataError(f"row index outside 0..{len(self) - 1}: {rows.min()}..{rows.max()}")
         return self.ranges(rows, rows + 1)
@@ -161,10 +162,11 @@ class TensorRef:
     def __getitem__(self, key: slice | RowIndex) -> TensorRef:
         if isinstance(key, slice) and key.step in (None, 1):
             return self.slice(*key.indices(len(self))[:2])
-        if isinstance(key, Tensor) and key.dtype == torch.bool and key.dim() == 1:
-            return self.take(key.nonzero()[:, 0])
         if isinstance(key, Tensor | list):
-            return self.take(cast(RowIndex, key))
+            chosen = torch.as_tensor(key)
+            if chosen.dtype == torch.bool and chosen.shape == self.shape[:1]:
+                return self.take(chosen.nonzero()[:, 0])
+            return self.take(chosen)
         raise DataError(
             f"a reference can be cut by rows, as ref[2:5] or ref[[0, 3]], not by {key!r}; .get() the tensor"
         )
@@ -207,13 +209,55 @@ class TensorRef:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"a TensorRef has no {name!r}")
-        raise DataError(
-            f".{name} of a reference: its {self.nbytes} bytes are elsewhere: {self!r}; pass it to a "
+        raise self._elsewhere(f".{name}")
+
+    def _elsewhere(self, what: str) -> DataError:
+        return DataError(
+            f"{what} of a reference: its {self.nbytes} bytes are elsewhere: {self!r}; pass it to a "
             "worker, which finds a tensor, or bring it here by .get(), or batch.fetch()"
         )
 
+    def _calculate(self, *others: object) -> NoReturn:
+        raise self._elsewhere("arithmetic")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _calculate
+    __floordiv__ = __mod__ = __pow__ = __matmul__ = __rmatmul__ = __and__ = __or__ = __xor__ = _calculate
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __invert__ = _calculate
+    __bool__ = __float__ = __int__ = __index__ = _calculate
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:
+        raise DataError(
+            f"torch's {getattr(function, '__name__', 'function')}() of a reference, whose bytes are elsewhere; pass it "
+            "to a worker, which finds a tensor, or bring it here by .get(), or batch.fetch()"
+        )
+
+    def __copy__(self) -> TensorRef:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> TensorRef:
+        return self  # it never changes, and neither do the bytes it stands for
+
     def __reduce__(self) -> Any:
         raise TypeError("a reference travels as an argument or a result of a call; .get() gives a tensor")
+
+
+def row_numbers(index: RowIndex) -> Tensor:
+    """``index`` as int64 ``[K]``.
+
+    Raises:
+        DataError: it is a mask, has fractions, or more dimensions than one.
+    """
+    rows = torch.as_tensor(index)
+    if not rows.numel():
+        return rows.new_zeros(0, dtype=torch.int64)
+    if rows.dim() != 1 or rows.dtype == torch.bool or rows.is_floating_point():
+        name = str(rows.dtype).removeprefix("torch.")
+        raise DataError(
+            f"rows are taken by their numbers, int64 [K], not by {name}{list(rows.shape)}; of a mask: "
+            "take(mask.nonzero()[:, 0])"
+        )
+    return rows.to(torch.int64)
 
 
 def is_plain(tensor: Tensor) -> bool:

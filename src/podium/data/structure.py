@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor
@@ -18,7 +20,8 @@ __all__ = ["fetch", "keep", "map_tensors"]
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with ``change(tensor)`` for every tensor and reference in it.
 
-    Looks into Batch (not into its Python columns), Jagged (whose offsets stay), dict, list and tuple, and nothing else.
+    Looks into Batch (not into its Python columns), Jagged (whose offsets stay), dict and OrderedDict, list and tuple,
+    and nothing else.
     """
     if isinstance(value, Tensor | TensorRef):
         return change(value)
@@ -28,14 +31,19 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
         columns = {name: value[name] for name in value}
         tensors = {name: map_tensors(column, change) for name, column in columns.items() if type(column) is not list}
         return value.with_columns(tensors)
-    if type(value) is dict:
-        return {key: map_tensors(entry, change) for key, entry in cast(Mapping[Any, Any], value).items()}
+    if type(value) in (dict, OrderedDict, defaultdict):
+        changed = copy.copy(cast("dict[Any, Any]", value))
+        changed.update({key: map_tensors(entry, change) for key, entry in changed.items()})
+        return changed
     if type(value) is list:
         return [map_tensors(entry, change) for entry in cast("list[Any]", value)]
     if isinstance(value, tuple):
-        entries = [map_tensors(entry, change) for entry in cast("tuple[Any, ...]", value)]
-        named = cast("type[Any]", type(value))  # pyright: ignore[reportUnknownArgumentType]
-        return named(*entries) if hasattr(named, "_fields") else tuple(entries)
+        before = cast("tuple[Any, ...]", value)
+        entries = [map_tensors(entry, change) for entry in before]
+        if all(entry is old for entry, old in zip(entries, before, strict=True)):
+            return before  # such as a torch.Size
+        named = cast("type[Any]", type(before))
+        return named(*entries) if hasattr(named, "_fields") else named(entries)
     return value
 
 

@@ -14,6 +14,7 @@ import io
 import pickle
 import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -45,6 +46,7 @@ class _Here(threading.local):
         self.blocks: Sequence[Opener] = ()
         self.made: dict[int, Block] = {}
         self.opened: dict[int, tuple[Block, Any]] = {}
+        self.taken: tuple[list[int], list[int]] = [], []  # where the tensors that are views of blocks begin and end
         self.lent: list[tuple[Block, Any]] = []
 
 
@@ -68,6 +70,7 @@ class _Encoder(cloudpickle.CloudPickler):
 def read_as(mode: Reading, read: Callable[[], T]) -> T:
     """What ``read()`` gives where references are read so. Elsewhere, as in the controller, they stay references."""
     before, _here.mode = _here.mode, mode
+    _here.lent = []
     try:
         return read()
     finally:
@@ -98,15 +101,19 @@ def encode(
     Raises:
         SerializationError: it does not pickle; names ``where`` and the part of the value that fails.
     """
-    stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    encoder = cast(Any, _Encoder(stream, protocol=5, buffer_callback=buffers.append))
-    encoder.blocks, encoder.places = blocks, {}
     try:
-        encoder.dump(value)
+        return _dump(value, buffers, blocks), buffers
     except Exception as error:  # pickle runs code of any class: whatever it raises is our user's to see
         raise SerializationError(f"{where} does not pickle: {_blame(value)}{type(error).__name__}: {error}") from error
-    return stream.getvalue(), buffers
+
+
+def _dump(value: object, buffers: list[pickle.PickleBuffer], blocks: list[Block] | None) -> bytes:
+    stream = io.BytesIO()
+    encoder = cast(Any, _Encoder(stream, protocol=5, buffer_callback=buffers.append))
+    encoder.blocks, encoder.places = blocks, {}
+    encoder.dump(value)
+    return stream.getvalue()
 
 
 def decode(
@@ -134,6 +141,7 @@ def decode(
             _here.blocks = ()
             _here.made.clear()
             _here.opened.clear()
+            _here.taken = [], []
 
 
 def _blame(value: object, depth: int = 4) -> str:
@@ -147,7 +155,7 @@ def _blame(value: object, depth: int = 4) -> str:
         entries = list(enumerate(value))  # pyright: ignore[reportUnknownArgumentType]
     for key, entry in entries:
         try:
-            cloudpickle.dumps(entry)  # pyright: ignore[reportUnknownMemberType]
+            _dump(entry, [], [])
         except Exception:  # noqa: BLE001 - the search is for the entry that raises, whatever it raises
             return f"{key!r} ({type(entry).__name__}): {_blame(entry, depth - 1)}"
     return ""
@@ -174,7 +182,23 @@ def _ref(parts: Sequence[tuple[Any, ...]], runs: Any, dtype: torch.dtype, shape:
     from podium.data.refs import Part
 
     found = TensorRef([Part(_block(at, info), offset, rows) for at, info, offset, rows in parts], runs, dtype, shape)
-    return found if _here.mode == "ref" else found.assemble(_opened, readonly=_here.mode == "readonly")
+    if _here.mode == "ref":
+        return found
+    tensor = found.assemble(_opened, readonly=_here.mode == "readonly")
+    return _apart(tensor) if _here.mode == "tensor" else tensor
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy of it if it shares memory with another one of this message: they are the reader's to write
+    to, each by itself."""
+    starts, ends = _here.taken
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    at = bisect_right(ends, start)
+    if at < len(starts) and starts[at] < end:
+        return tensor.clone()
+    starts.insert(at, start)
+    ends.insert(at, end)
+    return tensor
 
 
 def _block(at: int | Block, info: BlockInfo) -> Block:

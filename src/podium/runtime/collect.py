@@ -5,6 +5,7 @@ The factories are the classes themselves, so that a type checker knows what each
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, cast
@@ -133,6 +134,7 @@ class Reduce(Collect[Any, Any]):
         return [float(len(rows) - short) for rows, short in zip(plan.rows, plan.padding, strict=True)]
 
     def _reduce(self, method: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
+        values = [_fetched(value) for value in values]
         try:
             if self.how == "mean":
                 pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
@@ -148,6 +150,12 @@ class Reduce(Collect[Any, Any]):
             raise ConfigError(
                 f"{method}: reduce({self.how!r}) cannot reduce {type(values[0]).__name__}: {error}"
             ) from None
+
+
+def _fetched(value: Any) -> Any:
+    """The tensor itself: a sum needs its bytes, also in a group that returns references."""
+    data = sys.modules.get("podium.data")
+    return value.get() if data is not None and isinstance(value, data.TensorRef) else value
 
 
 def _extreme(a: Any, b: Any, *, largest: bool) -> Any:

@@ -215,7 +215,13 @@ class Host:
 
         if self._store is None:
             self._store = self._make_store()
-        return keep(value, self._store, label)
+        try:
+            return keep(value, self._store, label)
+        except StoreFullError:
+            raise
+        except Exception as error:  # an accelerator may report here what failed before
+            what = f"the result of {label} cannot be kept: {type(error).__name__}: {error}"
+            raise SerializationError(what) from error
 
     def _await(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:

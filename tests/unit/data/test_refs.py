@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -108,11 +111,61 @@ def test_misuse_is_named() -> None:
         ref.sum()
     with pytest.raises(AttributeError, match="no 'summ'"):
         ref.summ()
-    for travel in (pickle.dumps, copy.copy):
-        with pytest.raises(TypeError, match=r"\.get\(\) gives a tensor"):
-            travel(ref)
+    with pytest.raises(TypeError, match=r"\.get\(\) gives a tensor"):
+        pickle.dumps(ref)
     with pytest.raises(DataError, match=r"column 'x' is TensorRef.*fetch\('x'\)"):
         Batch({"x": ref}).dense("x")
+
+
+CALCULATIONS: list[Callable[[Any], Any]] = [
+    *(operator.neg, bool, float, int, torch.exp, lambda x: torch.cat([x, x]), lambda x: torch.ones(5) * x),
+    *(lambda x: x + 1, lambda x: 1 - x, lambda x: x > 0, lambda x: torch.ones(5) == x, lambda x: x @ x),
+]
+
+
+@pytest.mark.parametrize("calculate", CALCULATIONS)
+def test_calculating_with_a_reference_says_what_to_do(calculate: Callable[[Any], Any]) -> None:
+    with pytest.raises(DataError, match=r"of a reference.* elsewhere.*\.get\(\)"):
+        calculate(TensorRef.of(torch.ones(5)))
+
+
+@pytest.mark.parametrize("make", [lambda x: x, TensorRef.of, lambda x: Jagged.from_lengths(x, torch.ones(5).long())])
+def test_a_mask_is_not_mistaken_for_row_numbers(make: Callable[[Tensor], Any]) -> None:
+    batch = Batch({"x": make(torch.arange(5))})
+    wrong: tuple[Any, ...] = (torch.tensor([True] * 5), [True] * 5, [0.0], [[0, 1]], torch.ones(2))
+    for index in wrong:
+        with pytest.raises(DataError, match=r"rows are taken by their numbers, int64 \[K\]"):
+            batch.take(index)
+    assert len(batch.take([])) == 0
+
+
+def test_masks_as_long_as_the_rows_choose_them() -> None:
+    ref = TensorRef.of(torch.arange(3))
+    assert torch.equal(ref[[True, False, True]].get(), torch.tensor([0, 2]))
+    with pytest.raises(DataError, match=r"not by bool\[2\]"):
+        ref[torch.tensor([True, False])]
+
+
+def test_a_copy_of_a_reference_is_the_reference() -> None:
+    ref = TensorRef.of(torch.arange(3))
+    assert copy.copy(ref) is ref
+    assert copy.deepcopy({"a": [ref]})["a"][0] is ref
+
+
+def test_parts_without_rows_have_no_say_when_references_are_joined() -> None:
+    full = Jagged.from_rows([torch.ones(2, 3)])
+    parts = keep([Jagged.from_rows([]), full, Jagged.from_rows([])], MemoryStore(shared=True), "maker")
+    assert torch.equal(Jagged.concat(parts).fetch().values, full.values)
+    assert TensorRef.concat([TensorRef.of(torch.ones(0, 2))] * 2).shape == (0, 2)
+
+
+def test_keep_leaves_kinds_of_dict_and_tuple_as_they_are() -> None:
+    value = {"state": torch.nn.Linear(3, 3).state_dict(), "size": torch.Size([2]), "most": torch.ones(2, 2).max(0)}
+    kept = keep(value, MemoryStore(shared=True), "maker")
+    assert {name: type(entry) for name, entry in kept.items()} == {name: type(v) for name, v in value.items()}
+    assert type(kept["state"]["weight"]) is TensorRef
+    assert type(kept["most"].values) is TensorRef
+    assert kept["size"] == value["size"]
 
 
 def test_keep_looks_into_the_usual_structures_and_keeps_a_tensor_once() -> None:

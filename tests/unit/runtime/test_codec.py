@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from podium.data import MemoryStore, TensorRef, keep
 from podium.errors import SerializationError
-from podium.runtime.codec import decode, encode
+from podium.runtime.codec import decode, encode, read_as
 
 
 def weight(value: object) -> int:
@@ -79,6 +80,36 @@ def test_what_does_not_pickle_is_found_in_its_nest() -> None:
         encode({"ok": 1, "a": [0, {"lock": threading.Lock()}]}, "the thing")
     with pytest.raises(SerializationError, match="a value does not pickle: TypeError"):
         encode(threading.Lock())
+
+
+def test_a_reference_is_not_to_blame_for_another_entry() -> None:
+    with pytest.raises(SerializationError, match=r"'lock' \(lock\)"):
+        encode({"ref": TensorRef.of(torch.ones(3)), "lock": threading.Lock()})
+
+
+def test_references_to_the_same_rows_are_tensors_apart() -> None:
+    ref = keep(torch.arange(10), _Private(shared=True), "maker")
+    blocks: list[Any] = []
+    data, buffers = encode([ref[0:5], ref[4:8], ref[8:10], ref[0:5]], blocks=blocks)
+    openers = [lambda info, block=block: block for block in blocks]
+    got = read_as("tensor", lambda: decode(data, buffers, blocks=openers))
+    for tensor in got:
+        tensor += 100
+    assert [tensor.tolist() for tensor in got] == [
+        [*range(100, 105)],
+        [*range(104, 108)],
+        [108, 109],
+        [*range(100, 105)],
+    ]
+
+
+class _Private(MemoryStore):
+    """Opened blocks are the reader's own, as mapped ones are."""
+
+    def make(self, buffers: Any, offsets: Any, info: Any) -> Any:
+        block: Any = super().make(buffers, offsets, info)
+        block.open = lambda: block._memory.copy()
+        return block
 
 
 def test_what_does_not_unpickle_is_named() -> None:
