@@ -15,6 +15,7 @@ from podium.workers.weights import WeightInfo
 __all__ = ["Piece", "checksum", "cut", "rows_of"]
 
 _WORDS = 512  # 64-bit words of a row of the table that is summed
+_CACHED_ROWS = 128  # so many are still in the processor's cache when they are summed the other way
 
 
 class Piece(NamedTuple):
@@ -54,7 +55,7 @@ def checksum(values: Tensor) -> int:
     """64 bits that say whether two tensors have the same bytes.
 
     The bytes are laid out as a table of 64-bit words; its row sums and column sums, modulo 2**64, are hashed. Reading
-    is all it costs, on any device (11 GB/s on one core, where CRC-32 makes 1.6). A change goes unseen only where it
+    is all it costs, on any device (7 GB/s on one core, where CRC-32 makes 1.6). A change goes unseen only where it
     cancels out in each row and each column; it guards against accidents, not against malice.
     """
     raw = values.detach().reshape(-1).contiguous().view(torch.uint8)
@@ -63,6 +64,9 @@ def checksum(values: Tensor) -> int:
     if whole:
         table = raw[:whole] if raw.storage_offset() % 8 == 0 else raw[:whole].clone()
         words = table.view(torch.int64).view(-1, _WORDS)
-        for sums in (words.sum(1), words.sum(0)):
-            digest.update(sums.cpu().numpy().tobytes())
+        columns = torch.zeros(_WORDS, dtype=torch.int64, device=words.device)
+        for part in words.split(_CACHED_ROWS if words.device.type == "cpu" else len(words)):
+            digest.update(part.sum(1).cpu().numpy().tobytes())
+            columns += part.sum(0)
+        digest.update(columns.cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little")
