@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from ray.exceptions import RayActorError, RayError
 
 from podium.backends.logs import LogEcho, last_lines
 from podium.backends.ray.actor import GROUPS, HostActor, Setting
+from podium.backends.ray.connect import connect, disconnect
 from podium.backends.ray.host import RayHost
 from podium.backends.ray.placement import Inventory, Reservation
 from podium.backends.ray.replies import Replies
@@ -39,25 +38,9 @@ from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, Hos
 __all__ = ["RayBackend"]
 
 START_TIMEOUT_S = 120.0
-KNOCK_S = 10.0
 LOOK_S = 1.0  # between two looks at whether the nodes on which hosts start are still there
 NAMESPACE = "podium"
 REFUSED = ("max_restarts", "max_task_retries")
-QUIET = {"configure_logging": False, "log_to_driver": False}
-EMBEDDED = {**QUIET, "include_dashboard": False, "logging_level": logging.ERROR}
-ENVIRONMENT = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_process_group_cleanup_enabled": "1",  # what a worker started ends with it
-}
-AUTHENTICATION = (
-    "; if it wants a token (Ray logs InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray does not by itself"
-)
-CLIENT_STARTS = 3
-CLIENT_FAILED = ("Starting Ray client server failed", "Proxy failed to Connect")
-CLIENT_LOG = (
-    "; the log that Ray names is in its session's directory on the head node, /tmp/ray/session_latest/logs unless it "
-    "has --temp-dir. If it speaks of epoll_wait, start the head with GRPC_ENABLE_FORK_SUPPORT=0"
-)
 
 
 class RayBackend(Backend):
@@ -92,7 +75,7 @@ class RayBackend(Backend):
         _refuse(self._actor_options, "connect('ray', actor_options=...)")
         self._preload = tuple(preload)
         self._store_bytes = store_bytes
-        _connect(address, dict(init or {}))
+        connect(address, init or {})
         self._inventory = Inventory()
         self._replies = Replies()
         self._private = Path(tempfile.mkdtemp(prefix="podium-ray-"))
@@ -181,7 +164,7 @@ class RayBackend(Backend):
         self._replies.close()
         if self._echo is not None:
             self._echo.stop()
-        _disconnect()
+        disconnect()
         shutil.rmtree(self._private, ignore_errors=True)
 
     # -- hosts ---------------------------------------------------------------------------------------------------
@@ -233,24 +216,25 @@ class RayBackend(Backend):
             if self._echo is not None:
                 self._echo.follow(spec.label, path)
         until = time.monotonic() + START_TIMEOUT_S
-        waiting = list(asked)
-        while waiting:
-            ready, waiting = ray.wait(waiting, timeout=min(LOOK_S, max(0.0, until - time.monotonic())))
-            if not ready and time.monotonic() < until:
+        while asked:
+            ready, _ = ray.wait(list(asked), timeout=min(LOOK_S, max(0.0, until - time.monotonic())))
+            if ready:
+                self._settled(ready[0], *asked.pop(ready[0]), specs)
+            elif time.monotonic() < until:
                 self._look_for(specs)
-                continue
-            if not ready:
-                late = ", ".join(asked[ref][0].label for ref in waiting)
+            else:
+                late = ", ".join(host.label for host, _ in asked.values())
                 raise WorkerStartError(f"Ray did not start {late} within {START_TIMEOUT_S:g} s", rank=hosts[0].rank)
-            host, path = asked[ready[0]]
-            try:
-                host.settled(ray.get(ready[0]), path)
-            except RayError as error:
-                self._look_for(specs)
-                words = "\n".join(last_lines(path))
-                raise WorkerStartError(
-                    f"{host.label}: its Ray actor did not start: {error}\n{words}", rank=host.rank
-                ) from error
+
+    def _settled(self, answer: Any, host: RayHost, log: Path, specs: Sequence[HostSpec]) -> None:
+        try:
+            host.settled(cast(Any, ray.get(answer)), log)
+        except RayError as error:
+            self._look_for(specs)
+            words = "\n".join(last_lines(log))
+            raise WorkerStartError(
+                f"{host.label}: its Ray actor did not start: {error}\n{words}", rank=host.rank
+            ) from error
 
 
 def _refuse(options: Mapping[str, Any], where: str) -> None:
@@ -263,63 +247,6 @@ def _refuse(options: Mapping[str, Any], where: str) -> None:
 
 
 _Actor: Any = cast(Any, ray.remote)(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(HostActor)
-_users = [0, 0]  # open backends, and of those that found Ray connected by somebody else
-
-
-def _connect(address: str | None, init: dict[str, Any]) -> None:
-    """Connect this process to Ray, unless it is."""
-    if not ray.is_initialized():
-        debugger = os.environ.get("PYTHONBREAKPOINT")
-        given = {**EMBEDDED, **init} if address is None else {**QUIET, **init}
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # an embedded cluster has a token
-        try:
-            _knock(address or "")
-            _init("local" if address is None else address, given)
-        except (OSError, RuntimeError, RayError, ValueError, TypeError) as error:
-            where = "an embedded cluster" if address is None else f"address {address!r}"
-            hint = "" if address is None or "RAY_AUTH_MODE" in os.environ else AUTHENTICATION
-            hint = CLIENT_LOG if _no_client_server(error) else hint
-            raise ConfigError(f"connect('ray'): {where} cannot be had: {error}{hint}") from error
-        if debugger is None:  # Ray sets its own for the whole process; the script's breakpoint() shall be Python's
-            os.environ.pop("PYTHONBREAKPOINT", None)
-        _users[0] = 0
-    elif not _users[0]:
-        _users[1] = 1  # connected by the user's own ray.init(): not ours to end
-    _users[0] += 1
-
-
-def _init(address: str, given: Mapping[str, Any]) -> None:
-    """``ray.init``. Behind ``ray://`` Ray makes a server process for each client; with grpcio 1.80 and later the fork
-    for it fails now and then (grpc issue 43055), so it is asked again."""
-    for left in reversed(range(CLIENT_STARTS)):
-        try:
-            ray.init(address=address, **given)
-            return
-        except ConnectionAbortedError as error:
-            if not left or not _no_client_server(error):
-                raise
-
-
-def _no_client_server(error: BaseException) -> bool:
-    return isinstance(error, ConnectionAbortedError) and any(said in str(error) for said in CLIENT_FAILED)
-
-
-def _knock(address: str) -> None:
-    """OSError at once where nobody listens; Ray tries for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
-
-
-def _disconnect() -> None:
-    """The last one out ends the connection, and an embedded cluster with it."""
-    _users[0] -= 1
-    if not _users[0]:
-        if not _users[1]:
-            ray.shutdown()
-        _users[1] = 0
 
 
 def _is_here(host: RayHost) -> bool:

@@ -26,6 +26,7 @@ LINGER = 50  # ticks without a call after which the listener sleeps; to wake it 
 
 Heard = Callable[[Any, BaseException | None], None]
 """Called once with the answer, or None and the error."""
+Answer = tuple[Any, BaseException | None]
 
 
 class Replies:
@@ -53,14 +54,13 @@ class Replies:
         try:
             until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
             if not ended():
-                self._await_all(min(TOGETHER_S, until - time.monotonic()))
+                self._hear(self._await(), min(TOGETHER_S, max(0.0, until - time.monotonic())))
             while not ended() and (left := until - time.monotonic()) > 0:
                 if not self._due:
                     return None
                 due = self._await()
                 ray.wait(due, timeout=min(LOOK_S, left))
-                ready, _ = ray.wait(due, num_returns=len(due), timeout=0)
-                self._interrupts.hold(self._hear, ready)
+                self._hear(ray.wait(due, num_returns=len(due), timeout=0)[0])
         finally:
             self._awaited = frozenset()
             self._turn.release()
@@ -77,38 +77,20 @@ class Replies:
         self._awaited = frozenset(due)
         return due
 
-    def _await_all(self, timeout_s: float) -> None:
-        """Hear all that is due, if all of it comes in time and none is an error."""
-        due = self._await()
+    def _hear(self, references: list[Any], timeout_s: float | None = None) -> None:
+        """Pass on the answers; with ``timeout_s`` only if all come in time and none is an error."""
         try:
-            answers = ray.get(due, timeout=max(0.0, timeout_s))
-        except Exception:  # noqa: BLE001 - too late, or one is an error: each is heard by itself then
-            return
-        self._interrupts.hold(self._hear_all, zip(due, answers, strict=True))
+            answers = [(answer, None) for answer in ray.get(references, timeout=timeout_s)]
+        except Exception:  # noqa: BLE001 - one of them is an error: each by itself then
+            if timeout_s is not None:
+                return
+            answers = [_answer(reference) for reference in references]
+        self._interrupts.hold(self._tell, zip(references, answers, strict=True))
 
-    def _hear_all(self, answers: Iterable[tuple[Any, Any]]) -> None:
+    def _tell(self, answers: Iterable[tuple[Any, Answer]]) -> None:
         for reference, answer in answers:
             if (heard := self._due.pop(reference, None)) is not None:
-                heard(answer, None)
-
-    def _hear(self, ready: list[Any]) -> None:
-        try:
-            answers = ray.get(ready)
-        except Exception:  # noqa: BLE001 - one of them is an error: each by itself then
-            for reference in ready:
-                self._hear_one(reference)
-        else:
-            self._hear_all(zip(ready, answers, strict=True))
-
-    def _hear_one(self, reference: Any) -> None:
-        heard = self._due.pop(reference, None)
-        if heard is None:
-            return
-        try:
-            answer, error = ray.get(reference), None
-        except Exception as found:  # noqa: BLE001 - whatever Ray raises is what came of the call
-            answer, error = None, found.with_traceback(None)  # it leads to this frame, and so to the arguments
-        heard(answer, error)
+                heard(*answer)
 
     def _listen(self) -> None:
         while not self._closed:
@@ -128,6 +110,13 @@ class Replies:
         for reference in before:
             if reference not in self._awaited and (heard := self._due.pop(reference, None)) is not None:
                 _by_future(reference, heard)
+
+
+def _answer(reference: Any) -> Answer:
+    try:
+        return ray.get(reference), None
+    except Exception as error:  # noqa: BLE001 - whatever Ray raises is what came of the call
+        return None, error.with_traceback(None)  # which leads to frames that hold the arguments
 
 
 def _by_future(reference: Any, heard: Heard) -> None:
