@@ -68,10 +68,18 @@ class Holder(Actor):
         return self._weights
 
     @endpoint
-    async def load(self, trainer: Any) -> None:
-        sources = await trainer.give_weights.call_one()
-        for weight, source in zip(self._weights, sources, strict=True):
-            weight.copy_(source)
+    async def register_weights(self) -> list[RDMABuffer]:
+        return [RDMABuffer(weight.view(torch.uint8)) for weight in self._weights]
+
+    @endpoint
+    async def load(self, source: Any) -> None:
+        """From buffers into the own tensors in place, or from the trainer, an actor, by a message."""
+        if isinstance(source, list):
+            for weight, buffer in zip(self._weights, source, strict=True):
+                await buffer.read_into(weight.view(torch.uint8))
+            return
+        for weight, sent in zip(self._weights, await source.give_weights.call_one(), strict=True):
+            weight.copy_(sent)
 
 
 def setting() -> None:
@@ -89,6 +97,7 @@ class MonarchPeer:
     def __init__(self) -> None:
         self._meshes: list[Any] = []
         self._actors: list[Any] = []
+        self._buffers: list[RDMABuffer] = []
 
     def start(self, workers: int) -> None:
         setting()
@@ -121,13 +130,16 @@ class MonarchPeer:
     def prepare_weights(self, sizes: list[int]) -> None:
         for pending in [actor.make_weights.call_one(sizes) for actor in self._actors]:
             pending.get()
+        self._buffers = []
 
     def publish(self, variant: str) -> float:
-        """Seconds: each generator asks the trainer for its weights and copies them into its own."""
-        del variant
+        """Seconds: each generator asks the trainer for its weights, or reads its buffers, registered once before."""
         trainer, *generators = self._actors
+        if variant == "rdma" and not self._buffers:
+            self._buffers = trainer.register_weights.call_one().get()
+        source = self._buffers if variant == "rdma" else trainer
         started = time.perf_counter()
-        for pending in [generator.load.call_one(trainer) for generator in generators]:
+        for pending in [generator.load.call_one(source) for generator in generators]:
             pending.get()
         return time.perf_counter() - started
 

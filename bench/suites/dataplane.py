@@ -10,8 +10,9 @@
 - publish: the weights of a policy into the tensors of generators, by a StreamedPublication; peers move tensors of the
   same sizes; `memcpy` is one copy a generator.
 
-Nothing is kept between the turns. Peers that would take minutes with the larger tensors, or more memory than there is,
-are left out of those rows: see WAYS.
+In a hop all subjects take turns. In the other two they come one after the other: together they would not fit into the
+memory of a small machine. Peers that would take minutes with the larger tensors, or more memory than there is, are left
+out of those rows: see bench.ways.
 """
 
 from __future__ import annotations
@@ -19,53 +20,40 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import podium
 from bench.context import Context
 from bench.floors import HopFloor, copy_s
-from bench.groups import peer_processes
 from bench.holder import Adder, Holder, make_columns
 from bench.measure import Row, alternate, compare
-from bench.peer import PeerClient
+from bench.ways import (
+    FIGURES,
+    MIB,
+    PEERS,
+    WAYS,
+    Hop,
+    hops_of,
+    publications_of,
+    room_for,
+    size_of,
+    start_pairs,
+    tensor_peers,
+)
 from podium import Batch
 from podium.rollout.engines import EngineConfig
 from podium.workers import Generator, ModelConfig, Policy, StreamedPublication
 
-MIB = 1 << 20
 INT64, FLOAT32 = 8, 4  # bytes
-PEERS = ("ray", "verl", "areal", "monarch")
-SCRIPTS = {peer: f"{peer}_tensors" for peer in PEERS}
-CLUSTERED = ("ray", "verl")  # need one before workers start
 OBJECT_STORE_BYTES = 6 << 30  # the largest batch, there and back
-
-Hop = dict[str, float]  # seconds by the names in FIGURES
-FIGURES = ("put", "hop", "inside", "touch")
-
-
-class Way(NamedTuple):
-    """How a peer moves a tensor: its own word for it, the largest that is tried, and from where there is one turn."""
-
-    peer: str
-    variant: str
-    largest_mib: int
-    once_from_mib: int = 1 << 20
-
-
-WAYS = {
-    "ray": Way("ray", "torch", 512),
-    "ray_numpy": Way("ray", "numpy", 2048),
-    "verl": Way("verl", "torch", 128),
-    "verl_numpy": Way("verl", "numpy", 512),
-    "areal": Way("areal", "http", 512, once_from_mib=128),
-    "monarch": Way("monarch", "message", 512),
-    "monarch_rdma": Way("monarch", "rdma", 128),
-}
 REPETITIONS_BY_MIB = {1: 11, 16: 9, 128: 5, 512: 3, 2048: 2}
+# What all subjects together take at worst, in GiB.
+HOP_GIB = {512: 8, 2048: 15}
+TRANSFER_GIB = 14
+PUBLISH_GIB = 10
 
 
 def hop(context: Context) -> Iterator[Row]:
@@ -80,6 +68,8 @@ def hop(context: Context) -> Iterator[Row]:
         start_pairs(peers)
         for mib in sizes:
             nbytes = mib * MIB
+            if not room_for(context, f"a hop of {size_of(nbytes)}", HOP_GIB.get(mib, 0)):
+                continue
             podiums = {
                 "local": partial(podium_hop, *local, nbytes),
                 "ray": partial(podium_hop, *ray, nbytes),
@@ -110,6 +100,14 @@ def hop_rows(
             yield compare(f"{what}_{size_of(mib * MIB)}_{kind}", figures, unit="ms", scale=1e3)
 
 
+@contextmanager
+def pair(backend: str) -> Iterator[tuple[Holder, Holder]]:
+    """A producer and a consumer on `backend`."""
+    with podium.connect(backend, echo=False) as cluster:
+        producer, consumer = (cluster.start(Holder.bind(), pool) for pool in cluster.pool([2]).split([1, 1]))
+        yield producer, consumer
+
+
 def podium_hop(producer: Holder, consumer: Holder, nbytes: int, *, readonly: bool = False) -> Hop:
     """One tensor from a worker to another; it is made before and dropped afterwards."""
     look = consumer.look_only if readonly else consumer.look
@@ -129,33 +127,23 @@ def podium_hop(producer: Holder, consumer: Holder, nbytes: int, *, readonly: boo
 
 
 def transfer(context: Context) -> Iterator[Row]:
-    """Rows `verl_transfer[_KIND]_SIZE_WORKERS_local`.
-
-    Floors, Podium and verl do not take turns here but come one after the other: together the larger batches would not
-    fit into the memory of a small machine.
-    """
+    """Rows `verl_transfer[_KIND]_SIZE_WORKERS_local`."""
     rows, columns = (512, 8192) if context.quick else (4096, 32768)
     nbytes = 2 * rows * columns * INT64
-    copies = {
-        "memcpy": partial(copy_s, nbytes, fresh=False),
-        "memcpy_fresh": partial(copy_s, nbytes, fresh=True),
-    }
-    floors = alternate(copies, repetitions=context.repetitions(3, 2))
+    if not context.quick and not room_for(context, f"a transfer of {size_of(nbytes)}", TRANSFER_GIB):
+        return
+    repetitions = context.repetitions(3, 2)
+    copies = {"memcpy": partial(copy_s, nbytes, fresh=False), "memcpy_fresh": partial(copy_s, nbytes, fresh=True)}
+    floors = alternate(copies, repetitions=repetitions)
     for workers in (2, 8):
-        samples = podium_transfers(context, workers, rows, columns)
-        with tensor_peers(context, ("verl",), object_store_bytes=OBJECT_STORE_BYTES) as peers:
-            start_workers(peers, workers)
-            calls = {
-                name: partial(peer.call, "transfer", rows=rows, columns=columns, variant="numpy")
-                for name, peer in peers.items()
-            }
-            others = floors | (alternate(calls, repetitions=context.repetitions(3, 2)) if calls else {})
+        samples = podium_transfers(workers, rows, columns, repetitions)
+        peers = verl_transfers(context, workers, rows, columns, repetitions)
         for kind, figures in samples.items():
             name = f"verl_transfer{kind}_{size_of(nbytes)}_{workers}_local"
-            yield compare(name, {"podium": figures, **others}, unit="s")
+            yield compare(name, {"podium": figures, **floors, **peers}, unit="s")
 
 
-def podium_transfers(context: Context, workers: int, rows: int, columns: int) -> dict[str, list[float]]:
+def podium_transfers(workers: int, rows: int, columns: int, repetitions: int) -> dict[str, list[float]]:
     """Seconds, by kind, of transfers through so many local workers."""
     with podium.connect("local", echo=False) as cluster:
         adders = cluster.start(Adder.bind(), cluster.pool([workers]))
@@ -164,7 +152,17 @@ def podium_transfers(context: Context, workers: int, rows: int, columns: int) ->
             "_given": lambda: given_s(adders, make_columns(rows, columns)),
             "_fetched": lambda: given_s(adders, make_columns(rows, columns), fetch=True),
         }
-        return alternate(subjects, repetitions=context.repetitions(3, 2))
+        return alternate(subjects, repetitions=repetitions)
+
+
+def verl_transfers(context: Context, workers: int, rows: int, columns: int, repetitions: int) -> dict[str, list[float]]:
+    """The same by verl, whose tensors travel as numpy arrays: by torch.save, its default, it takes far longer."""
+    with tensor_peers(context, ("verl",), object_store_bytes=OBJECT_STORE_BYTES) as peers:
+        for verl in peers.values():
+            verl.call("start", workers=workers)
+            transfer = partial(verl.call, "transfer", rows=rows, columns=columns, variant="numpy")
+            return alternate({"verl_numpy": transfer}, repetitions=repetitions)
+    return {}
 
 
 def by_reference_s(adders: Adder, rows: int, columns: int) -> float:
@@ -196,30 +194,38 @@ def check_twos(result: Batch, rows: int, columns: int) -> None:
 def publish(context: Context) -> Iterator[Row]:
     """Rows `publish_SIZE_GENERATORS_local`: whole float32 models of the Qwen3 family, none of the weights left out."""
     layers, vocabulary = (1, 768) if context.quick else (8, 6144)
+    if not context.quick and not room_for(context, "a publication of 512 MB", PUBLISH_GIB):
+        return
     model = ModelConfig(config=config_of(layers, vocabulary), tokenizer="chars:0123456789")
+    repetitions = context.repetitions(5)
     for generators in (1, 4):
-        with (
-            podium.connect("local", echo=False) as cluster,
-            tensor_peers(context, ("ray", "monarch")) as peers,
-        ):
-            pools = cluster.pool([1 + generators]).split([1, generators])
-            policy = cluster.start(Policy.bind(model), pools[0])
-            receiving = cluster.start(Generator.bind(replace(model, seed=1), EngineConfig(cache_gib=0.1)), pools[1])
-            publication = StreamedPublication(policy, [receiving])
-            publication.init()
-            sizes = [math.prod(weight.shape) for weight in policy.weight_layout()]
-            nbytes = FLOAT32 * sum(sizes)
-            start_workers(peers, 1 + generators)
-            for peer in peers.values():
-                peer.call("prepare_weights", sizes=sizes)
-            versions = itertools.count()
-            subjects = {
-                "podium": lambda publication=publication, versions=versions: publish_s(publication, next(versions)),
-                "memcpy": lambda n=generators, nbytes=nbytes: sum(copy_s(nbytes, fresh=False) for _ in range(n)),
-                **publications_of(peers),
-            }
-            figures = alternate(subjects, repetitions=context.repetitions(5))
-            yield compare(f"publish_{round(nbytes / 1e6)}MB_{generators}_local", figures, unit="ms", scale=1e3)
+        sizes, own = podium_publications(model, generators, repetitions)
+        nbytes = FLOAT32 * sum(sizes)
+        copies = {"memcpy": lambda n=generators, size=nbytes: sum(copy_s(size, fresh=False) for _ in range(n))}
+        figures = {"podium": own, **alternate(copies, repetitions=repetitions)}
+        for name in ("ray", "monarch"):
+            with tensor_peers(context, (name,)) as peers:
+                for peer in peers.values():
+                    peer.call("start", workers=1 + generators)
+                    peer.call("prepare_weights", sizes=sizes)
+                    figures |= alternate(publications_of(peers), repetitions=repetitions)
+        yield compare(f"publish_{round(nbytes / 1e6)}MB_{generators}_local", figures, unit="ms", scale=1e3)
+
+
+def podium_publications(model: ModelConfig, generators: int, repetitions: int) -> tuple[list[int], list[float]]:
+    """Elements of each tensor, and seconds of each publication to so many generators, which begin with others."""
+    with podium.connect("local", echo=False) as cluster:
+        pools = cluster.pool([1 + generators]).split([1, generators])
+        policy = cluster.start(Policy.bind(model), pools[0])
+        engine = EngineConfig(cache_gib=0.1)
+        publication = StreamedPublication(
+            policy, [cluster.start(Generator.bind(replace(model, seed=1), engine), pools[1])]
+        )
+        publication.init()
+        sizes = [math.prod(weight.shape) for weight in policy.weight_layout()]
+        versions = itertools.count()
+        samples = alternate({"podium": lambda: publish_s(publication, next(versions))}, repetitions=repetitions)
+        return sizes, samples["podium"]
 
 
 def config_of(layers: int, vocabulary: int) -> dict[str, object]:
@@ -245,60 +251,3 @@ def publish_s(publication: StreamedPublication, version: int) -> float:
     if publication.is_stale(version):
         raise AssertionError(f"version {version} was published, and a generator has another")
     return seconds
-
-
-def publications_of(peers: Mapping[str, PeerClient]) -> dict[str, Callable[[], float]]:
-    """A subject for each way of a peer that runs, but for rdma, which would need a buffer a tensor."""
-    ways = {name: way for name, way in WAYS.items() if way.peer in peers and way.variant != "rdma"}
-    return {name: partial(peers[way.peer].call, "publish", variant=way.variant) for name, way in ways.items()}
-
-
-# -- subjects ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def pair(backend: str) -> Iterator[tuple[Holder, Holder]]:
-    """A producer and a consumer on `backend`."""
-    with podium.connect(backend, echo=False) as cluster:
-        producer, consumer = (cluster.start(Holder.bind(), pool) for pool in cluster.pool([2]).split([1, 1]))
-        yield producer, consumer
-
-
-@contextmanager
-def tensor_peers(
-    context: Context, names: Sequence[str], *, object_store_bytes: int | None = None
-) -> Iterator[dict[str, PeerClient]]:
-    """The installed peers; those on Ray have a cluster, and an object store of so many bytes."""
-    room = {"object_store_bytes": object_store_bytes} if object_store_bytes else {}
-    with peer_processes(context, names, SCRIPTS) as peers:
-        for name in CLUSTERED:
-            if name in peers:
-                peers[name].call("init", **room)
-        yield peers
-
-
-def start_workers(peers: Mapping[str, PeerClient], workers: int) -> None:
-    for peer in peers.values():
-        peer.call("start", workers=workers)
-
-
-def start_pairs(peers: dict[str, PeerClient]) -> None:
-    for name, peer in peers.items():
-        if name == "verl":
-            peer.call("start_pair")
-        else:
-            peer.call("start", workers=2)
-
-
-def hops_of(peers: Mapping[str, PeerClient], mib: int) -> dict[str, Callable[[], Hop]]:
-    """A subject for each way in which a peer that runs moves a tensor of this size."""
-    ways = {name: way for name, way in WAYS.items() if way.peer in peers and mib <= way.largest_mib}
-    return {
-        name: partial(peers[way.peer].call, "hop", nbytes=mib * MIB, variant=way.variant) for name, way in ways.items()
-    }
-
-
-def size_of(nbytes: int) -> str:
-    """As rows are named: "512MiB", "2GiB"."""
-    mib = nbytes // MIB
-    return f"{mib // 1024}GiB" if mib >= 1024 else f"{mib}MiB"

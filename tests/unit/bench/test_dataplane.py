@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import podium
+from bench import ways
 from bench.context import Context
 from bench.holder import Adder, make_columns
 from bench.peers.touching import first_element, timed_look, touch_pages
@@ -36,7 +37,7 @@ def test_a_hop_has_four_figures_and_leaves_nothing_behind() -> None:
     with dataplane.pair("local") as (producer, consumer):
         for readonly in (False, True):
             figures = dataplane.podium_hop(producer, consumer, 1 << 20, readonly=readonly)
-            assert set(figures) == set(dataplane.FIGURES)
+            assert set(figures) == set(ways.FIGURES)
             assert 0 < figures["inside"] < figures["hop"] + figures["touch"]
 
 
@@ -79,4 +80,13 @@ def test_a_publication_is_of_whole_models_and_timed_until_generators_have_it() -
 
 
 def test_sizes_read_as_people_write_them() -> None:
-    assert [dataplane.size_of(mib << 20) for mib in (1, 512, 2048)] == ["1MiB", "512MiB", "2GiB"]
+    assert [ways.size_of(mib << 20) for mib in (1, 512, 2048)] == ["1MiB", "512MiB", "2GiB"]
+
+
+def test_what_does_not_fit_into_the_memory_is_left_out_and_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    context = Context(quick=True, logs=tmp_path, say=said.append)
+    assert ways.room_for(context, "a little", 0)
+    assert not said
+    assert not ways.room_for(context, "a lot", 1 << 20)
+    assert "a lot is left out" in said[0] and "it needs 1048576" in said[0]
