@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,6 +46,10 @@ class Keeper(Worker):
     @endpoint(collect=reduce("max"))
     def most(self) -> Tensor:
         return torch.tensor(self.ctx.rank)
+
+    @endpoint(collect=first())
+    def head(self, values: list[Tensor]) -> float:
+        return float(values[0][0])
 
     @endpoint(returns="ref", receives="ref", collect=first())
     def echo(self, value: Tensor) -> Tensor:
@@ -147,6 +152,16 @@ def test_a_call_that_wrote_and_failed_is_not_blamed_on_the_next(backend: str, mo
         with pytest.raises(EndpointError, match="as asked"):
             keeper.cheat(keeper.make(1), fail=True)
         assert keeper.peek(keeper.make(1)) == 1.0
+
+
+def test_a_worker_without_descriptors_fails_the_call_and_goes_on(cluster: Cluster) -> None:
+    keeper = cluster.start(Keeper.bind(), name="keeper", distributed=False)
+    held = [keeper.make(1) for _ in range(40)]
+    reader = cluster.start(Keeper.bind(), name="reader", distributed=False)
+    reader.group.run(lambda worker: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)))
+    with pytest.raises(EndpointError, match=r"an argument of reader\.head .*40 files.*ulimit -n"):
+        reader.head(held)
+    assert reader.head(held[:2]) == 1.0
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-from podium.errors import DataError, RefLostError, SerializationError
+from podium.errors import DataError, RefLostError, SerializationError, StoreFullError
 
 if TYPE_CHECKING:
     import torch
@@ -126,13 +126,13 @@ def decode(
 
     Raises:
         SerializationError: it does not unpickle; names ``where``.
-        RefLostError, DataError: a reference in it cannot be read.
+        RefLostError, StoreFullError, DataError: a reference in it cannot be read.
     """
     if blocks:
         _here.blocks = blocks
     try:
         return pickle.loads(data, buffers=buffers)
-    except (RefLostError, DataError):
+    except (RefLostError, StoreFullError, DataError):
         raise
     except Exception as error:  # unpickling runs code of any class: whatever it raises is our user's to see
         raise SerializationError(f"{where} does not unpickle: {type(error).__name__}: {error}") from error

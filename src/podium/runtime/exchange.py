@@ -168,7 +168,12 @@ class Exchange:
         if reply.status == "ok":
             flight.call.record(place, reply)
         elif reply.status == "error":
-            self._on_error(flight, rank, self.backend.unpack(reply.payload))
+            try:
+                failure = self.backend.unpack(reply.payload)
+            except PodiumError as error:  # no descriptor left to read it with, say
+                flight.call.fail(error)
+            else:
+                self._on_error(flight, rank, failure)
         else:
             flight.call.fail(CallCancelled(f"{flight.call.label} was cancelled on rank {rank}"))
         if not flight.open:

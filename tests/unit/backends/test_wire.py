@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from podium.backends.local.wire import (
     split_message,
 )
 from podium.data import keep
+from podium.errors import StoreFullError
 from podium.runtime.codec import read_as
 
 Pair = tuple[socket.socket, socket.socket]
@@ -163,6 +165,60 @@ def test_an_outbox_keeps_order_and_its_own_descriptors(pair: Pair) -> None:
     assert outbox.flush()
     os.close(read_end)
     assert len(os.listdir("/proc/self/fd")) == before - 2
+
+
+def test_nothing_comes_between_the_parts_of_a_message_whoever_else_sends(pair: Pair) -> None:
+    outbox = Outbox(pair[0], lambda fd: None)
+    null = os.open(os.devnull, os.O_RDONLY)
+    counts = [(b"A", 2 * MOST_FDS + 1), (b"B", 0), (b"C", 1)]
+    senders = [
+        threading.Thread(
+            target=lambda kind=kind, count=count: [outbox.send(kind * 9, [null] * count) for _ in range(20)]
+        )
+        for kind, count in counts
+    ]
+    for sender in senders:
+        sender.start()
+    ended = threading.Event()
+
+    def flush() -> None:
+        while not ended.wait(0.001):
+            outbox.flush()
+
+    flusher = threading.Thread(target=flush)
+    flusher.start()
+    receiver = Receiver()
+    for _ in range(60):
+        message, fds = receiver.receive(pair[1], wait=True)
+        assert len(fds) == dict(counts)[bytes(message[:1])]
+        for fd in fds:
+            os.close(fd)
+    ended.set()
+    for thread in (*senders, flusher):
+        thread.join()
+    os.close(null)
+
+
+def test_a_message_that_loses_descriptors_loses_all_and_says_why(
+    segments: SegmentPool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(segments)
+    refs = [keep(torch.full((INLINE_LIMIT,), float(at)), store, "maker") for at in range(5)]
+    parcel = pack(refs, segments)
+    wire, fds = parcel.wire, [lease.segment.fd for lease in parcel.leases]
+    before = len(os.listdir("/proc/self/fd"))
+    send_message(pair[0], b"A" + wire, fds, wait=True)
+    with monkeypatch.context() as few:  # as where the process may open two more files
+        few.setattr(Receiver, "_ANCILLARY", socket.CMSG_SPACE(2 * 4))
+        message, received = Receiver().receive(pair[1], wait=True)
+    inbound, end = read_parcel(message, 1, received, Releases(pair[1]), SegmentPool())
+    assert end == len(message)
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(StoreFullError, match=r"an argument came without .* open .*ulimit -n"):
+        inbound.read("an argument")
+    answers = [Receiver().receive(pair[0], wait=True)[0] for _ in fds]
+    told = sorted(number for answer in answers for number in released(answer))
+    assert told == sorted(lease.segment.number for lease in parcel.leases)
 
 
 def test_a_closed_outbox_drops_what_waits(pair: Pair) -> None:

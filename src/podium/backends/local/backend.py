@@ -276,6 +276,9 @@ class _LocalHost(HostHandle):
         message, leases = request.wire
         for lease in leases:
             self._backend.segments.hold(lease.segment, self.token)
+        if self.ended.is_set():  # just now: it has been forgotten before it held these
+            self._backend.segments.forget(self.token)
+            return
         self._pending[request.call_id] = done
         fds = [lease.segment.fd for lease in leases] if leases else _NO_FDS
         (self.control_out if request.concurrent else self.calls_out).send(message, fds)
@@ -297,9 +300,10 @@ class _LocalHost(HostHandle):
         self.calls_out.close()
         self.control_out.close()
         self._pending.clear()
-        self._backend.forget(self)
+        self._receiver.close()
         self.started.set()
         self.ended.set()
+        self._backend.forget(self)
         self._on_death(self.rank, death)
 
     def on_readable(self) -> bool:

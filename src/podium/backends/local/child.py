@@ -101,6 +101,14 @@ class _HostProcess:
             del outcome
 
     def serve_control(self) -> None:
+        try:
+            self._serve_control()
+        except BaseException as error:  # noqa: BLE001 - without this thread no call ends: say why, then go
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _serve_control(self) -> NoReturn:
         receiver = Receiver()
         while True:
             message, fds = receiver.receive(self._control, wait=True)

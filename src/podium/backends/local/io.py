@@ -138,9 +138,12 @@ class IoLoop:
                 continue
             if events & select.EPOLLOUT:
                 flush = self._flushers.get(fd)
-                if flush is None or flush():
-                    with contextlib.suppress(OSError, ValueError):
-                        self._epoll.modify(fd, select.EPOLLIN)
+                with contextlib.suppress(
+                    OSError, ValueError
+                ):  # before the flush: a sender may call flush_later after it
+                    self._epoll.modify(fd, select.EPOLLIN)
+                if flush is not None and not flush():
+                    self.flush_later(fd)
             reader = self._readers.get(fd)
             if events & ~select.EPOLLOUT and reader is not None and not reader():
                 self.unwatch(fd)

@@ -26,20 +26,20 @@ class Outbox:
         self._closed = False
 
     def send(self, message: bytes, fds: Sequence[int]) -> None:
-        """Send now if the socket takes it, else later; dropped if the other end is gone. One thread at a time."""
-        if len(fds) > MOST_FDS:
-            for part, some in split_message(message, fds):
-                self.send(part, some)
-            return
-        if not self._late:
-            with contextlib.suppress(BlockingIOError):
-                self._send_now(message, fds)
-                return
+        """Send now if the socket takes it, else later; dropped if the other end is gone. From any thread: nothing comes
+        between the parts of one message."""
+        parts = [(message, fds)] if len(fds) <= MOST_FDS else split_message(message, fds)
         with self._lock:
             if self._closed:
                 return
-            self._late.append((message, [os.dup(fd) for fd in fds]))
-            self._flush_later(self._connection.fileno())
+            for part, some in parts:
+                if not self._late:
+                    with contextlib.suppress(BlockingIOError):
+                        self._send_now(part, some)
+                        continue
+                self._late.append((part, [os.dup(fd) for fd in some]))
+            if self._late:
+                self._flush_later(self._connection.fileno())
 
     def flush(self) -> bool:
         """Send what waits; True when nothing is left."""

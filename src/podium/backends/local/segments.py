@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from podium.errors import RefLostError
+from podium.errors import RefLostError, StoreFullError
 
 __all__ = ["Lease", "Segment", "SegmentPool", "map_segment"]
 
@@ -216,10 +216,16 @@ def map_segment(lease: Lease, nbytes: int, what: str = "a result") -> Bytes:
 
     Raises:
         RefLostError: the pool is closed; names ``what``.
+        StoreFullError: this process may not map more.
     """
     if lease.segment.fd < 0:
         raise RefLostError(f"{what} went with its cluster, which is closed: fetch it inside the 'with' block")
-    mapping = mmap.mmap(lease.segment.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    try:
+        mapping = mmap.mmap(lease.segment.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise StoreFullError(
+            f"{what} of {nbytes} bytes cannot be mapped here: {error}; hold fewer at a time"
+        ) from error
     memory = np.frombuffer(mapping, dtype=np.uint8)
     weakref.finalize(memory, _let_go, lease).atexit = False
     return memory

@@ -16,7 +16,9 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import os
 import pickle
+import resource
 import socket
 import struct
 import time
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from podium.backends.local.segments import Lease, SegmentPool, map_segment
-from podium.errors import SerializationError
+from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import Opener, decode, encode
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ PLAIN = (int, float, str, bool, bytes, type(None))
 _SEND = int(socket.MSG_NOSIGNAL)
 _SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
+_CUT = int(socket.MSG_CTRUNC)
 _RECEIVE_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 
 CALL = struct.Struct("<cQH")  # "C", call, bytes of header
@@ -203,6 +206,20 @@ class Inbound:
         return decode(data, parts, where, openers)
 
 
+class _Lost(Inbound):
+    """A parcel whose descriptors this process could not take."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, 0, b"")
+
+    def read(self, where: str = "a value") -> Any:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise StoreFullError(
+            f"{where} came without its shared memory: this process has all the {limit} files open that it may, and "
+            "a reference takes one, and its tensor another; raise the limit (ulimit -n) or hold fewer at a time"
+        )
+
+
 def read_answer(message: memoryview, fds: list[int], releases: Releases, segments: SegmentPool) -> Inbound:
     """The parcel of an answer. Most answers are None: those share one."""
     if len(message) == _NOTHING.size and bytes(message[ANSWER.size :]) == _NOTHING.wire:
@@ -218,6 +235,10 @@ def read_parcel(
     at += _PARCEL.size
     named = [_BLOCK.unpack_from(message, at + place * _BLOCK.size) for place in range(count)]
     at += count * _BLOCK.size
+    if len(fds) < count + bool(segment):
+        for number in [segment] * bool(segment) + [number for number, _ in named]:
+            releases.add(number)
+        return _Lost(), at if segment else at + total
     lease = segments.adopt(fds.pop(0), total, partial(releases.add, segment)) if segment else None
     blocks = [segments.adopt(fds.pop(0), size, partial(releases.add, number)) for number, size in named]
     if lease is not None:
@@ -297,22 +318,37 @@ class Receiver:
         self._buffer = memoryview(bytearray(RECEIVE_LIMIT))
         self._into = [self._buffer]
         self._early: list[int] = []
+        self._cut = False
 
     def receive(self, connection: socket.socket, *, wait: bool) -> tuple[memoryview, list[int]]:
-        """One message and its descriptors; an empty message is the end. Raises BlockingIOError unless ``wait``."""
-        count, ancillary, _, _ = connection.recvmsg_into(
+        """One message and its descriptors, all of them, or none if this process may not open so many; an empty message
+        is the end. Raises BlockingIOError unless ``wait``."""
+        count, ancillary, flags, _ = connection.recvmsg_into(
             self._into, self._ANCILLARY, _RECEIVE if wait else _RECEIVE_NOW
         )
-        if not ancillary and (not self._early or self._buffer[0] == RELEASE):  # a release may come between two parts
+        cut = flags & _CUT
+        if (
+            not ancillary and not cut and (not self._early or self._buffer[0] == RELEASE)
+        ):  # a release may come between two parts
             return self._buffer[:count], self._NO_FDS
         fds, self._early = self._early, []
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.extend(array.array("i", data[: len(data) - len(data) % 4]))
+        self._cut = self._cut or bool(cut)
         if count == 1 and self._buffer[0] == MORE:
             self._early = fds
             return self.receive(connection, wait=wait)
+        if self._cut:
+            self._cut, self._early, fds = False, fds, []
+            self.close()
         return self._buffer[:count], fds
+
+    def close(self) -> None:
+        """Let go of descriptors whose message does not come."""
+        early, self._early = self._early, []
+        for fd in early:
+            os.close(fd)
 
 
 def _aligned(size: int) -> int:
