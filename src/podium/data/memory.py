@@ -29,24 +29,26 @@ class _Blocks:
     """Idle blocks, and the return of blocks whose last user is gone."""
 
     def __init__(self) -> None:
-        self._idle: list[Bytes] = []
+        self._idle: dict[int, Bytes] = {}  # by id, the longest idle first
         self._lock = threading.RLock()  # a collection within the lock may return a block
 
     def take(self, nbytes: int) -> Bytes:
         """uint8 ``[nbytes]``, uninitialised."""
         with self._lock:
-            fits = [at for at, block in enumerate(self._idle) if nbytes <= block.nbytes <= 2 * nbytes]
-            best = min(fits, key=lambda at: self._idle[at].nbytes, default=None)
-            block = np.empty(nbytes, dtype=np.uint8) if best is None else self._idle.pop(best)
+            fits = [block for block in list(self._idle.values()) if nbytes <= block.nbytes <= 2 * nbytes]
+            best = min(fits, key=lambda block: block.nbytes, default=None)
+            block = None if best is None else self._idle.pop(id(best), None)  # a collection may have let it go
+            if block is None:
+                block = np.empty(nbytes, dtype=np.uint8)
         lent = block[:nbytes]
         weakref.finalize(lent, self._give_back, block)
         return lent
 
     def _give_back(self, block: Bytes) -> None:
         with self._lock:
-            self._idle.append(block)
-            while sum(idle.nbytes for idle in self._idle) > KEPT_IDLE:
-                self._idle.pop(0)
+            self._idle[id(block)] = block
+            while sum(idle.nbytes for idle in list(self._idle.values())) > KEPT_IDLE:
+                self._idle.pop(next(iter(self._idle)))
 
 
 _blocks = _Blocks()

@@ -75,26 +75,28 @@ class TensorRef:
         return cls((Part(block, offset, rows),), np.array([[0, 0, rows]], np.int64), dtype, shape)
 
     @classmethod
-    def concat(cls, refs: Sequence[TensorRef]) -> TensorRef:
-        """All rows in order; no byte is touched. Those without rows have no say in the dtype, as in ``torch.cat``.
+    def concat(cls, refs: Sequence[TensorRef | Tensor]) -> TensorRef:
+        """All rows in order; no byte of a reference is touched. Those without rows have no say in the dtype, as in
+        ``torch.cat``.
 
         Raises:
             DataError: none, or of different dtypes or row shapes.
         """
         if not refs:
             raise DataError("cannot join zero references: their dtype is unknown")
-        refs = [ref for ref in refs if not ref.shape or len(ref)] or refs[:1]
-        first = refs[0]
-        if any(ref.dtype != first.dtype or ref.shape[1:] != first.shape[1:] or not ref.shape for ref in refs):
-            raise DataError(f"references of different dtypes or row shapes cannot be joined: {list(refs)}")
+        given = [TensorRef.of(ref) if isinstance(ref, Tensor) else ref for ref in refs]
+        given = [ref for ref in given if not ref.shape or len(ref)] or given[:1]
+        first = given[0]
+        if any(ref.dtype != first.dtype or ref.shape[1:] != first.shape[1:] or not ref.shape for ref in given):
+            raise DataError(f"references of different dtypes or row shapes cannot be joined: {given}")
         places: dict[Part, int] = {}
         runs: list[Ints] = []
-        for ref in refs:
+        for ref in given:
             numbers = np.array([places.setdefault(part, len(places)) for part in ref._parts], np.int64)
             moved = ref._runs.copy()
             moved[:, 0] = numbers[moved[:, 0]] if len(numbers) else 0
             runs.append(moved)
-        rows = sum(len(ref) for ref in refs)
+        rows = sum(len(ref) for ref in given)
         return cls(tuple(places), _merged(np.concatenate(runs)), first.dtype, (rows, *first.shape[1:]))
 
     # -- what is known without the bytes ---------------------------------------------------------------------------
@@ -218,11 +220,12 @@ class TensorRef:
         )
 
     def _calculate(self, *others: object) -> NoReturn:
-        raise self._elsewhere("arithmetic")
+        raise self._elsewhere("arithmetic or writing")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _calculate
     __floordiv__ = __mod__ = __pow__ = __matmul__ = __rmatmul__ = __and__ = __or__ = __xor__ = _calculate
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __invert__ = _calculate
+    __setitem__ = __iadd__ = __isub__ = __imul__ = __itruediv__ = _calculate
     __bool__ = __float__ = __int__ = __index__ = _calculate
 
     @classmethod

@@ -17,4 +17,4 @@ def concat_values(parts: Sequence[Tensor | TensorRef]) -> Tensor | TensorRef:
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) == len(parts):
         return concat_tensors(tensors)
-    return TensorRef.concat([TensorRef.of(part) if isinstance(part, Tensor) else part for part in parts])
+    return TensorRef.concat(parts)

@@ -120,6 +120,7 @@ def test_misuse_is_named() -> None:
 CALCULATIONS: list[Callable[[Any], Any]] = [
     *(operator.neg, bool, float, int, torch.exp, lambda x: torch.cat([x, x]), lambda x: torch.ones(5) * x),
     *(lambda x: x + 1, lambda x: 1 - x, lambda x: x > 0, lambda x: torch.ones(5) == x, lambda x: x @ x),
+    *(lambda x: operator.setitem(x, 0, 1.0), lambda x: operator.iadd(x, 1)),
 ]
 
 
@@ -194,6 +195,7 @@ def test_joining_tensors_and_references() -> None:
     joined = concat_values([ref, tensor, ref])
     assert isinstance(joined, TensorRef)
     assert torch.equal(joined.get(), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]))
+    assert torch.equal(TensorRef.concat([tensor, ref]).get(), torch.tensor([3, 4, 0, 1, 2]))
     assert isinstance(concat_values([tensor, tensor]), Tensor)
 
 
