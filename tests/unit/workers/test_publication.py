@@ -16,6 +16,7 @@ import podium
 from podium.data import Batch, Jagged
 from podium.errors import ConfigError, DataError, EndpointError, GenerationError
 from podium.rollout.engines import EngineConfig
+from podium.rollout.engines.native import NativeEngine
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, colocate
 from podium.telemetry import Note, subscribe
@@ -161,6 +162,18 @@ def test_delta_sends_what_has_changed(make: Any, sent: list[str]) -> None:
             pair.publication.publish(version)
             assert set(sent) == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)}
             pair.check(version, atol=1e-5 if dtype is None else 0.1)
+
+
+def test_delta_needs_no_engine_whose_weights_can_be_read(
+    make: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NativeEngine, "rows", lambda *_: None)  # as vLLM, which joins and packs them
+    pair = make("delta")
+    pair.publication.publish(1)
+    sent.clear()
+    pair.publication.publish(2)
+    assert not sent
+    pair.check(2)
 
 
 def test_delta_sends_all_where_the_generator_does_not_hold_what_it_was_sent(make: Any, sent: list[str]) -> None:

@@ -57,8 +57,8 @@ class VllmEngine(Engine):
         self._shapes: dict[str, tuple[int, ...]] = {
             name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
         }
-        self._unfinished: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}  # rows of the unfinished that have not come
+        self._large: dict[str, Tensor] = {}
+        self._changed: set[str] = set()
         dtype = config.torch_dtype or next(model.parameters()).dtype
         limits = {} if config.cache_gib is None else {"kv_cache_memory_bytes": int(config.cache_gib * 2**30)}
         with _plain_cpu_linears(), tempfile.TemporaryDirectory(prefix="podium-vllm-") as directory:
@@ -81,24 +81,23 @@ class VllmEngine(Engine):
         check_shapes(shapes, self._shapes, [name for name, _ in self._model.named_parameters()])
 
     def load(self, name: str, start: int, values: Tensor) -> None:
-        """vLLM takes whole tensors, so that rows of a large one wait here for the rest."""
+        """vLLM takes whole tensors, so that those that come in parts are kept here, and handed over in the end."""
         shape = self._shapes[name]
         if tuple(values.shape) == shape:
             self._hand_over([(name, values)])
             return
-        whole = self._unfinished.setdefault(name, torch.empty(shape, dtype=values.dtype))
-        whole[start : start + len(values)] = values
-        self._missing[name] = self._missing.get(name, shape[0]) - len(values)
-        if not self._missing[name]:
-            del self._missing[name]
-            self._hand_over([(name, self._unfinished.pop(name))])
+        if name not in self._large:
+            self._large[name] = torch.empty(shape, dtype=values.dtype)
+        self._large[name][start : start + len(values)] = values
+        self._changed.add(name)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor | None:
         return None  # vLLM joins and packs matrices as it likes
 
     def loaded(self) -> None:
-        self._unfinished.clear()
-        self._missing.clear()
+        if self._changed:
+            self._hand_over([(name, self._large[name]) for name in sorted(self._changed)])
+            self._changed.clear()
         self._llm.reset_prefix_cache()  # keys and values of the old weights
 
     def _reread(self) -> None:

@@ -77,18 +77,19 @@ class WeightReceiver:
     def _take(self, piece: Piece, values: Tensor | None, expected: int | None) -> bool:
         if values is None:
             announced, kept = self._sums.get(piece, (None, None))
-            return expected is not None and announced == expected and kept in (None, self._own_sum(piece))
+            return expected is not None and announced == expected and self._own_sum(piece) in (None, kept)
         self._sums.pop(piece, None)
         if expected is not None and checksum(values) != expected:
             return False
         self._engine.load(piece.name, piece.start, values)
         if expected is not None:
             own = self._engine.rows(*piece)
-            same = own is None or own.dtype == values.dtype
-            self._sums[piece] = expected, expected if same else checksum(own)  # pyright: ignore[reportArgumentType]
+            kept = expected if own is None or own.dtype == values.dtype else checksum(own)
+            self._sums[piece] = expected, kept
         return True
 
     def _own_sum(self, piece: Piece) -> int | None:
+        """Of what the engine holds; None where it cannot be read."""
         own = self._engine.rows(*piece)
         return None if own is None else checksum(own)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, make_engine
+from podium.rollout.engines.vllm import VllmEngine
 from podium.rollout.sampling import SamplingParams
 
 from .conftest import MakeModel, trained_logprobs
@@ -20,6 +24,23 @@ INSTALLED = importlib.util.find_spec("vllm") is not None
 def test_where_it_is_missing_the_error_says_how_to_get_it(make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match=r"engine.name is 'vllm'.*pip install 'podium\[vllm\]'"):
         make_engine(EngineConfig(name="vllm"), make_model("qwen3"))
+
+
+def test_tensors_that_come_in_parts_are_handed_over_whole() -> None:
+    engine: Any = object.__new__(VllmEngine)  # without vLLM: only what it does with what it is sent
+    handed: dict[str, torch.Tensor] = {}
+    engine._shapes, engine._large, engine._changed = {"small": (2,), "tall": (5, 3)}, {}, set()
+    engine._hand_over = handed.update
+    engine._llm = SimpleNamespace(reset_prefix_cache=lambda: None)
+    small, tall = torch.randn(2), torch.randn(5, 3)
+    for name, start, values in (("tall", 3, tall[3:]), ("small", 0, small), ("tall", 0, tall[:3])):
+        engine.load(name, start, values)
+    engine.loaded()
+    assert torch.equal(handed["small"], small)
+    assert torch.equal(handed["tall"], tall)
+    engine.load("tall", 0, torch.zeros(3, 3))  # the rest has not changed
+    engine.loaded()
+    assert torch.equal(handed["tall"], torch.cat([torch.zeros(3, 3), tall[3:]]))
 
 
 @pytest.mark.slow
