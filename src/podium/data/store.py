@@ -7,6 +7,7 @@ another process is its backend's affair: beside a message, as a descriptor or a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
@@ -15,6 +16,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -27,6 +29,7 @@ __all__ = ["ALIGN", "Block", "BlockInfo", "Bytes", "MemoryStore", "PlainBlock", 
 Bytes = npt.NDArray[np.uint8]
 
 ALIGN = 64
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CHECKS = "PODIUM_CHECK_REFS"
 """Environment variable: where it is set, every block has a checksum, which each reader compares."""
 
@@ -97,11 +100,12 @@ class TensorStore(ABC):
     """Makes blocks in this process.
 
     Args:
-        limit: bytes that the blocks made here may take together; half of the machine's memory unless given.
+        limit: bytes that the blocks made here may take together; half of the memory of the machine or container unless
+            given.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit or _half_of_memory()
+        self.limit = _half_of_memory() if limit is None else limit
         self._checks = bool(os.environ.get(CHECKS))
 
     def put(self, buffers: Sequence[Bytes], label: str) -> Block:
@@ -207,7 +211,19 @@ def _plain(memory: Any, info: BlockInfo) -> PlainBlock:
 
 
 def _half_of_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_allowed(CGROUPS, OWN_CGROUP)]) // 2
+
+
+def _allowed(root: Path, own: Path) -> list[int]:
+    """Bytes that each of the control groups around this process may have, where they are limited: a container's, a
+    batch job's."""
+    limits: list[int] = []
+    with contextlib.suppress(OSError):
+        place = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").lstrip("/")
+        for group in (root / place, *(root / place).parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                limits.append(int((group / "memory.max").read_text()))
+    return limits
 
 
 def _mib(nbytes: int) -> str:

@@ -14,7 +14,7 @@ import torch
 from podium.backends.local.segments import SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.data import MemoryStore, PlainBlock, TensorStore, keep, lay_out
-from podium.data.store import CHECKS
+from podium.data.store import CHECKS, _allowed
 from podium.errors import DataError, StoreFullError
 
 MIB = 1 << 20
@@ -60,6 +60,21 @@ def test_a_full_store_names_who_holds_most(make: Callable[..., TensorStore]) -> 
     gc.collect()
     assert torch.equal(keep(torch.ones(MIB), store, "next").get(), torch.ones(MIB))
     assert torch.equal(small.get(), torch.ones(MIB // 4))
+
+
+def test_a_limit_of_nothing_is_one() -> None:
+    with pytest.raises(StoreFullError, match="at most 0 MiB"):
+        keep(torch.ones(MIB), shared(0), "maker")
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
+    own, job = tmp_path / "own", tmp_path / "cgroup" / "jobs" / "7"
+    own.write_text("0::/jobs/7\n")
+    job.mkdir(parents=True)
+    (job / "memory.max").write_text("max\n")
+    (job.parent / "memory.max").write_text("4096\n")
+    assert _allowed(tmp_path / "cgroup", own) == [4096]
+    assert _allowed(tmp_path / "none", tmp_path / "none") == []
 
 
 def test_what_is_above_the_limit_spills_to_disk(tmp_path: Path) -> None:
