@@ -28,7 +28,13 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 def loss_weights(
-    mask_N: Tensor, offsets_B1: Tensor, mode: Aggregation = "token-mean", *, constant: float | None = None
+    mask_N: Tensor,
+    offsets_B1: Tensor,
+    mode: Aggregation = "token-mean",
+    *,
+    constant: float | None = None,
+    tokens: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Weight of each token, float32 ``[N]``, 0 outside the mask.
 
@@ -46,6 +52,8 @@ def loss_weights(
         offsets_B1: int64 ``[B + 1]``.
         mode: see the module.
         constant: tokens; what ``sequence-sum-constant`` divides by, ``sampling.max_new_tokens`` for example.
+        tokens, rows: where these are only some of the batch's rows, how many tokens its masks hold, and how many of its
+            rows have one; scalars.
 
     Raises:
         ConfigError: an unknown mode, or ``sequence-sum-constant`` without a positive constant.
@@ -54,10 +62,10 @@ def loss_weights(
         raise ConfigError(f"algorithm.aggregation = {mode!r}: expected one of {', '.join(AGGREGATIONS)}")
     counted_N = mask_N.float()
     if mode == "token-mean":
-        return counted_N / counted_N.sum().clamp(min=1)
+        return counted_N / (counted_N.sum() if tokens is None else tokens).clamp(min=1)
     row_N = rows_of_tokens(offsets_B1)
     tokens_B = row_sums(counted_N, row_N, len(offsets_B1) - 1)
-    rows = (tokens_B > 0).sum().clamp(min=1)
+    rows = ((tokens_B > 0).sum() if rows is None else rows).clamp(min=1)
     if mode == "sequence-mean":
         return counted_N / (tokens_B.clamp(min=1) * rows)[row_N]
     if constant is None or not constant > 0:

@@ -57,7 +57,8 @@ class Judged:
 
     def texts(self, rows: range) -> list[str]:
         """What the policy wrote in these rows."""
-        return completion_texts(self.batch.slice(rows.start, rows.stop), self.tokenizer)
+        columns = (fields.TEXT,) if fields.TEXT in self.batch else (fields.TOKENS, fields.LOSS_MASK)
+        return completion_texts(self.batch.select(*columns).slice(rows.start, rows.stop), self.tokenizer)
 
     @property
     def rewards_B(self) -> Tensor:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-import torch
-
 from podium.algorithms import make_kl_controller
 from podium.data import Batch, fields
 from podium.errors import RewardError
@@ -156,19 +154,14 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         return updates + [call.result() for call in pending]
 
     def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
-        """The step's rows in the order in which they train, each with weights over the whole of its minibatch."""
+        """The step's rows in the order in which they train; each minibatch is weighed over the whole of it."""
         algorithm = self.config.algorithm
         size = len(batch) // algorithm.minibatches
-        whole = size == len(batch)  # then their order makes no difference
-        orders = [
-            torch.arange(size) if whole else row_order(self.config.run.seed, step, epoch, len(batch))
-            for epoch in range(algorithm.epochs)
-        ]
-        parts = [rows for order in orders for rows in order.split(size)]
-        weights = self.estimator.loss_weights(batch.jagged(fields.LOSS_MASK), parts, self.sampling.max_new_tokens)
-        for rows, weights_N in zip(parts, weights, strict=True):
-            part = batch if whole else batch.take(rows)
-            yield part.with_columns({fields.LOSS_WEIGHTS: weights_N})
+        batch = batch.with_meta(max_new_tokens=self.sampling.max_new_tokens)
+        for epoch in range(algorithm.epochs):
+            order = row_order(self.config.run.seed, step, epoch, len(batch))
+            for start in range(0, len(batch), size):
+                yield batch if size == len(batch) else batch.take(order[start : start + size])
 
     def describe(self, batch: Batch, judged: Judged) -> dict[str, float]:
         """What can be said of a step's completions before they train."""

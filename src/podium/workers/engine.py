@@ -25,6 +25,7 @@ from podium.workers.micro_batches import MicroBatch, cut
 from podium.workers.optim import OptimConfig, build_optimizer, learning_rate
 from podium.workers.parallel import FullyShard, ParallelConfig, make_parallel
 from podium.workers.scoring import run_model
+from podium.workers.texts import sampled_counts
 
 __all__ = ["MicroLoss", "StepResult", "TrainEngine"]
 
@@ -170,14 +171,12 @@ class TrainEngine:
             ConfigError: see :func:`podium.algorithms.loss_weights`.
         """
         mask = batch.jagged(fields.LOSS_MASK)
-        weights = loss_weights(mask.values.bool(), mask.offsets, mode, constant=constant)
-        counted = torch.zeros(len(mask.values) + 1, dtype=torch.int64)
-        torch.cumsum(mask.values, 0, out=counted[1:])
-        rows = (counted[mask.offsets[1:]] > counted[mask.offsets[:-1]]).sum()
-        own = torch.stack([counted[-1], rows]).to(self.device)
-        total = self.parallel.gather(own).sum(0)
-        share = (own / total.clamp(min=1))[0 if mode == "token-mean" else 1]
-        return mask.like(weights * share.to(weights))
+        counts = sampled_counts(mask)
+        own = torch.stack([counts.sum(), (counts > 0).sum()]).to(self.device)
+        tokens, rows = self.parallel.gather(own).sum(0).to(mask.offsets.device)
+        return mask.like(
+            loss_weights(mask.values.bool(), mask.offsets, mode, constant=constant, tokens=tokens, rows=rows)
+        )
 
     def _apply(self, norm: float, rate: float) -> None:
         assert self.optim is not None and self.optimizer is not None

@@ -1,24 +1,19 @@
 """The estimator: what a step needs of all its completions at once, token by token.
 
-Legend: B rows (completions), N tokens over all rows, M minibatches.
+Legend: N tokens over all rows (completions) of a step.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-from torch import Tensor
 
 from podium.algorithms import (
     AdvantageInputs,
     AlgorithmConfig,
     compute_advantages,
     kl_estimate,
-    loss_weights,
     mismatch,
     penalise,
 )
-from podium.data import Batch, Jagged, fields
+from podium.data import Batch, fields
 from podium.runtime import Worker, endpoint, first, only
 from podium.telemetry import metrics
 from podium.workers.texts import sampled_counts
@@ -27,7 +22,7 @@ __all__ = ["Estimator"]
 
 
 class Estimator(Worker):
-    """Advantages, loss weights and figures of the whole batch of a step. Holds no model.
+    """Advantages and figures of the whole batch of a step. Holds no model.
 
     Only the first rank is called, with all rows: groups, whitening and an advantage of the user's own look at the whole
     batch, at the price of a few operations a token. To spread them over ranks would take a collective in each, and
@@ -73,24 +68,6 @@ class Estimator(Worker):
         if outputs.returns_N is not None:
             columns[fields.RETURNS] = mask.like(outputs.returns_N.float())
         return Batch(columns)
-
-    @endpoint(dispatch=only(0), collect=first(), returns="ref", readonly=True)
-    def loss_weights(self, mask: Jagged, minibatches: Sequence[Tensor], longest: int) -> list[Jagged]:
-        """``loss_weights`` of each of M minibatches, over the whole of it.
-
-        Args:
-            mask: ``loss_mask`` of all B rows.
-            minibatches: int64 ``[b]`` each, rows in the order in which they train.
-            longest: tokens of the longest completion that could be sampled.
-
-        Returns:
-            M token columns of b rows each.
-        """
-        parts = [mask.take(rows) for rows in minibatches]
-        return [
-            part.like(loss_weights(part.values, part.offsets, self.config.aggregation, constant=longest))
-            for part in parts
-        ]
 
     @endpoint(dispatch=only(0), collect=first(), concurrent=True, readonly=True)
     def describe(self, batch: Batch) -> dict[str, float]:

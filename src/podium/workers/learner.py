@@ -67,7 +67,11 @@ class Learner(Worker):
         load_checkpoint(self.engine, path, rank=self.ctx.rank)
 
     def weighted(self, batch: Batch, aggregation: Aggregation) -> Batch:
-        """``batch`` with ``loss_weights``, computed over all ranks' rows where it has none."""
+        """``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
+
+        ``batch.meta["max_new_tokens"]`` is the constant of the aggregation ``sequence-sum-constant``.
+        """
         if fields.LOSS_WEIGHTS in batch:
             return batch
-        return batch.with_columns({fields.LOSS_WEIGHTS: self.engine.loss_weights(batch, aggregation)})
+        constant = batch.meta.get("max_new_tokens")
+        return batch.with_columns({fields.LOSS_WEIGHTS: self.engine.loss_weights(batch, aggregation, constant)})

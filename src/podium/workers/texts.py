@@ -5,6 +5,8 @@ Text travels as the bytes of a token column's like, a Jagged of UTF-8: it can st
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -48,4 +50,5 @@ def completion_texts(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[s
     if fields.TEXT not in batch:
         return decode_sampled(batch.select(fields.TOKENS, fields.LOSS_MASK).fetch(), tokenizer)
     text = batch.jagged(fields.TEXT).fetch()
-    return [row.numpy().tobytes().decode(*_CODING) for row in text.unbind()]
+    joined, ends = text.values.numpy().tobytes(), text.offsets.tolist()
+    return [joined[start:end].decode(*_CODING) for start, end in itertools.pairwise(ends)]

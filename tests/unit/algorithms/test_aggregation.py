@@ -60,6 +60,18 @@ def test_loss_and_gradient_do_not_depend_on_ranks_or_micro_batches(mode: Aggrega
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_a_part_of_the_batch_has_its_part_of_the_weights(mode: Aggregation) -> None:
+    mask_N, offsets_B1 = torch.tensor([0, 1, 0, 1, 1, 1, 0, 1, 1]).bool(), torch.tensor([0, 2, 6, 7, 9])
+    whole_N = loss_weights(mask_N, offsets_B1, mode, constant=7)
+    tokens, rows = torch.tensor(6), torch.tensor(3)
+    for first, last in ((0, 2), (2, 4), (2, 3)):
+        start, stop = int(offsets_B1[first]), int(offsets_B1[last])
+        offsets = offsets_B1[first : last + 1] - start
+        part_N = loss_weights(mask_N[start:stop], offsets, mode, constant=7, tokens=tokens, rows=rows)
+        assert torch.equal(part_N, whole_N[start:stop])
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_rows_without_loss_change_nothing(mode: Aggregation) -> None:
     """A padded row, or one whose completion was masked out, is not a row."""
     masks = [np.array([False, True, True]), np.array([True])]

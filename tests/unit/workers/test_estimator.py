@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import podium
-from podium.algorithms import AlgorithmConfig, loss_weights
+from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged, TensorRef, fields
 from podium.errors import EndpointError
 from podium.telemetry import metrics
@@ -64,20 +64,6 @@ def test_what_an_advantage_returns_is_checked_and_the_function_named() -> None:
 
 def of_a_wrong_shape(inputs: object, config: object) -> int:
     return 3
-
-
-def test_weights_of_each_minibatch_are_taken_over_the_whole_of_it() -> None:
-    mask = rollouts().jagged(fields.LOSS_MASK)
-    parts = [torch.tensor([3, 0]), torch.tensor([1, 2])]
-    config = AlgorithmConfig(aggregation="sequence-sum-constant")
-    with podium.connect("inline") as cluster:
-        estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
-        found = estimator.loss_weights(mask, parts, 8)
-    assert [weights.lengths.tolist() for weights in found] == [[5, 2], [3, 4]]
-    for rows, weights in zip(parts, found, strict=True):
-        part = mask.take(rows)
-        expected = loss_weights(part.values, part.offsets, "sequence-sum-constant", constant=8)
-        assert torch.equal(weights.fetch().values, expected)
 
 
 def test_lengths_and_the_mismatch_of_sampled_tokens_only() -> None:
