@@ -27,7 +27,8 @@ from podium.workers import completion_texts, sampled_tokens
 
 __all__ = ["CompletionsLog", "Judged"]
 
-_CHUNK_TOKENS: Final = 1 << 17  # prompts included; some megabytes as Python objects
+_GRADED_TOKENS: Final = 1 << 19  # of whose rows the texts are here together: enough to keep all graders busy
+_WRITTEN_TOKENS: Final = 1 << 16  # that are here together to be written; prompts count, too
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Judged:
     tokenizer: PreTrainedTokenizerBase
     grades: Sequence[Grade] | None = None
 
-    def chunks(self) -> Iterator[range]:
-        """All rows in order, in ranges of at most ``_CHUNK_TOKENS`` tokens, or of one row that is longer."""
+    def chunks(self, most: int = _GRADED_TOKENS) -> Iterator[range]:
+        """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""
         ends: list[int] = self.batch.jagged(fields.TOKENS).offsets.tolist()
         start = 0
         for row in range(1, len(self.batch)):
-            if ends[row + 1] - ends[start] > _CHUNK_TOKENS:
+            if ends[row + 1] - ends[start] > most:
                 yield range(start, row)
                 start = row
         if len(self.batch):
@@ -109,7 +110,7 @@ class CompletionsLog:
 
     def _write(self, step: int, judged: Judged, advantages: Jagged | None) -> None:
         parts = {name for grade in judged.grades or () for name in grade.parts}
-        self._writer.write(step, (_records(judged, advantages, rows) for rows in judged.chunks()), parts)
+        self._writer.write(step, (_records(judged, advantages, rows) for rows in judged.chunks(_WRITTEN_TOKENS)), parts)
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +147,7 @@ def _records(judged: Judged, advantages: Jagged | None, rows: range) -> list[Com
             reward=math.nan if grade is None else grade.score,
             finish_reason=reasons[at],
             version=versions[at],
-            tokens=ids.tolist(),
+            tokens=ids.numpy(),
             parts=_parts(grade),
             advantage=means[at],
             correct=None if grade is None else grade.correct,

@@ -32,6 +32,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from podium.errors import CheckpointError, ConfigError
 from podium.telemetry import CheckpointSaved, emit
 
@@ -121,7 +124,7 @@ class CompletionRecord:
     reward: float
     finish_reason: str
     version: int
-    tokens: Sequence[int] = ()
+    tokens: Sequence[int] | npt.NDArray[np.int64] = ()
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     advantage: float | None = None
     correct: bool | None = None
@@ -172,7 +175,7 @@ def _table(step: int, records: Sequence[CompletionRecord], parts: Sequence[str])
         "advantage": pa.array([record.advantage for record in records], pa.float64()),
         "finish_reason": pa.array([record.finish_reason for record in records], pa.string()),
         "version": pa.array([record.version for record in records], pa.int64()),
-        "tokens": pa.array([list(record.tokens) for record in records], pa.list_(pa.int32())),
+        "tokens": pa.array([np.asarray(record.tokens, np.int32) for record in records], pa.list_(pa.int32())),
     }
     for name in parts:
         columns[f"reward_{name}"] = pa.array([record.parts.get(name) for record in records], pa.float64())

@@ -123,12 +123,12 @@ class Keeper(Worker):
 def test_completions_come_in_chunks_wherever_their_tokens_are(
     tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completions, "_CHUNK_TOKENS", most)
+    monkeypatch.setattr(completions, "_WRITTEN_TOKENS", most)
     batch = elsewhere(rollouts()).fetch(fields.GROUP)
     advantages = batch.jagged(fields.LOSS_MASK)
     graded = judged([Grade(float(row), {"form": 1.0} if row == 3 else {}) for row in range(4)], batch)
-    assert [len(rows) for rows in graded.chunks()] == {1: [1, 1, 1, 1], 5: [2, 1, 1], 100: [4]}[most]
-    assert [text for rows in graded.chunks() for text in graded.texts(rows)] == ["c", "de", "a", "fff"]
+    assert [len(rows) for rows in graded.chunks(most)] == {1: [1, 1, 1, 1], 5: [2, 1, 1], 100: [4]}[most]
+    assert [text for rows in graded.chunks(most) for text in graded.texts(rows)] == ["c", "de", "a", "fff"]
     with CompletionsLog(CompletionsWriter(tmp_path)) as log:
         log.write(1, graded, advantages)
     table = pq.read_table(tmp_path / "step-000001.parquet").to_pydict()
