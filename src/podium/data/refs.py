@@ -181,7 +181,7 @@ class TensorRef:
         Raises:
             RefLostError: the process that owned the bytes has ended.
         """
-        return self.assemble(Block.read, readonly=readonly)
+        return self.assemble(lambda block, readonly: block.read(readonly=readonly), readonly=readonly)
 
     def __await__(self) -> Generator[Any, None, Tensor]:
         return asyncio.to_thread(self.get).__await__()
@@ -192,12 +192,14 @@ class TensorRef:
             part.block.prefetch()
         return self
 
-    def assemble(self, open_block: Callable[[Block], Bytes], *, readonly: bool = False) -> Tensor:
-        """The tensor, of blocks that ``open_block`` opens: a view where it lies in one run."""
+    def assemble(self, open_block: Callable[[Block, bool], Bytes], *, readonly: bool = False) -> Tensor:
+        """The tensor, of blocks that ``open_block`` opens, with whether they are only read: a view where it lies in one
+        run."""
         if not len(self._runs):
             return torch.empty(self.shape, dtype=self.dtype)
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
-        whole = [open_block(block)[offset : offset + rows * width] for block, offset, rows in self._parts]
+        only_read = readonly or len(self._runs) > 1
+        whole = [open_block(block, only_read)[offset : offset + rows * width] for block, offset, rows in self._parts]
         if len(self._runs) > 1:
             row_shape = (-1, *self.shape[1:])
             tensors = [_tensor(memory).view(self.dtype).view(row_shape) for memory in whole]
@@ -242,7 +244,10 @@ class TensorRef:
         return self  # it never changes, and neither do the bytes it stands for
 
     def __reduce__(self) -> Any:
-        raise TypeError("a reference travels as an argument or a result of a call; .get() gives a tensor")
+        raise TypeError(
+            "a reference travels as an argument or a result of a call; to save it, .get() gives a tensor and "
+            "batch.fetch() a batch of them"
+        )
 
 
 def row_numbers(index: RowIndex) -> Tensor:

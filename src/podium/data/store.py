@@ -63,16 +63,21 @@ class Block(ABC):
             RefLostError: the bytes are gone with the process that owned them.
         """
 
+    def lend(self) -> Bytes:
+        """As :meth:`open`, for a reader that does not write."""
+        return self.open()
+
     def prefetch(self) -> None:  # noqa: B027 - nothing to fetch by default
         """Begin to bring the bytes here; never waits."""
 
-    def read(self) -> Bytes:
-        """:meth:`open`, checked.
+    def read(self, *, readonly: bool = False) -> Bytes:
+        """:meth:`open` or, if ``readonly``, :meth:`lend`, checked.
 
         Raises:
             DataError: somebody has written to the bytes since they were put.
         """
-        memory = self.open()
+        checked = self.info.checksum is not None  # then a reader's own pages: whether it wrote to them shall be seen
+        memory = self.lend() if readonly and not checked else self.open()
         if not self.is_intact(memory):
             raise DataError(
                 f"the tensors made by {self.info.label} have changed since: what is shared by reference was written "
@@ -85,7 +90,10 @@ class Block(ABC):
         return self.info.checksum is None or zlib.crc32(memory.data) == self.info.checksum
 
     def __reduce__(self) -> Any:
-        raise TypeError("a reference travels as an argument or a result of a call; .get() gives a tensor")
+        raise TypeError(
+            "a reference travels as an argument or a result of a call; to save it, .get() gives a tensor and "
+            "batch.fetch() a batch of them"
+        )
 
 
 class Usage(NamedTuple):
