@@ -45,7 +45,7 @@ class _Here(threading.local):
         self.mode: Reading = "ref"
         self.blocks: Sequence[Opener] = ()
         self.made: dict[int, Block] = {}
-        self.opened: dict[int, tuple[Block, Any]] = {}
+        self.opened: dict[tuple[int, bool], tuple[Block, Any]] = {}
         self.taken: tuple[list[int], list[int]] = [], []  # where the tensors that are views of blocks begin and end
         self.lent: list[tuple[Block, Any]] = []
 
@@ -209,13 +209,14 @@ def _block(at: int | Block, info: BlockInfo) -> Block:
     return _here.made[at]
 
 
-def _opened(block: Block) -> Any:
+def _opened(block: Block, readonly: bool) -> Any:
     """A block's bytes, opened once for all that one message refers to in it."""
-    if id(block) not in _here.opened:
-        _here.opened[id(block)] = block, block.read()
+    key = id(block), readonly
+    if key not in _here.opened:
+        _here.opened[key] = block, block.read(readonly=readonly)
         if _here.mode == "readonly" and block.info.checksum is not None:
-            _here.lent.append(_here.opened[id(block)])
-    return _here.opened[id(block)][1]
+            _here.lent.append(_here.opened[key])
+    return _here.opened[key][1]
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Rebuild | None:

@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from podium.backends.local.segments import KEPT_IDLE, SegmentPool, map_segment
+from podium.backends.local.segments import KEPT_IDLE, SegmentPool
+from podium.backends.local.views import KEPT_VIEWS, map_segment
 from podium.errors import RefLostError
 
 MIB = 1 << 20
@@ -191,3 +192,28 @@ def test_nothing_is_read_from_a_closed_pool() -> None:
     pool.close()
     with pytest.raises(RefLostError, match="what was kept went with its cluster"):
         map_segment(lease, MIB, "what was kept")
+
+
+def test_readers_that_do_not_write_share_a_mapping_that_is_kept() -> None:
+    writer, reader = SegmentPool(), SegmentPool()
+    lease = writer.take(MIB)
+    lease.segment.memory[:] = 1
+    places: list[int] = []
+    for value in (1, 2):
+        lease.segment.memory[:] = value
+        memory = reader.views.lend(reader.adopt(os.dup(lease.segment.fd), MIB, lambda: None), 1000, "it")
+        assert not memory.flags.writeable
+        assert memory.tolist() == [value] * 1000
+        places.append(memory.ctypes.data)
+        del memory
+        assert reader.usage() == (0, 0), "a mapping that is kept holds nothing"
+    assert places[0] == places[1]
+    large = writer.take(KEPT_VIEWS + MIB)
+    large.segment.memory[-1] = 7
+    view = reader.views.lend(reader.adopt(os.dup(large.segment.fd), KEPT_VIEWS + MIB, lambda: None), KEPT_VIEWS, "it")
+    again = reader.views.lend(reader.adopt(os.dup(lease.segment.fd), MIB, lambda: None), 10, "it")
+    assert int(view[-1]) == 0, "too large to be kept, and alive as long as it is read"
+    assert again.ctypes.data == places[0], "and it drives out no other"
+    del view, again, lease, large
+    reader.close()
+    writer.close()

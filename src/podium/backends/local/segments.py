@@ -2,7 +2,7 @@
 
 A *segment* is a memfd of its writer. It is passed as a descriptor, so there is no name that could leak, and the kernel
 frees it when the last process lets go, however that process ended. Readers map it privately: what they write stays
-theirs. A reader says when it is done (:func:`map_segment`'s ``release``); only then is the segment written again.
+theirs (see views.py). A reader says when it is done; only then is the segment written again.
 Memory touched before is three times faster to write than fresh memory, which is why segments are kept.
 
 A process may pass on a segment that it was sent: it *adopts* it, and tells the sender that it is done when nobody here
@@ -18,7 +18,6 @@ import mmap
 import os
 import tempfile
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from podium.errors import RefLostError, StoreFullError
+from podium.backends.local.views import Views
 
-__all__ = ["Lease", "Segment", "SegmentPool", "map_segment"]
+__all__ = ["Lease", "Segment", "SegmentPool"]
 
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 KEPT_IDLE = max(1 << 30, MEMORY // 12)  # bytes of idle segments that a process keeps; the longest idle go first
@@ -82,6 +81,7 @@ class SegmentPool:
         self._named: dict[tuple[int, int], Segment] = {}  # those in use, by the inode of their memory
         self._next = 1
         self._process = os.getpid()
+        self.views = Views()
 
     def take(self, nbytes: int, label: str = "") -> Lease:
         """A segment of at least ``nbytes``; held until the lease is dropped and its readers have let go."""
@@ -163,6 +163,7 @@ class SegmentPool:
             self._idle.clear()
             self._used.clear()
             self._named.clear()
+        self.views.clear()
 
     def _add(self, nbytes: int, fd: int, ended: Callable[[], None] | None = None) -> Segment:
         segment = Segment(self._next, nbytes, fd, ended)
@@ -209,30 +210,6 @@ class Lease:
 
     def __del__(self) -> None:
         self.pool.release(self.segment.number, self._key)
-
-
-def map_segment(lease: Lease, nbytes: int, what: str = "a result") -> Bytes:
-    """uint8 ``[nbytes]``: the segment's bytes, copy-on-write. The lease is held as long as anything uses them.
-
-    Raises:
-        RefLostError: the pool is closed; names ``what``.
-        StoreFullError: this process may not map more.
-    """
-    if lease.segment.fd < 0:
-        raise RefLostError(f"{what} went with its cluster, which is closed: fetch it inside the 'with' block")
-    try:
-        mapping = mmap.mmap(lease.segment.fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise StoreFullError(
-            f"{what} of {nbytes} bytes cannot be mapped here: {error}; hold fewer at a time"
-        ) from error
-    memory = np.frombuffer(mapping, dtype=np.uint8)
-    weakref.finalize(memory, _let_go, lease).atexit = False
-    return memory
-
-
-def _let_go(lease: Lease) -> None:
-    """Drops the last thing that kept a lease: the finalizer's own argument."""
 
 
 def _nothing() -> None:

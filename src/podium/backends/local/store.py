@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from podium.backends.local.segments import Lease, SegmentPool, map_segment
+from podium.backends.local.segments import Lease, SegmentPool
+from podium.backends.local.views import map_segment
 from podium.backends.local.wire import INLINE_LIMIT
 from podium.data import Block, BlockInfo, PlainBlock, TensorStore, Usage
 from podium.data.store import Bytes
@@ -22,19 +23,26 @@ __all__ = ["LocalBlock", "LocalStore", "brought"]
 class LocalBlock(Block):
     """A segment that holds tensors. Readers map it copy-on-write: opening takes microseconds, whatever its size."""
 
+    @property
+    def _what(self) -> str:
+        return f"what {self.info.label} made"
+
     def __init__(self, lease: Lease, info: BlockInfo) -> None:
         super().__init__(info)
         self.lease = lease
 
     def open(self) -> Bytes:
-        return map_segment(self.lease, self.info.nbytes, f"what {self.info.label} made")
+        return map_segment(self.lease, self.info.nbytes, self._what)
+
+    def lend(self) -> Bytes:
+        return self.lease.pool.views.lend(self.lease, self.info.nbytes, self._what)
 
 
 def brought(block: Block, segments: SegmentPool) -> LocalBlock:
     """``block`` itself if it is in ``segments``; a copy there of what another cluster's workers keep."""
     if isinstance(block, LocalBlock) and block.lease.pool is segments:
         return block
-    memory = block.read()
+    memory = block.read(readonly=True)
     try:
         lease = segments.take(memory.nbytes, block.info.label)
         np.copyto(lease.segment.memory[: memory.nbytes], memory)

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from podium.backends.local.segments import Lease, SegmentPool, map_segment
+from podium.backends.local.segments import Lease, SegmentPool
+from podium.backends.local.views import map_segment
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import Opener, decode, encode
 
