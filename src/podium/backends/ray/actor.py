@@ -65,6 +65,7 @@ class HostActor:
     def __init__(self) -> None:
         self._host = Host(make_store=self._make_store)
         self._store_bytes: int | None = None
+        self._task_name = ray.get_runtime_context().get_task_name
 
     def settle_in(self, setting: Setting) -> Settled:
         """Take over the controller's surroundings, then import what workers need."""
@@ -85,7 +86,7 @@ class HostActor:
 
     def bare(self) -> bytes | list[Any]:
         """A call without arguments: what to run is in the task's name."""
-        call_id, target, method, wants = read_bare_name(ray.get_runtime_context().get_task_name() or "")
+        call_id, target, method, wants = read_bare_name(self._task_name() or "")
         return outcome_to_wire(self._host.execute(call_id, target, method, {}), wants)
 
     def call_stored(self, message: bytes, *beside: Any) -> bytes | list[Any]:
