@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from protocol import Peer
-from ray.util.placement_group import remove_placement_group
 from ray_cluster import RayPeer, median_s, ray, rows_of
 from verl import DataProto
 from verl.single_controller.base import Worker
@@ -56,7 +55,7 @@ class VerlPeer(RayPeer):
     def stop(self) -> None:
         self._end_group()
         for placement_group in self._pool.pgs:
-            remove_placement_group(placement_group)
+            ray.util.remove_placement_group(placement_group)
 
     def _end_group(self) -> None:
         for worker in self._group.workers:

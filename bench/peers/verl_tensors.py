@@ -13,7 +13,6 @@ import time
 from typing import Any
 
 from protocol import Peer
-from ray.util.placement_group import remove_placement_group
 from ray_cluster import RayPeer, ray, torch
 from touching import look, timed_look
 from verl import DataProto
@@ -92,7 +91,7 @@ class TensorsPeer(RayPeer):
                 ray.kill(worker)
         for pool in self._pools:
             for placement_group in pool.pgs:
-                remove_placement_group(placement_group)
+                ray.util.remove_placement_group(placement_group)
         self._groups, self._pools = [], []
 
     def _serialize_by(self, variant: str) -> None:
