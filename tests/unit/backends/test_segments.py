@@ -9,7 +9,7 @@ import os
 import pytest
 
 from podium.backends.local.segments import KEPT_IDLE, SegmentPool
-from podium.backends.local.views import KEPT_VIEWS, map_segment
+from podium.backends.local.views import KEPT_COUNT, KEPT_VIEWS, map_segment
 from podium.errors import RefLostError
 
 MIB = 1 << 20
@@ -216,4 +216,15 @@ def test_readers_that_do_not_write_share_a_mapping_that_is_kept() -> None:
     assert again.ctypes.data == places[0], "and it drives out no other"
     del view, again, lease, large
     reader.close()
+    writer.close()
+
+
+def test_views_that_are_kept_take_few_descriptors() -> None:
+    writer, before = SegmentPool(), len(os.listdir("/proc/self/fd"))
+    leases = [writer.take(4096) for _ in range(2 * KEPT_COUNT)]
+    made = len(os.listdir("/proc/self/fd")) - before
+    for lease in leases:
+        writer.views.lend(lease, 4096, "a block")
+    assert len(os.listdir("/proc/self/fd")) - before <= made + KEPT_COUNT
+    del leases, lease
     writer.close()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["KEPT_VIEWS", "Views", "map_segment"]
 
 KEPT_VIEWS = 256 << 20  # bytes of segments that a process keeps mapped, though they may be freed elsewhere
+KEPT_COUNT = 64  # and at most so many, each of which takes a descriptor
 
 
 def map_segment(lease: Lease, nbytes: int, what: str = "a result") -> Bytes:
@@ -51,7 +52,7 @@ class Views:
                 mapping = _map(lease, segment.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, what)
             if segment.nbytes <= KEPT_VIEWS:
                 self._kept[segment.inode] = mapping
-            while sum(len(kept) for kept in self._kept.values()) > KEPT_VIEWS:
+            while len(self._kept) > KEPT_COUNT or sum(len(kept) for kept in self._kept.values()) > KEPT_VIEWS:
                 self._kept.popitem(last=False)  # it ends with its last reader
         return _array(mapping, nbytes, lease)
 
