@@ -12,7 +12,6 @@ from typing import Any
 # Two cores, many actors: as in Podium, each process computes with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default for such a cluster, and Podium's
 
 import ray
 import torch
