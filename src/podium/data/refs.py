@@ -181,7 +181,7 @@ class TensorRef:
         Raises:
             RefLostError: the process that owned the bytes has ended.
         """
-        return self.assemble(lambda block, readonly: block.read(readonly=readonly), readonly=readonly)
+        return self.assemble(lambda block, _: block.read(), readonly=readonly)
 
     def __await__(self) -> Generator[Any, None, Tensor]:
         return asyncio.to_thread(self.get).__await__()

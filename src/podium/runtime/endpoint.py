@@ -263,7 +263,9 @@ def endpoint(
             f"endpoint(returns={returns!r}, receives={receives!r}): returns is 'value' or 'ref', receives is 'tensor' "
             "or 'ref'"
         )
-    reads: Reading = "readonly" if readonly and receives == "tensor" else receives
+    if readonly and receives == "ref":
+        raise ConfigError("endpoint(receives='ref', readonly=True): what is a reference cannot be written to anyway")
+    reads: Reading = "readonly" if readonly else receives
     how = {"concurrent": concurrent, "returns": returns, "reads": reads}
 
     def decorate(function: Callable[..., Any]) -> EndpointMethod[Any, Any, Any]:

@@ -143,6 +143,7 @@ class Host:
         self._ships_exceptions = ships_exceptions
         self._make_store = make_store or _plain_store
         self._store: TensorStore | None = None
+        self._making = threading.Lock()
         self._returns: dict[str, Returns] = {}
         self._running: dict[int, _Running] = {}
         self._cancelled: set[int] = set()
@@ -213,8 +214,8 @@ class Host:
         """``value`` with its tensors in this host's store."""
         from podium.data import keep
 
-        if self._store is None:
-            self._store = self._make_store()
+        with self._making:
+            self._store = self._store or self._make_store()
         try:
             return keep(value, self._store, label)
         except StoreFullError:

@@ -67,7 +67,12 @@ def _encoded(value: Any, what: str) -> tuple[bytes, list[Bytes], list[Any]]:
     """Pickle bytes, buffers, and references to the blocks in it. Raises SerializationError."""
     blocks: list[Any] = []
     data, raw = encode(value, what, blocks)
-    return data, [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw], [block.reference for block in blocks]
+    return data, [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw], [_reference(block) for block in blocks]
+
+
+def _reference(block: Any) -> Any:
+    """A block's object in Ray's store; a copy there of what another cluster's workers keep."""
+    return block.reference if hasattr(block, "reference") else ray.put([block.read(readonly=True)])
 
 
 def _size(buffers: Sequence[Bytes]) -> int:
