@@ -27,7 +27,6 @@ from podium.workers import completion_texts, sampled_tokens
 
 __all__ = ["CompletionsLog", "Judged"]
 
-_GRADED_TOKENS: Final = 1 << 19  # of whose rows the texts are here together: enough to keep all graders busy
 _WRITTEN_TOKENS: Final = 1 << 16  # that are here together to be written; prompts count, too
 
 
@@ -45,7 +44,7 @@ class Judged:
     tokenizer: PreTrainedTokenizerBase
     grades: Sequence[Grade] | None = None
 
-    def chunks(self, most: int = _GRADED_TOKENS) -> Iterator[range]:
+    def chunks(self, most: int) -> Iterator[range]:
         """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""
         ends: list[int] = self.batch.jagged(fields.TOKENS).offsets.tolist()
         start = 0

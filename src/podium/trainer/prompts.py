@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from podium.telemetry import Note, emit
 from podium.trainer.completions import Judged
 
 __all__ = ["PairSource", "PromptSource", "Prompts", "encoded", "load_held_out", "load_pairs", "load_prompts"]
+
+_GRADED_TOKENS: Final = 1 << 19  # of whose rows the texts are here together: enough to keep all graders busy
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Prompts:
             self.examples[group].row for group in judged.batch.dense(fields.GROUP).tolist()
         ]
         grades: list[Grade] = []
-        for rows in judged.chunks():
+        for rows in judged.chunks(_GRADED_TOKENS):
             grades += grader.grade(judged.texts(rows), examples[rows.start : rows.stop])
         return replace(judged, grades=grades)
 
