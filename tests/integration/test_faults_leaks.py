@@ -121,7 +121,7 @@ def test_a_closed_cluster_leaves_no_descriptor_no_thread_and_no_process() -> Non
     pids = [pid for _ in range(2) for pid in one_life()]
     gc.collect()
     assert not all_gone(pids, 3.0)
-    assert descriptors(os.getpid()) <= before
+    assert wait_for(lambda: descriptors(os.getpid()) <= before, 3.0), (descriptors(os.getpid()), before)
     assert wait_for(lambda: threading.active_count() <= threads, 3.0)
 
 
