@@ -40,8 +40,8 @@ format: $(STAMP)  ## rewrite the files as the formatter and the fixable lint rul
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-test: $(STAMP)  ## every test
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## every test, those with Ray beside the others
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-fast: $(STAMP)  ## the unit tests, without the slow ones
 	@$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)

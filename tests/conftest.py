@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import secrets
@@ -30,14 +31,22 @@ def missing_requirement(mark: str) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, each with a reason that -ra counts and prints at the end.
 
-    Tests with Ray come last: it leaves threads, children and unclosed files in this process, which others count.
+    Tests with Ray come last, or under `make test` in a process of their own beside the others: Ray leaves threads,
+    children and unclosed files in its process, which others count.
     """
     items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
     for item in items:
-        if item.get_closest_marker("ray"):
+        with_ray = item.get_closest_marker("ray") is not None
+        item.add_marker(pytest.mark.xdist_group("ray" if with_ray else "rest"))
+        if with_ray:
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
     for mark in ("ray", "monarch", "gpu"):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := missing_requirement(mark)):
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: without it, the many collections that tests ask for look only at what tests made."""
+    gc.freeze()

@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(PLUGIN, where / "source", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-index"]
     command = [*pip, "--no-deps", "--no-build-isolation", "--target", str(where / "site"), str(where / "source")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return where / "site"
 

@@ -21,7 +21,7 @@ def run(name: str, backend: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     warnings = "default" if backend == "ray" else "error"  # those of Ray itself are not ours to mend
     return subprocess.run(
         [sys.executable, "-W", warnings, str(EXAMPLES / name), "--backend", backend],
-        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False,
+        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def test_two_scripts_at_once(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         scripts.append(start_script(tmp_path / name, text))
     for name, script in zip(("one", "two"), scripts, strict=True):
-        out, _ = script.communicate(timeout=60)
+        out, _ = script.communicate(timeout=200)
         assert (script.returncode, out) == (0, "['done', 'done']\n")
         assert left_over(tmp_path / name) == []
 
@@ -235,7 +235,7 @@ def test_classes_of_main_travel_by_value_and_need_no_guard(tmp_path: Path, how: 
         )
     else:
         command = [sys.executable, "-"] if how == "stdin" else [sys.executable, "-c", NOTEBOOK]
-        done = subprocess.run(command, input=NOTEBOOK, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, input=NOTEBOOK, capture_output=True, text=True, timeout=200, check=False)
         assert (done.stdout, done.returncode) == (expected, 0), done.stderr
 
 

@@ -24,7 +24,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def run(environment: dict[str, str], *arguments: str) -> str:
     """Python's output, in one; its exit must be 0."""
     command = [sys.executable, *arguments]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout + ended.stderr
 

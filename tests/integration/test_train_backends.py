@@ -160,7 +160,7 @@ class Run:
     def end(self) -> str:
         """What it printed, once it ended by itself."""
         try:
-            return self.process.communicate(timeout=40)[0]
+            return self.process.communicate(timeout=200)[0]
         finally:
             self.process.kill()
 

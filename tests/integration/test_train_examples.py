@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(*arguments: str, cwd: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

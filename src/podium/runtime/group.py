@@ -173,8 +173,12 @@ class WorkerGroup:
 
     def _launch(self, call: Call[Any], spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args or kwargs:
-            args = tuple(v.call.result() if type(v) is CallArgument else v for v in args)
-            kwargs = {k: v.call.result() if type(v) is CallArgument else v for k, v in kwargs.items()}
+            try:
+                args = tuple(v.call.result() if type(v) is CallArgument else v for v in args)
+                kwargs = {k: v.call.result() if type(v) is CallArgument else v for k, v in kwargs.items()}
+            except Exception as error:  # noqa: BLE001 - whether it has failed yet or fails later: it fails the call
+                call.fail(error)
+                return
         split = spec.dispatch.split(spec.arguments(call.label, args, kwargs), self.world)
         wanted = spec.collect.ranks(split)
         out = Outgoing(self.name, spec.name, split.ranks, split.shared, split.own, wanted, spec.concurrent)

@@ -281,6 +281,14 @@ class CallContract:
         with pytest.raises(ConfigError, match=r"\.double\(\) takes 1 positional"):
             wrong.result(30.0)
 
+    def test_a_failed_call_as_an_argument_fails_the_call_and_not_its_submission(self, cluster: Cluster) -> None:
+        probe = cluster.start(Probe.bind(), cluster.pool([1]), distributed=False)
+        failed = probe.fail.submit([0], KeyError("the cause"))
+        failed.wait()
+        behind = probe.fail.submit([], failed.arg())  # pyright: ignore[reportArgumentType]
+        with pytest.raises(EndpointError, match="the cause"):
+            behind.result(30.0)
+
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def test_an_error_names_method_and_rank_and_brings_its_traceback(self, cluster: Cluster) -> None:

@@ -73,6 +73,6 @@ with podium.connect("local", preload=["torch", "no_such_module"]) as cluster:
     print(len(os.listdir(f"/proc/{server}/task")))
     print(worker.group.run(product))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=200)
     assert done.stdout == "1\n[125000000.0]\n", done.stderr
     assert "preload of no_such_module failed: ModuleNotFoundError" in done.stderr

@@ -19,7 +19,7 @@ def test_the_examples_run_as_printed(tmp_path: Path) -> None:
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     done = subprocess.run(
-        [sys.executable, "try_it.py"], cwd=tmp_path, capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, "try_it.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True
     )
     assert f"```\n{done.stdout}```" in PAGE
 
