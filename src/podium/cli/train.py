@@ -33,6 +33,9 @@ def run(arguments: Sequence[str]) -> int:
     from podium.trainer import PPOConfig, PPOTrainer, SFTTrainer, describe_plan
 
     if options.dry_run:
+        from podium.runtime import backend_class
+
+        backend_class(options.backend, backend.options)
         sys.stdout.write(describe_plan(config, options.backend) + "\n")
         return 0
     if isinstance(config, PPOConfig):

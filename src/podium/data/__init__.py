@@ -3,7 +3,7 @@
 from podium.data import fields
 from podium.data.batch import Batch, Column
 from podium.data.jagged import Jagged, RowIndex
-from podium.data.memory import concat_tensors
+from podium.data.memory import concat_tensors, copy_tensor
 from podium.data.refs import TensorRef
 from podium.data.store import Block, BlockInfo, MemoryStore, PlainBlock, TensorStore, Usage, lay_out
 from podium.data.structure import fetch, keep
@@ -22,6 +22,7 @@ __all__ = [
     "TensorStore",
     "Usage",
     "concat_tensors",
+    "copy_tensor",
     "concat_values",
     "fetch",
     "fields",

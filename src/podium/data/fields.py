@@ -24,4 +24,5 @@ SEED: Final = "seed"  # int64 [B] or [B, n]: of the sampler, one a completion
 TEXT: Final = "text"  # Jagged uint8: the completion as UTF-8, without special tokens
 FINISH_REASON: Final = "finish_reason"  # python column of str: "stop" or "length"
 PROMPT_TOKENS: Final = "prompt_tokens"  # Jagged int64
-KEPT: Final = "kept"  # python column: the ids that top-k/top-p kept for each sampled token
+KEPT_SIZES: Final = "kept_sizes"  # token column, int64: how many ids top-k/top-p left to draw it from; 0 if not drawn
+KEPT_IDS: Final = "kept_ids"  # Jagged int64: those ids, token after token, most probable first

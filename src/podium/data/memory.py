@@ -1,4 +1,4 @@
-"""Large results in memory that was touched before.
+"""Large copies, by memcpy and in memory that was touched before.
 
 A fresh page costs about three times the copy that fills it (2.2 against 6.5 GB/s on the machines we measured), and the
 allocator returns every large block to the system. So blocks for large joined results are kept and used again once the
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["concat_tensors", "copy_bytes"]
+__all__ = ["concat_tensors", "copy_bytes", "copy_tensor"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -87,5 +87,15 @@ def copy_bytes(source: Bytes) -> Bytes:
     return copy
 
 
+def copy_tensor(target: Tensor, source: Tensor) -> None:
+    """``target.copy_(source)``, by memcpy where both are plain: for large tensors on the CPU torch's own loop takes half
+    as long again, because it reads what it overwrites."""
+    plain = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (target, source))
+    if source.nbytes < SMALLEST or not plain or target.dtype != source.dtype or target.shape != source.shape:
+        target.copy_(source)
+    else:
+        np.copyto(_bytes_of(target), _bytes_of(source))
+
+
 def _bytes_of(tensor: Tensor) -> Bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return tensor.detach().view(-1).view(torch.uint8).numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

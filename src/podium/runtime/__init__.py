@@ -13,7 +13,7 @@ from podium.runtime.backend import (
     Request,
 )
 from podium.runtime.call import Call
-from podium.runtime.cluster import Cluster, backends, colocate, connect
+from podium.runtime.cluster import Cluster, backend_class, backends, colocate, connect
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
 from podium.runtime.context import WorkerContext
 from podium.runtime.dispatch import Arguments, Dispatch, RowPlan, Split, World, broadcast, only, scatter, shard
@@ -54,6 +54,7 @@ __all__ = [
     "WorkerContext",
     "WorkerGroup",
     "World",
+    "backend_class",
     "backends",
     "broadcast",
     "colocate",

@@ -26,7 +26,7 @@ from podium.runtime.replicas import Replicas
 from podium.runtime.watch import Watch
 from podium.runtime.worker import Bound, Worker
 
-__all__ = ["Cluster", "ColocatedBound", "backends", "colocate", "connect"]
+__all__ = ["Cluster", "ColocatedBound", "backend_class", "backends", "colocate", "connect"]
 
 W = TypeVar("W", bound=Worker)
 
@@ -79,27 +79,36 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
         ConfigError: no such backend (names the nearest), or an option it does not know.
     """
     scheme = backend.partition("://")[0]
+    if backend != scheme:
+        options["address"] = backend
+    cls = backend_class(backend, options)
+    known = inspect.signature(cls).parameters
+    return Cluster(cls(**{name: value for name, value in (hints or {}).items() if name in known} | options), scheme)
+
+
+def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> type[Backend]:
+    """The class that :func:`connect` would make with these options; nothing is started.
+
+    Raises:
+        ConfigError: as :func:`connect`.
+    """
+    scheme = backend.partition("://")[0]
     found = backends()
     if scheme not in found:
         near = difflib.get_close_matches(scheme, found, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{hint}")
-    if backend != scheme:
-        options["address"] = backend
     try:
-        cls = found[scheme].load()
+        cls: type[Backend] = found[scheme].load()
     except ImportError as error:
         raise ConfigError(
             f"backend {scheme!r} cannot be loaded: {error}; try: pip install 'podium[{scheme}]'"
         ) from error
-    known = inspect.signature(cls).parameters
-    options = {**{name: value for name, value in (hints or {}).items() if name in known}, **options}
     try:
-        return Cluster(cls(**options), scheme)
+        inspect.signature(cls).bind(**(options or {}))
     except TypeError as error:
-        if "argument" not in str(error):
-            raise
         raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
+    return cls
 
 
 class Cluster:

@@ -32,6 +32,7 @@ from podium.errors import (
     EndpointError,
     PodiumError,
     SerializationError,
+    StoreFullError,
     WorkerDied,
 )
 from podium.runtime.backend import Backend, Death, HostHandle, Packed, Reply, Request
@@ -120,8 +121,8 @@ class Exchange:
         try:
             with self._send:  # every rank sees two callers' calls in the same order, or collectives would deadlock
                 self._send_to_all(flight, shared, own)
-        except SerializationError as error:  # no room to store an argument: some ranks may have begun
-            call.fail(SerializationError(f"{call.label}: {error}"))
+        except (SerializationError, StoreFullError) as error:  # no room for an argument: some ranks may have begun
+            call.fail(type(error)(f"{call.label}: {error}"))
             self._tell_cancelled(flight)
         for rank, death in list(self.dead.items()):  # it died since we looked, and may have missed this flight
             self._lose(flight, rank, death)

@@ -35,7 +35,7 @@ from podium.workers import Estimator
 
 __all__ = ["PPOTrainer"]
 
-_MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.KEPT)
+_MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.KEPT_SIZES, fields.KEPT_IDS)
 _ADVANTAGE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES)
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)

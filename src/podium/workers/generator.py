@@ -64,8 +64,8 @@ class Generator(Worker):
 
         Returns:
             ``B * n`` rows with ``tokens``, ``loss_mask``, ``rollout_logprobs``, ``versions``, ``group``,
-            ``finish_reason``, with top-k or top-p ``kept``, and ``text`` if ``prompts.meta["text"]`` asks for it;
-            ``meta["temperature"]``.
+            ``finish_reason``, with top-k or top-p ``kept_sizes`` and ``kept_ids``, and ``text`` if
+            ``prompts.meta["text"]`` asks for it; ``meta["temperature"]``.
 
         Raises:
             DataError: not n seeds a prompt.
@@ -220,4 +220,11 @@ def _as_batch(
         },
         {"temperature": sampling.temperature},
     )
-    return batch.with_columns({fields.KEPT: [c.kept for c in drawn]}) if sampling.filtered else batch
+    if not sampling.filtered:
+        return batch
+    kept = [c.kept for c in drawn if c.kept is not None]
+    sizes = torch.zeros(len(sampled), dtype=torch.int64)
+    if kept:
+        sizes[sampled] = torch.cat([one.offsets.diff() for one in kept])
+    ids = Jagged.from_rows([one.ids for one in kept])
+    return batch.with_columns({fields.KEPT_SIZES: tokens.like(sizes), fields.KEPT_IDS: ids})

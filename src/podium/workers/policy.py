@@ -73,7 +73,7 @@ class Policy(Learner):
         """``old_logprobs`` and ``entropy`` of the tokens with loss, 0 elsewhere.
 
         Both are those of the distribution that was sampled from: at ``batch.meta["temperature"]`` (1 if not given) and,
-        where the batch has ``kept`` sets, over those.
+        where the batch has kept sets (``kept_sizes``), over those.
         """
 
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,6 @@ from podium.workers.varlen import packed_attention
 __all__ = ["KeptTokens", "TokenScores", "hidden_at", "kept_tokens", "run_model", "score_tokens"]
 
 _ENTROPY_CHUNK: Final = 1 << 24  # elements of the vocabulary's distribution looked at together, without gradients
-
-
-class KeptRow(Protocol):
-    """What generation recorded for one completion: see ``podium.rollout.sampling.KeptSet``."""
-
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def offsets(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -58,21 +49,25 @@ def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
     """The kept sets of the micro-batch's tokens; None where the batch records none.
 
     Raises:
-        DataError: a row has not one set for each token with loss.
+        DataError: a token with loss has no set, or the sets are not those of this batch.
     """
-    if fields.KEPT not in batch:
+    if fields.KEPT_SIZES not in batch:
         return None
-    column = batch.python(fields.KEPT)
-    rows = [cast(KeptRow, column[row]) for row in micro.rows.tolist()]
-    lengths = torch.cat([row.offsets.diff() for row in rows])
-    if len(lengths) != len(micro.targets):
+    sizes_N, ids = batch.jagged(fields.KEPT_SIZES).values, batch.jagged(fields.KEPT_IDS).values
+    ends_N = sizes_N.cumsum(0)
+    index_K = micro.index.to(sizes_N.device)
+    sizes_K = sizes_N[index_K]
+    if len(ids) != int(sizes_N.sum()) or bool((sizes_K == 0).any()):
         raise DataError(
-            f"{fields.KEPT} holds {len(lengths)} sets for {len(micro.targets)} tokens with loss; there is one for each "
-            f"sampled token, so leave {fields.LOSS_MASK} as generated and set weights to 0 instead"
+            f"{int((sizes_K == 0).sum())} of {len(sizes_K)} tokens with loss have no kept set, and the {len(ids)} "
+            f"{fields.KEPT_IDS} stand for {int(sizes_N.sum())}: only a token that was sampled has a set, so set no "
+            f"{fields.LOSS_MASK} where none was, and change both columns together"
         )
+    token_S = torch.repeat_interleave(torch.arange(len(sizes_K), device=sizes_N.device), sizes_K)
+    within_S = torch.arange(len(token_S), device=sizes_N.device) - (sizes_K.cumsum(0) - sizes_K)[token_S]
+    ids_S = ids[(ends_N[index_K] - sizes_K)[token_S] + within_S]
     device = micro.targets.device
-    ids = torch.cat([row.ids for row in rows]).to(device)
-    return KeptTokens(ids, torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device))
+    return KeptTokens(ids_S.to(device), token_S.to(device))
 
 
 def score_tokens(

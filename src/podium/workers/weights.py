@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from podium.data import copy_tensor
 from podium.errors import CheckpointError
 from podium.workers.models import plain_model
 
@@ -84,7 +85,7 @@ def copy_weights(weights: dict[str, Tensor] | Iterator[tuple[str, Tensor]], mode
         if target is None or target.shape != value.shape:
             shape = None if target is None else list(target.shape)
             raise CheckpointError(f"weights do not fit the model: {name} is {list(value.shape)} there and {shape} here")
-        target.copy_(value)
+        copy_tensor(target, value)
         missing.discard(name)
     if missing:
         raise CheckpointError(f"weights leave out {len(missing)} tensors of the model, e.g. {sorted(missing)[0]}")

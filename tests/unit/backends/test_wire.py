@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -124,23 +125,22 @@ def test_more_blocks_than_one_message_has_room_for(count: int, segments: Segment
     assert theirs.usage()[0] == 0
 
 
-def test_releases_that_a_full_socket_does_not_take_go_with_the_next(pair: Pair) -> None:
+def test_releases_that_a_full_socket_does_not_take_go_with_what_comes_next(pair: Pair) -> None:
+    """The next release, or a flush where another message was sent or came."""
     releases = Releases(pair[0])
     for number in range(5000):
         releases.add(number)
     seen: list[int] = []
     pair[1].setblocking(False)
-    for last in range(5000, 5010):
+    for send in [lambda: releases.add(5000), releases.flush, releases.flush, releases.flush]:
         while True:
             try:
                 message, _ = Receiver().receive(pair[1], wait=False)
             except BlockingIOError:
                 break
             seen += released(message)
-        releases.add(last)
-    message, _ = Receiver().receive(pair[1], wait=False)
-    seen += released(message)
-    assert sorted(seen) == list(range(5010))
+        send()
+    assert sorted(seen) == list(range(5001))
 
 
 def test_an_outbox_keeps_order_and_its_own_descriptors(pair: Pair) -> None:
@@ -233,3 +233,23 @@ def test_a_closed_outbox_drops_what_waits(pair: Pair) -> None:
     pair[1].close()  # with the descriptors that were on their way
     assert len(os.listdir("/proc/self/fd")) == before - 2
     os.close(null)
+
+
+def test_what_cannot_be_kept_for_later_is_refused_whole(pair: Pair) -> None:
+    """Half a message would give its descriptors to the next one."""
+    outbox = Outbox(pair[0], lambda fd: None)
+    null = os.open(os.devnull, os.O_RDONLY)
+    before = os.listdir("/proc/self/fd")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + MOST_FDS, hard))
+    try:
+        with pytest.raises(StoreFullError, match=r"a call could not be kept .* open .*ulimit -n"):
+            outbox.send(b"A", [null] * (2 * MOST_FDS + 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    outbox.send(b"B", [null])
+    message, fds = Receiver().receive(pair[1], wait=True)
+    assert (bytes(message), len(fds)) == (b"B", 1)
+    for fd in (null, *fds):
+        os.close(fd)

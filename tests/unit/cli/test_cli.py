@@ -157,6 +157,12 @@ def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[s
     status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--data.train", "")
     assert status == 2
     assert "data.train is not set" in err
+    wrong = {"lokal": "did you mean 'local'?", "local --backend.ecko true": "unexpected keyword argument 'ecko'"}
+    for backend, said in wrong.items():
+        words = ["--config", str(yaml), "--dry-run", "--backend", *backend.split()]
+        status, _, err = run(capsys, "train", "grpo", *words)
+        assert status == 2
+        assert said in err
 
 
 def test_options_of_a_backend_are_taken_out_and_read_as_yaml() -> None:

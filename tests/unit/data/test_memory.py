@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from podium.data import concat_tensors
+from podium.data import concat_tensors, copy_tensor
 
 LARGE = 1 << 20  # float32 elements: 4 MiB, far above what is left to the allocator
 
@@ -48,3 +48,19 @@ def test_memory_is_used_again_only_when_nobody_holds_it() -> None:
     third = join(3.0)
     assert third.data_ptr() == place
     assert float(second[0]) == 2.0
+
+
+def test_a_copy_is_torchs_whatever_the_tensors_are() -> None:
+    wide = torch.rand(LARGE, 2)
+    for target, source in (
+        (torch.empty(LARGE), torch.rand(LARGE)),
+        (torch.empty(LARGE, dtype=torch.bfloat16), torch.rand(LARGE)),
+        (torch.empty(LARGE), wide[:, 0]),
+        (torch.empty(2 * LARGE)[::2], torch.rand(LARGE)),
+        (torch.empty(LARGE, 3), torch.rand(3)),
+        (torch.empty(()), torch.tensor(3.0)),
+        (torch.nn.Parameter(torch.empty(LARGE)), torch.rand(LARGE, requires_grad=True)),
+    ):
+        with torch.no_grad():
+            copy_tensor(target, source)
+            assert torch.equal(target, source.to(target.dtype).expand_as(target))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from podium.data import Batch
+from podium.data import Batch, Jagged
 from podium.errors import DataError
 from podium.rollout.sampling import KeptSet
 from podium.workers import ModelConfig, load_model
@@ -94,6 +94,14 @@ def test_entropy_is_that_of_the_distribution_and_has_its_gradient() -> None:
     assert torch.allclose(plain, expected, atol=1e-5)
 
 
+def with_kept(batch: Batch, kept: list[KeptSet]) -> Batch:
+    """With the sets of each row's sampled tokens."""
+    mask = batch.jagged("loss_mask")
+    sizes = torch.zeros(len(mask.values), dtype=torch.int64)
+    sizes[mask.values] = torch.cat([row.offsets.diff() for row in kept])
+    return batch.with_columns(kept_sizes=mask.like(sizes), kept_ids=Jagged.from_rows([row.ids for row in kept]))
+
+
 def test_kept_sets_restrict_the_distribution() -> None:
     model, batch = load_model(TINY), recorded((9, 6))
     generator = torch.Generator().manual_seed(5)
@@ -102,7 +110,7 @@ def test_kept_sets_restrict_the_distribution() -> None:
     for row, chosen in zip(rows.unbind(), mask.unbind(), strict=True):
         sets = [torch.cat([t[None], torch.randint(0, 4, (2,), generator=generator).unique()]) for t in row[chosen]]
         kept.append(KeptSet(torch.cat(sets), torch.tensor([0, *map(len, sets)]).cumsum(0)))
-    batch = batch.with_columns(kept=kept)
+    batch = with_kept(batch, kept)
     got = scores(model, batch, 1000, packed=False, temperature=0.7, entropy=True)
     assert got.entropy is not None
     for row in range(2):
@@ -116,10 +124,23 @@ def test_kept_sets_restrict_the_distribution() -> None:
             assert float(got.entropy[at]) == pytest.approx(float(entropy), abs=1e-5)
 
 
-def test_kept_sets_that_do_not_match_the_mask_are_an_error() -> None:
-    batch = recorded((9,)).with_columns(kept=[KeptSet(torch.tensor([4]), torch.tensor([0, 1]))])
-    (micro,) = cut(batch, 100, packed=False)
-    with pytest.raises(DataError, match="1 sets for 6 tokens"):
+def test_kept_sets_go_with_their_tokens_where_fewer_carry_loss() -> None:
+    batch = with_kept(recorded((9,)), [KeptSet(torch.arange(12), torch.arange(7) * 2)])
+    mask = batch.jagged("loss_mask")
+    places = mask.values.nonzero()[:, 0]
+    fewer = mask.like(torch.zeros_like(mask.values).index_fill(0, places[[1, 4]], True))
+    (micro,) = cut(batch.with_columns(loss_mask=fewer), 100, packed=False)
+    kept = kept_tokens(batch, micro)
+    assert kept is not None
+    assert kept.ids.tolist() == [2, 3, 8, 9]
+    assert kept.token.tolist() == [0, 0, 1, 1]
+
+
+def test_a_token_with_loss_and_without_a_kept_set_is_an_error() -> None:
+    batch = with_kept(recorded((9,)), [KeptSet(torch.arange(6), torch.arange(7))])
+    mask = batch.jagged("loss_mask")
+    (micro,) = cut(batch.with_columns(loss_mask=mask.like(torch.ones_like(mask.values))), 100, packed=False)
+    with pytest.raises(DataError, match=r"[1-9] of \d+ tokens with loss have no kept set"):
         kept_tokens(batch, micro)
 
 

@@ -50,7 +50,7 @@ from podium.backends.local.wire import (
 )
 from podium.backends.logs import LogEcho, last_lines
 from podium.backends.process import THREAD_VARIABLES
-from podium.errors import ConfigError, WorkerStartError
+from podium.errors import ConfigError, StoreFullError, WorkerStartError
 from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
 
 __all__ = ["LocalBackend"]
@@ -281,7 +281,13 @@ class _LocalHost(HostHandle):
             return
         self._pending[request.call_id] = done
         fds = [lease.segment.fd for lease in leases] if leases else _NO_FDS
-        (self.control_out if request.concurrent else self.calls_out).send(message, fds)
+        try:
+            (self.control_out if request.concurrent else self.calls_out).send(message, fds)
+        except StoreFullError:
+            self._pending.pop(request.call_id, None)
+            for lease in leases:
+                self._backend.segments.release(lease.segment.number, self.token)
+            raise
 
     def kill(self) -> None:
         if not self.ended.is_set() and self.started.wait(START_TIMEOUT_S):

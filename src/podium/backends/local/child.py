@@ -159,6 +159,7 @@ class _HostProcess:
             with self._sending:  # nothing comes between the parts of one message
                 for part, some in split_message(message, fds) if fds else [(message, fds)]:
                     send_message(self._calls, part, some, wait=True)
+            self._releases.flush()
         except OSError:
             os.killpg(0, signal.SIGKILL)  # nobody left to answer
 

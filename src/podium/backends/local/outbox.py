@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from podium.backends.local.wire import MOST_FDS, send_message, split_message
+from podium.backends.local.wire import MOST_FDS, send_message, split_message, too_many_files
 
 __all__ = ["Outbox"]
 
@@ -27,19 +27,25 @@ class Outbox:
 
     def send(self, message: bytes, fds: Sequence[int]) -> None:
         """Send now if the socket takes it, else later; dropped if the other end is gone. From any thread: nothing comes
-        between the parts of one message."""
-        parts = [(message, fds)] if len(fds) <= MOST_FDS else split_message(message, fds)
+        between the parts of one message.
+
+        Raises:
+            StoreFullError: it cannot be kept for later; nothing of it was sent.
+        """
         with self._lock:
             if self._closed:
                 return
-            for part, some in parts:
+            if len(fds) <= MOST_FDS:
                 if not self._late:
                     with contextlib.suppress(BlockingIOError):
-                        self._send_now(part, some)
-                        continue
-                self._late.append((part, [os.dup(fd) for fd in some]))
-            if self._late:
-                self._flush_later(self._connection.fileno())
+                        self._send_now(message, fds)
+                        return
+                self._late.append((message, _duplicates(fds)))
+            else:  # kept before the first part goes, so that the others can follow
+                kept = _duplicates(fds)
+                self._late.extend((part, list(some)) for part, some in split_message(message, kept))
+        if not self.flush():
+            self._flush_later(self._connection.fileno())
 
     def flush(self) -> bool:
         """Send what waits; True when nothing is left."""
@@ -70,6 +76,17 @@ class Outbox:
             raise
         except OSError:
             pass  # it has ended; the server will say so
+
+
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError as error:
+        _close_all(copies)
+        raise too_many_files("a call could not be kept until its worker takes it") from error
+    return copies
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -50,7 +50,7 @@ __all__ = [
     "Receiver",
     "Releases",
 ]
-__all__ += ["pack", "read_answer", "read_parcel", "released", "send_message", "split_message"]
+__all__ += ["pack", "read_answer", "read_parcel", "released", "send_message", "split_message", "too_many_files"]
 
 INLINE_LIMIT = 32 << 10  # bytes of a parcel that still go in the message; below it, descriptors cost more than copies
 RECEIVE_LIMIT = 6 * INLINE_LIMIT
@@ -214,15 +214,12 @@ class _Lost(Inbound):
         super().__init__(0, 0, 0, b"")
 
     def read(self, where: str = "a value") -> Any:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise StoreFullError(
-            f"{where} came without its shared memory: this process has all the {limit} files open that it may, and "
-            "a reference takes one, and its tensor another; raise the limit (ulimit -n) or hold fewer at a time"
-        )
+        raise too_many_files(f"{where} came without its shared memory")
 
 
 def read_answer(message: memoryview, fds: list[int], releases: Releases, segments: SegmentPool) -> Inbound:
     """The parcel of an answer. Most answers are None: those share one."""
+    releases.flush()
     if len(message) == _NOTHING.size and bytes(message[ANSWER.size :]) == _NOTHING.wire:
         return _NOTHING.inbound
     return read_parcel(message, ANSWER.size, fds, releases, segments)[0]
@@ -256,7 +253,7 @@ class _NOTHING:
 
 class Releases:
     """Tells the other end which of its segments are read, without ever waiting and from within any thread's garbage
-    collection: what the socket does not take now goes with the next one."""
+    collection: what the socket does not take now goes with the next message, of any kind and in either direction."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -264,18 +261,24 @@ class Releases:
 
     def add(self, number: int) -> None:
         self._late.append(number)
-        numbers: list[int] = []
-        with contextlib.suppress(IndexError):
-            while len(numbers) < 1000:
-                numbers.append(self._late.popleft())
-        if not numbers:
-            return
-        try:
-            self._connection.send(b"R" + struct.pack(f"<{len(numbers)}Q", *numbers), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            self._late.extendleft(reversed(numbers))
-        except OSError:
-            pass  # the other end is gone, and its segments with it
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket has not taken yet, as far as it takes it now."""
+        while self._late:
+            numbers: list[int] = []
+            with contextlib.suppress(IndexError):
+                while len(numbers) < 1000:
+                    numbers.append(self._late.popleft())
+            if not numbers:
+                return
+            try:
+                self._connection.send(b"R" + struct.pack(f"<{len(numbers)}Q", *numbers), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._late.extendleft(reversed(numbers))
+                return
+            except OSError:
+                return  # the other end is gone, and its segments with it
 
 
 def released(message: memoryview) -> tuple[int, ...]:
@@ -350,6 +353,15 @@ class Receiver:
         early, self._early = self._early, []
         for fd in early:
             os.close(fd)
+
+
+def too_many_files(what: str) -> StoreFullError:
+    """``what`` could not be done because this process may not open another file."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return StoreFullError(
+        f"{what}: this process has all the {limit} files open that it may, and a reference takes one, and its tensor "
+        "another; raise the limit (ulimit -n) or hold fewer at a time"
+    )
 
 
 def _aligned(size: int) -> int:

@@ -6,7 +6,7 @@ draws the token there, from the seed and position of each completion, and leaves
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from podium.errors import ConfigError
-from podium.rollout.engines.base import Engine, EngineConfig, assemble, check_request
+from podium.rollout.engines.base import EngineConfig, assemble, check_request
 from podium.rollout.engines.draw import draw, uniforms
-from podium.rollout.engines.weights import ModelSource
+from podium.rollout.engines.weights import ModelEngine
 from podium.rollout.sampling import Completion, SamplingParams
 
 __all__ = ["TransformersEngine"]
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(ModelEngine):
     """Generates with ``model.generate``, up to ``config.slots`` completions side by side, prompts padded on the left.
 
     Models that carry a recurrent state (Mamba and kin), which padding would disturb, get prompts of one length at a
@@ -48,25 +48,8 @@ class TransformersEngine(Engine):
             raise ConfigError(
                 f"the transformers engine needs a decoder-only model with generate(); got {type(model).__name__}"
             )
-        self._config = config
-        self._source = ModelSource(model, config.torch_dtype)
-        super().__init__(self._source.empty)
+        super().__init__(model, config)
         self._pad_token_id = pad_token_id
-
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        self._source.check(shapes)
-
-    def load(self, name: str, start: int, values: Tensor) -> None:
-        self._source.load(name, start, values)
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
-        return self._source.rows(name, start, stop)
-
-    def loaded(self) -> None:
-        """Nothing is derived from the weights."""
-
-    def _reread(self) -> None:
-        self._source.gather()
 
     @torch.inference_mode()
     def generate(

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from podium.data import copy_tensor
 from podium.errors import ConfigError
+from podium.rollout.engines.base import Engine, EngineConfig
 
-__all__ = ["ModelSource", "check_shapes"]
+__all__ = ["ModelEngine", "ModelSource", "check_shapes"]
 
 EMPTY = "this engine generates from a copy of the model, which holds no weights before refresh()"
 
@@ -48,7 +50,8 @@ class ModelSource:
         with torch.inference_mode(False), torch.no_grad():
             given = dict(self._source.named_parameters())
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(given[name].full_tensor() if _is_sharded(given[name]) else given[name])  # pyright: ignore[reportAttributeAccessIssue]
+                whole = given[name].full_tensor() if _is_sharded(given[name]) else given[name]  # pyright: ignore[reportAttributeAccessIssue]
+                copy_tensor(parameter, whole)
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """What :meth:`Engine.check_weights` does."""
@@ -65,7 +68,36 @@ class ModelSource:
     def load(self, name: str, start: int, values: Tensor) -> None:
         """Copy ``values`` over the rows of ``name`` from ``start`` on."""
         with torch.inference_mode(False), torch.no_grad():
-            self.rows(name, start, start + len(values) if values.ndim else 0).copy_(values)
+            copy_tensor(self.rows(name, start, start + len(values) if values.ndim else 0), values)
+
+
+class ModelEngine(Engine):
+    """An engine over a model of this process: its weights are that model's, or those of its plain copy.
+
+    Args:
+        model: see :class:`ModelSource`.
+        config: ``dtype`` is used here.
+    """
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self._config = config
+        self._source = ModelSource(model, config.torch_dtype)
+        super().__init__(self._source.empty)
+
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._source.check(shapes)
+
+    def load(self, name: str, start: int, values: Tensor) -> None:
+        self._source.load(name, start, values)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._source.rows(name, start, stop)
+
+    def loaded(self) -> None:
+        """Nothing is derived from the weights."""
+
+    def _reread(self) -> None:
+        self._source.gather()
 
 
 def check_shapes(given: Mapping[str, Sequence[int]], known: Mapping[str, Sequence[int]], needed: Sequence[str]) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError
-from podium.rollout.engines.base import Engine, EngineConfig, assemble, check_request
+from podium.rollout.engines.base import EngineConfig, assemble, check_request
 from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, cache_class
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.engines.native.slots import SlotLoop
 from podium.rollout.engines.native.weights import read_weights, unsupported
-from podium.rollout.engines.weights import ModelSource
+from podium.rollout.engines.weights import ModelEngine
 from podium.rollout.sampling import Completion, SamplingParams
 
 __all__ = ["NativeEngine"]
@@ -23,7 +23,7 @@ __all__ = ["NativeEngine"]
 _LENGTH_QUANTUM = 32
 
 
-class NativeEngine(Engine):
+class NativeEngine(ModelEngine):
     """Decodes Llama- and Qwen-family models in slots, over the model's own parameters; see the package's docstring.
 
     New weights come in between two tokens. Completions that were under way go on with them: what they hold of keys and
@@ -43,27 +43,13 @@ class NativeEngine(Engine):
         reason = unsupported(model)
         if reason is not None:
             raise ConfigError(f"the native engine cannot run this model: {reason}; use engine.name=transformers")
-        self._config = config
-        self._source = ModelSource(model, config.torch_dtype)
-        super().__init__(self._source.empty)
+        super().__init__(model, config)
         self._cache: KVCache | None = None
         self._decoder = Decoder(read_weights(self._source.model))
-
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        self._source.check(shapes)
-
-    def load(self, name: str, start: int, values: Tensor) -> None:
-        self._source.load(name, start, values)
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
-        return self._source.rows(name, start, stop)
 
     def loaded(self) -> None:
         # Reading costs microseconds a layer, joins again what was torn apart, and follows a model that was moved.
         self._decoder = Decoder(read_weights(self._source.model))
-
-    def _reread(self) -> None:
-        self._source.gather()
 
     def release(self) -> None:
         self._cache = None
