@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,43 @@ def test_who_waits_at_the_gate_hears_that_a_publication_failed(cluster: Cluster)
             drawing.result()
         publication.publish(1)
         check(policy, generator, 1)
+
+
+class Late(Generator):
+    """Takes its time over the second version."""
+
+    @endpoint(concurrent=True, readonly=True)
+    def take_weights(self, attempt: Any, index: int, tensors: Any, sums: Any = None) -> Any:
+        time.sleep(1.0 if attempt == (2, 2) else 0.0)
+        return super().take_weights(attempt, index, tensors, sums)
+
+
+def test_weights_that_are_updated_while_they_are_read_are_not_drawn_from(cluster: Cluster) -> None:
+    with started(cluster, Policy.bind(TINY, OPTIM), 1, Late.bind(OTHER), 1) as (policy, generator, publication):
+        publication.publish(1)
+        key, _ = policy.weights_state()
+        assert key, "they are read where they are"
+        with ThreadPoolExecutor(1) as pool:
+            publishing = pool.submit(publication.publish, 2)
+            time.sleep(0.3)
+            policy.update(recorded())
+            with pytest.raises(DataError, match="updated while its weights were sent as version 2"):
+                publishing.result()
+        with pytest.raises(EndpointError, match="came only in part"):
+            generator.generate(PROMPTS, LONG)
+        publication.publish(2)
+        check(policy, generator, 2)
+        assert policy.weights_state()[0] == key, "and did not move again"
+
+
+def test_a_policy_that_was_restarted_shares_its_new_weights(cluster: Cluster) -> None:
+    with started(cluster, Policy.bind(TINY, OPTIM), 1, Generator.bind(OTHER), 1) as (policy, generator, publication):
+        publication.publish(1)
+        policy.update(recorded())
+        policy.group.restart()
+        policy.update(recorded(seed=3))
+        publication.publish(2)
+        check(policy, generator, 2)
 
 
 def test_replicas_share_one_publication(cluster: Cluster) -> None:

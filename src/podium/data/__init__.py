@@ -2,6 +2,7 @@
 
 from podium.data import fields
 from podium.data.batch import Batch, Column
+from podium.data.in_place import InPlace
 from podium.data.jagged import Jagged, RowIndex
 from podium.data.memory import concat_tensors, copy_tensor
 from podium.data.refs import TensorRef
@@ -14,6 +15,7 @@ __all__ = [
     "Block",
     "BlockInfo",
     "Column",
+    "InPlace",
     "Jagged",
     "MemoryStore",
     "PlainBlock",
@@ -22,8 +24,8 @@ __all__ = [
     "TensorStore",
     "Usage",
     "concat_tensors",
-    "copy_tensor",
     "concat_values",
+    "copy_tensor",
     "fetch",
     "fields",
     "keep",

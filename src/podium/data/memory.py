@@ -88,8 +88,8 @@ def copy_bytes(source: Bytes) -> Bytes:
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)``, by memcpy where both are plain: for large tensors on the CPU torch's own loop takes half
-    as long again, because it reads what it overwrites."""
+    """``target.copy_(source)``, by memcpy where both are plain: for large tensors on the CPU torch's own loop takes
+    half as long again, because it reads what it overwrites."""
     plain = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (target, source))
     if source.nbytes < SMALLEST or not plain or target.dtype != source.dtype or target.shape != source.shape:
         target.copy_(source)

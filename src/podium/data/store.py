@@ -114,7 +114,7 @@ class TensorStore(ABC):
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = _half_of_memory() if limit is None else limit
-        self._checks = bool(os.environ.get(CHECKS))
+        self.checks = bool(os.environ.get(CHECKS))
 
     def put(self, buffers: Sequence[Bytes], label: str) -> Block:
         """A block with a copy of ``buffers``, where :func:`lay_out` says.
@@ -129,7 +129,7 @@ class TensorStore(ABC):
             block = self.make(buffers, offsets, info)
         else:
             block = self.overflow(buffers, offsets, info) or self._refuse(info, used, holders)
-        if self._checks:
+        if self.checks:
             block.info = block.info._replace(checksum=zlib.crc32(block.open().data))
         return block
 
@@ -139,6 +139,11 @@ class TensorStore(ABC):
 
     def overflow(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block | None:
         """As :meth:`make`, where the limit is reached: a block in some slower place; None if there is none."""
+        return None
+
+    def room(self, nbytes: int, label: str) -> tuple[Block, Bytes] | None:
+        """A new block and its bytes, which this process may go on writing: readers see what is there when they read.
+        It does not count as kept. None where readers do not share memory with this process."""
         return None
 
     @abstractmethod

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from podium.data.batch import Batch
+from podium.data.in_place import InPlace
 from podium.data.jagged import Jagged
 from podium.data.refs import TensorRef, flat_bytes, is_plain
 from podium.data.store import TensorStore, lay_out
@@ -49,11 +50,13 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def keep(value: Any, store: TensorStore, label: str) -> Any:
     """``value`` with references in place of its tensors, which are copied into one block of ``store``; a tensor that
-    stands there twice is kept once.
+    stands there twice is kept once. :class:`InPlace` tensors are not copied: they move.
 
     Raises:
         StoreFullError: the store has no room.
     """
+    if isinstance(value, InPlace):
+        return value.share(store, label)
     found: dict[int, Tensor] = {}
 
     def note(tensor: Any) -> Any:

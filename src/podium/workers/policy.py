@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, PolicyLoss, PolicyLossInputs, SFTLoss, SFTLossInputs, TokenLoss
 from podium.algorithms import partial_metrics as partial
-from podium.data import Batch, fields
+from podium.data import Batch, InPlace, fields
 from podium.devices import memory_peak_bytes
 from podium.errors import DataError
 from podium.runtime import concat, endpoint, first, nothing, shard
@@ -143,6 +144,25 @@ class Policy(Learner):
             DataError: the policy was updated since bucket 0.
         """
         return self._sender.bucket(index, bucket_bytes, known, self.engine.step_count)
+
+    @endpoint(collect=first(), returns="ref")
+    def weights_in_place(self) -> InPlace | None:
+        """References to the weights themselves, in the order of ``weight_layout``: they are read where they are, as
+        they are then. None where they must come in buckets: sharded, below adapters, on an accelerator, in the same
+        process as a generator that reads them, on a backend without shared memory, or made by a subclass's own
+        ``weight_bucket``."""
+        from podium.workers.generator import Generator
+
+        read_here = any(isinstance(worker, Generator) for worker in self.ctx.colocated.values())
+        own = inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]
+        return None if read_here or own else self._sender.in_place
+
+    @endpoint(collect=first())
+    def weights_state(self) -> tuple[str, int]:
+        """A name for what ``weights_in_place`` returned, "" where that no longer holds, and how often the policy has
+        been updated."""
+        live = self._sender.in_place
+        return "" if live is None else live.key, self.engine.step_count
 
     @endpoint(collect=first())
     def weights(self) -> dict[str, Tensor]:

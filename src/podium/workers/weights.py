@@ -47,6 +47,12 @@ class WholeWeights:
         tensors = (*inner.named_parameters(), *_persistent_buffers(inner))
         self._tensors = {name.replace(_BASE_LAYER, "."): tensor for name, tensor in tensors if _ADAPTER not in name}
         self.sharded = any(hasattr(tensor, "full_tensor") for tensor in self._tensors.values())
+        self.whole = not self.sharded and not self._layers
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """In the order of :meth:`layout`, the model's own: what is to be published where ``whole`` is True."""
+        return list(self._tensors.values())
 
     def layout(self) -> list[WeightInfo]:
         """Name, shape and bytes an element of each tensor, in the model's order."""

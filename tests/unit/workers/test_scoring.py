@@ -139,7 +139,7 @@ def test_kept_sets_go_with_their_tokens_where_fewer_carry_loss() -> None:
 def test_a_token_with_loss_and_without_a_kept_set_is_an_error() -> None:
     batch = with_kept(recorded((9,)), [KeptSet(torch.arange(6), torch.arange(7))])
     mask = batch.jagged("loss_mask")
-    (micro,) = cut(batch.with_columns(loss_mask=mask.like(torch.ones_like(mask.values))), 100, packed=False)
+    (micro,) = cut(batch.with_columns(loss_mask=mask.like(torch.arange(9) > 0)), 100, packed=False)
     with pytest.raises(DataError, match=r"[1-9] of \d+ tokens with loss have no kept set"):
         kept_tokens(batch, micro)
 

@@ -25,11 +25,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from podium.backends.local.views import Views
+from podium.backends.local.views import MEMORY, Views
 
 __all__ = ["Lease", "Segment", "SegmentPool"]
 
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 KEPT_IDLE = max(1 << 30, MEMORY // 12)  # bytes of idle segments that a process keeps; the longest idle go first
 KEPT_COUNT = 64  # and at most so many, each of which takes descriptors
 Bytes = npt.NDArray[np.uint8]

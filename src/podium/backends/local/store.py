@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from podium.backends.local.segments import Lease, SegmentPool
-from podium.backends.local.views import map_segment
+from podium.backends.local.views import map_segment, map_writable
 from podium.backends.local.wire import INLINE_LIMIT
 from podium.data import Block, BlockInfo, PlainBlock, TensorStore, Usage
 from podium.data.store import Bytes
@@ -88,6 +88,13 @@ class LocalStore(TensorStore):
             ) from error
         _copy(buffers, offsets, memory)
         return LocalBlock(lease, info)
+
+    def room(self, nbytes: int, label: str) -> tuple[Block, Bytes] | None:
+        try:
+            lease = self._segments.take(nbytes)
+            return LocalBlock(lease, BlockInfo(nbytes, label)), map_writable(lease, nbytes)
+        except OSError as error:
+            raise StoreFullError(f"no shared memory for {nbytes} bytes of {label}: {error}") from error
 
     def usage(self) -> Usage:
         kept = self._segments.kept()

@@ -8,6 +8,7 @@ is mostly written again, as buckets of weights are.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -20,9 +21,10 @@ from podium.errors import RefLostError, StoreFullError
 if TYPE_CHECKING:
     from podium.backends.local.segments import Bytes, Lease
 
-__all__ = ["KEPT_VIEWS", "Views", "map_segment"]
+__all__ = ["KEPT_VIEWS", "MEMORY", "Views", "map_segment", "map_writable"]
 
-KEPT_VIEWS = 256 << 20  # bytes of segments that a process keeps mapped, though they may be freed elsewhere
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+KEPT_VIEWS = max(256 << 20, MEMORY // 24)  # bytes that a process keeps mapped, though they may be freed elsewhere
 KEPT_COUNT = 64  # and at most so many, each of which takes a descriptor
 
 
@@ -34,6 +36,11 @@ def map_segment(lease: Lease, nbytes: int, what: str = "a result") -> Bytes:
         StoreFullError: this process may not map more.
     """
     return _array(_map(lease, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, what), nbytes, lease)
+
+
+def map_writable(lease: Lease, nbytes: int) -> Bytes:
+    """uint8 ``[nbytes]``: the segment itself: others see what is written. The lease is held while anything uses it."""
+    return _array(_map(lease, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, "memory"), nbytes, lease)
 
 
 class Views:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from podium.data import InPlace
 from podium.errors import DataError
 from podium.workers.publication.pieces import Piece, checksum, cut
 from podium.workers.weights import WeightInfo, WholeWeights
@@ -22,6 +23,9 @@ class WeightSender:
 
     Args:
         sends: whether this rank's buckets travel. The others only take part in gathering.
+
+    Attributes:
+        in_place: the tensors of :meth:`layout`, to be read where they are; None where they must be gathered.
     """
 
     def __init__(self, model: nn.Module, *, sends: bool) -> None:
@@ -30,6 +34,7 @@ class WeightSender:
         self._buckets: dict[int, list[list[Piece]]] = {}  # by their size
         self._held: tuple[str, Tensor] | None = None  # a tensor of which further pieces will be asked for
         self._step = -1
+        self.in_place = InPlace(self._weights.tensors) if sends and self._weights.whole else None
 
     def layout(self) -> list[WeightInfo]:
         """All tensors, in the order in which they are gathered."""

@@ -1,21 +1,23 @@
-"""Weights that are sent: bucket by bucket, from the policy's store into the generators' own tensors."""
+"""Weights that are sent: bucket by bucket, from where the policy has them into the generators' own tensors."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
+from podium.data import TensorRef
 from podium.errors import ConfigError, DataError, PodiumError
 from podium.runtime import Call
 from podium.telemetry import Note, emit
 from podium.workers.publication.contract import Publication, is_behind
-from podium.workers.publication.pieces import cut
+from podium.workers.publication.pieces import Piece, cut
 
 if TYPE_CHECKING:
     from podium.workers.generator import Generator
     from podium.workers.policy import Policy
+    from podium.workers.weights import WeightInfo
 
 __all__ = ["BUCKET_BYTES", "StreamedPublication"]
 
@@ -25,8 +27,20 @@ BUCKET_BYTES: Final = 64 * 2**20
 """Large enough that a call costs nothing beside it, small enough that two of them are no burden."""
 
 
+IN_PLACE_BUCKET: Final = 4
+"""Times as large where weights are read in place: nothing is held for a bucket, and each is a call."""
+
+
+class _Live(NamedTuple):
+    """References to the policy's weights themselves, by name of the tensor, and the name of them all."""
+
+    key: str
+    refs: Mapping[str, TensorRef]
+
+
 class StreamedPublication(Publication):
-    """Each tensor is stored once and read by every generator, at most two buckets at a time.
+    """Every generator reads each tensor where it is, or where that cannot be in a copy that is stored once, at most two
+    buckets at a time.
 
     With ``delta`` only tensors whose checksum has changed since the last publication are sent, and the generators check
     what they receive and what they hold; where they disagree, all of it is sent. That pays where bytes cross a network
@@ -35,7 +49,7 @@ class StreamedPublication(Publication):
     Args:
         policy: whose first rank sends; all its ranks take part in gathering shards.
         generators: those that receive: groups, or the handles of replicas.
-        bucket_bytes: the most that travels at once; a single row of a tensor may be larger.
+        bucket_bytes: the most that is copied to travel at once; a single row of a tensor may be larger.
         delta: send only what has changed.
     """
 
@@ -51,9 +65,12 @@ class StreamedPublication(Publication):
             raise ConfigError(f"bucket_bytes = {bucket_bytes}: expected at least 1")
         self._policy = policy
         self._generators = tuple(generators)
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = self._most = bucket_bytes
         self._delta = delta
-        self._count = 0  # of buckets
+        self._layout: Sequence[WeightInfo] = ()
+        self._buckets: list[list[Piece]] = []
+        self._live: _Live | None = None
+        self._copied = delta  # whether the policy's weights cannot be read where they are
         self._sums: dict[int, list[int]] = {}  # by bucket, of what the generators hold; empty where that is not known
         self._attempt = 0
 
@@ -67,7 +84,7 @@ class StreamedPublication(Publication):
         if not behind:
             return
         fresh = [generator for generator in behind if None in held_by[generator]]
-        if fresh or not self._count:
+        if fresh or not self._buckets:
             self._agree(fresh or behind)
             self._sums = {}
         try:
@@ -83,21 +100,52 @@ class StreamedPublication(Publication):
         return any(own is None or own < version for call in held for own in call.result())
 
     def close(self) -> None:
-        self._sums = {}
+        self._sums, self._live = {}, None
 
     def _agree(self, generators: Sequence[Generator]) -> None:
-        layout = self._policy.weight_layout()
-        _wait([generator.agree_on_weights.submit(layout, self._bucket_bytes) for generator in generators])
-        self._count = len(cut(layout, self._bucket_bytes))
+        self._layout = self._policy.weight_layout()
+        self._find_live()  # now, since the weights move once
+        self._bucket_bytes = self._most * (1 if self._live is None else IN_PLACE_BUCKET)
+        _wait([generator.agree_on_weights.submit(self._layout, self._bucket_bytes) for generator in generators])
+        self._buckets = cut(self._layout, self._bucket_bytes)
 
     def _send(self, generators: Sequence[Generator], version: int) -> None:
+        step = self._find_live()
         known, self._sums = self._sums, {}
         wrong = self._stream(generators, version, known)
+        if self._live is not None and self._policy.weights_state() != (self._live.key, step):
+            raise DataError(
+                f"the policy was updated while its weights were sent as version {version}, so that the generators hold "
+                "some of each; publish again, and let no update begin before publish() returns"
+            )
         if wrong and known:
             emit(Note(f"publication of version {version}: generators do not hold {_few(wrong)} as sent; sending all"))
             wrong = self._stream(generators, version, {})
         if wrong:
             raise DataError(f"the weights of version {version} arrived damaged: the checksums of {_few(wrong)} differ")
+
+    def _find_live(self) -> int:
+        """Hold references to the policy's weights as they are, if there can be any; how often it has been updated."""
+        key, step = ("", 0) if self._copied else self._policy.weights_state()
+        if self._copied or (self._live is not None and self._live.key == key):
+            return step
+        self._live = None
+        refs = cast("Sequence[TensorRef] | None", self._policy.weights_in_place())
+        self._copied = refs is None
+        if refs is not None:
+            key, step = self._policy.weights_state()
+            self._live = _Live(key, {info.name: ref for info, ref in zip(self._layout, refs, strict=True)})
+        return step
+
+    def _bucket(self, index: int, known: dict[int, list[int]]) -> tuple[Sequence[TensorRef | None], list[int] | None]:
+        """References to a bucket's pieces, and their checksums in a delta."""
+        if self._live is not None:
+            refs = self._live.refs
+            return [
+                refs[name][start:stop] if refs[name].shape else refs[name] for name, start, stop in self._buckets[index]
+            ], None
+        asked = known.get(index, []) if self._delta else None
+        return cast(Any, self._policy.weight_bucket(index, self._bucket_bytes, asked))
 
     def _stream(self, generators: Sequence[Generator], version: int, known: dict[int, list[int]]) -> list[str]:
         """Send all buckets, while one is being copied preparing the next; what the generators say is wrong."""
@@ -105,13 +153,12 @@ class StreamedPublication(Publication):
         copying: deque[list[Call[list[list[str]]]]] = deque()
         wrong: list[str] = []
         try:
-            for index in range(self._count):
-                asked = known.get(index, []) if self._delta else None
-                tensors, sums = self._policy.weight_bucket(index, self._bucket_bytes, asked)
+            for index in range(len(self._buckets)):
+                tensors, sums = self._bucket(index, known)
                 if sums is not None:
                     self._sums[index] = sums
                 attempt = (version, self._attempt)
-                copying.append([g.take_weights.submit(attempt, index, tensors, sums) for g in generators])
+                copying.append([g.take_weights.submit(attempt, index, cast(Any, tensors), sums) for g in generators])
                 del tensors  # the last reference here: what the generators have copied leaves the store
                 if len(copying) == 2:
                     wrong += _names(_wait(copying.popleft()))
