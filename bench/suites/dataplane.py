@@ -10,9 +10,9 @@
 - publish: the weights of a policy into the tensors of generators, by a StreamedPublication; peers move tensors of the
   same sizes; `memcpy` is one copy a generator.
 
-In a hop all subjects take turns. In the other two they come one after the other: together they would not fit into the
-memory of a small machine. Peers that would take minutes with the larger tensors, or more memory than there is, are left
-out of those rows: see bench.ways.
+In a hop all subjects take turns, but for the largest. There and in the other two they come one after the other, since
+together they would not fit into the memory of a small machine. Peers that would take minutes with the larger tensors,
+or more memory than there is, are left out: see bench.ways.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,15 +50,15 @@ from podium.workers import Generator, ModelConfig, Policy, StreamedPublication
 INT64, FLOAT32 = 8, 4  # bytes
 OBJECT_STORE_BYTES = 6 << 30  # the largest batch, there and back
 REPETITIONS_BY_MIB = {1: 11, 16: 9, 128: 5, 512: 3, 2048: 2}
-# What all subjects together take at worst, in GiB.
-HOP_GIB = {512: 10, 2048: 15}
+# What subjects that run together take at worst, in GiB.
+HOP_GIB, HOP_ALONE_GIB = 10, 9
 TRANSFER_GIB = 14
 PUBLISH_GIB = 10
 
 
 def hop(context: Context) -> Iterator[Row]:
     """Rows `hop_SIZE_BACKEND` and, for the other figures, `hop_FIGURE_SIZE_BACKEND`."""
-    sizes = (1, 16) if context.quick else (1, 16, 128, 512, 2048)
+    sizes = (1, 16) if context.quick else (1, 16, 128, 512)
     with (
         pair("local") as local,
         pair("ray") as ray,
@@ -67,31 +67,55 @@ def hop(context: Context) -> Iterator[Row]:
     ):
         start_pairs(peers)
         for mib in sizes:
-            nbytes = mib * MIB
-            if not room_for(context, f"a hop of {size_of(nbytes)}", HOP_GIB.get(mib, 0)):
+            if mib == 512 and not room_for(context, "a hop of 512MiB", HOP_GIB):
                 continue
-            podiums = {
-                "local": partial(podium_hop, *local, nbytes),
-                "ray": partial(podium_hop, *ray, nbytes),
-                "ray_readonly": partial(podium_hop, *ray, nbytes, readonly=True),
+            peer_hops = hops_of(peers, mib)
+            slow = {name for name in peer_hops if mib >= WAYS[name].once_from_mib}
+            subjects = {
+                **podium_hops("local", local, mib),
+                **podium_hops("ray", ray, mib),
+                **floor_hops(floor, mib),
+                **{name: peer_hops[name] for name in peer_hops if name not in slow},
             }
-            floors = {
-                "shm": partial(floor.hop, nbytes, fresh=False),
-                "shm_fresh": partial(floor.hop, nbytes, fresh=True),
-            }
-            yield from hop_rows(context, mib, podiums, {**floors, **hops_of(peers, mib)})
+            hops = alternate(subjects, repetitions=context.repetitions(REPETITIONS_BY_MIB[mib]))
+            yield from hop_rows(mib, hops | {name: [peer_hops[name]()] for name in slow})
+    if not context.quick and room_for(context, "a hop of 2GiB", HOP_ALONE_GIB):
+        yield from hop_rows(2048, hops_alone(context, 2048))
 
 
-def hop_rows(
-    context: Context, mib: int, podiums: Mapping[str, Callable[[], Hop]], others: Mapping[str, Callable[[], Hop]]
-) -> Iterator[Row]:
-    """All take turns, and every row of Podium's is compared with the same samples of the others."""
-    slow = {name for name, way in WAYS.items() if name in others and mib >= way.once_from_mib}
-    ours = {f"podium_{kind}": call for kind, call in podiums.items()}
-    subjects = {**ours, **{name: call for name, call in others.items() if name not in slow}}
-    hops = alternate(subjects, repetitions=context.repetitions(REPETITIONS_BY_MIB[mib]))
-    hops |= {name: [others[name]()] for name in slow}
-    for kind in podiums:
+def hops_alone(context: Context, mib: int) -> dict[str, list[Hop]]:
+    """Samples of a size of which the machine has no room for all subjects: their processes come one after the other."""
+    repetitions = REPETITIONS_BY_MIB[mib]
+    hops: dict[str, list[Hop]] = {}
+    for backend in ("local", "ray"):
+        with pair(backend) as holders:
+            hops |= alternate(podium_hops(backend, holders, mib), repetitions=repetitions)
+    with HopFloor.start() as floor:
+        hops |= alternate(floor_hops(floor, mib), repetitions=repetitions)
+    with tensor_peers(context, ("ray",)) as peers:
+        start_pairs(peers)
+        return hops | alternate(hops_of(peers, mib), repetitions=repetitions)
+
+
+def podium_hops(backend: str, holders: tuple[Holder, Holder], mib: int) -> dict[str, Callable[[], Hop]]:
+    """Subjects by `podium_KIND`, where the kind names Podium's rows."""
+    writable = partial(podium_hop, *holders, mib * MIB)
+    if backend == "local":
+        return {"podium_local": writable}
+    return {f"podium_{backend}": writable, f"podium_{backend}_readonly": partial(writable, readonly=True)}
+
+
+def floor_hops(floor: HopFloor, mib: int) -> dict[str, Callable[[], Hop]]:
+    return {
+        "shm": partial(floor.hop, mib * MIB, fresh=False),
+        "shm_fresh": partial(floor.hop, mib * MIB, fresh=True),
+    }
+
+
+def hop_rows(mib: int, hops: Mapping[str, Sequence[Hop]]) -> Iterator[Row]:
+    """Every row of Podium's is compared with the same samples of the others."""
+    others = [name for name in hops if not name.startswith("podium_")]
+    for kind in (name.removeprefix("podium_") for name in hops if name not in others):
         for figure in FIGURES:
             taken = {name: [sample[figure] for sample in hops[name]] for name in others}
             figures = {name: samples for name, samples in taken.items() if any(samples)}  # a message has no put
@@ -156,12 +180,13 @@ def podium_transfers(workers: int, rows: int, columns: int, repetitions: int) ->
 
 
 def verl_transfers(context: Context, workers: int, rows: int, columns: int, repetitions: int) -> dict[str, list[float]]:
-    """The same by verl, whose tensors travel as numpy arrays: by torch.save, its default, it takes far longer."""
+    """The same by verl, by torch.save, which is its default and slow enough for one turn, and as numpy arrays."""
     with tensor_peers(context, ("verl",), object_store_bytes=OBJECT_STORE_BYTES) as peers:
         for verl in peers.values():
             verl.call("start", workers=workers)
-            transfer = partial(verl.call, "transfer", rows=rows, columns=columns, variant="numpy")
-            return alternate({"verl_numpy": transfer}, repetitions=repetitions)
+            transfer = partial(verl.call, "transfer", rows=rows, columns=columns)
+            faster = alternate({"verl_numpy": partial(transfer, variant="numpy")}, repetitions=repetitions)
+            return faster | {"verl": [transfer(variant="torch")]}
     return {}
 
 

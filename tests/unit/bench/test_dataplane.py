@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,13 +40,13 @@ def test_a_hop_has_four_figures_and_leaves_nothing_behind() -> None:
             assert 0 < figures["inside"] < figures["hop"] + figures["touch"]
 
 
-def test_rows_of_both_backends_are_compared_with_the_same_samples_of_the_others(context: Context) -> None:
-    def hop_of(seconds: float, put_s: float) -> dict[str, float]:
-        return {"put": put_s, "hop": seconds, "inside": seconds, "touch": seconds}
+def test_rows_of_both_backends_are_compared_with_the_same_samples_of_the_others() -> None:
+    def hop_of(seconds: float, put_s: float) -> list[dict[str, float]]:
+        return [{"put": put_s, "hop": seconds, "inside": seconds, "touch": seconds}]
 
-    podiums = {"local": partial(hop_of, 1.0, 1.0), "ray": partial(hop_of, 2.0, 1.0)}
-    others = {"ray": partial(hop_of, 4.0, 0.0)}  # a peer may have the name of a backend
-    rows = {row.name: row for row in dataplane.hop_rows(context, 16, podiums, others)}
+    others = {"ray": hop_of(4.0, 0.0)}  # a peer may have the name of a backend
+    hops = {"podium_local": hop_of(1.0, 1.0), "podium_ray": hop_of(2.0, 1.0), **others}
+    rows = {row.name: row for row in dataplane.hop_rows(16, hops)}
     assert rows["hop_16MiB_local"].ratio == {"ray": 4.0}
     assert rows["hop_touch_16MiB_ray"].ratio == {"ray": 2.0}
     assert rows["hop_put_16MiB_ray"].others == {}, "who has nothing to put is left out"
