@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from podium.runtime import backends
 from podium.testing import BackendContract, Target
 
 BACKENDS = [
@@ -13,6 +14,12 @@ BACKENDS = [
     pytest.param(Target("ray"), marks=pytest.mark.ray),
     pytest.param(Target("monarch"), marks=pytest.mark.monarch),
 ]
+
+
+def test_no_backend_of_podiums_own_is_left_out() -> None:
+    own = {name for name, entry in backends().items() if entry.module.startswith("podium.")}
+    tried = {str(getattr(one, "values", (one,))[0]).partition("-")[0] for one in BACKENDS}
+    assert tried == own
 
 
 @pytest.fixture(scope="module", params=BACKENDS, ids=str)

@@ -78,12 +78,10 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
     Raises:
         ConfigError: no such backend (names the nearest), or an option it does not know.
     """
-    scheme = backend.partition("://")[0]
-    if backend != scheme:
-        options["address"] = backend
     cls = backend_class(backend, options)
     known = inspect.signature(cls).parameters
-    return Cluster(cls(**{name: value for name, value in (hints or {}).items() if name in known} | options), scheme)
+    given = {name: value for name, value in (hints or {}).items() if name in known} | _with_address(backend, options)
+    return Cluster(cls(**given), _scheme(backend))
 
 
 def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> type[Backend]:
@@ -92,8 +90,7 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
     Raises:
         ConfigError: as :func:`connect`.
     """
-    scheme = backend.partition("://")[0]
-    found = backends()
+    scheme, found = _scheme(backend), backends()
     if scheme not in found:
         near = difflib.get_close_matches(scheme, found, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -105,10 +102,19 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
             f"backend {scheme!r} cannot be loaded: {error}; try: pip install 'podium[{scheme}]'"
         ) from error
     try:
-        inspect.signature(cls).bind(**(options or {}))
+        inspect.signature(cls).bind(**_with_address(backend, options or {}))
     except TypeError as error:
         raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
     return cls
+
+
+def _scheme(backend: str) -> str:
+    return backend.partition("://")[0]
+
+
+def _with_address(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options``, and the address if ``backend`` is one."""
+    return {**options, **({"address": backend} if backend != _scheme(backend) else {})}
 
 
 class Cluster:

@@ -157,7 +157,8 @@ def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[s
     status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--data.train", "")
     assert status == 2
     assert "data.train is not set" in err
-    wrong = {"lokal": "did you mean 'local'?", "local --backend.ecko true": "unexpected keyword argument 'ecko'"}
+    wrong = {"lokal": "did you mean 'local'?", "local://here": "unexpected keyword argument 'address'"}
+    wrong |= {"local --backend.ecko true": "unexpected keyword argument 'ecko'"}
     for backend, said in wrong.items():
         words = ["--config", str(yaml), "--dry-run", "--backend", *backend.split()]
         status, _, err = run(capsys, "train", "grpo", *words)
