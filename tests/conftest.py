@@ -15,6 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # directory, and none of others, and a process keeps to what it did first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray gives its workers a niceness of 15: beside two busy processes of other tests they get a thirtieth of a core, and
+# what takes a second takes minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest
 

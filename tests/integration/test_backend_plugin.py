@@ -20,7 +20,7 @@ SUITE = """
 import pytest
 from podium.testing import BackendContract, Target
 
-@pytest.fixture(scope="module", params=[Target("streams", preload=("podium.testing",))], ids=str)
+@pytest.fixture(scope="module", params=[Target("streams", preload=("podium.testing.workers", "torch"))], ids=str)
 def target(request):
     return request.param
 

@@ -6,12 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from podium.data import Batch, fields
 from podium.runtime import (
     Arguments,
     Collect,
@@ -30,6 +26,11 @@ from podium.runtime import (
     scatter,
     shard,
 )
+
+if TYPE_CHECKING:  # torch takes seconds to import, which a worker without tensors saves
+    from torch import Tensor
+
+    from podium.data import Batch
 
 __all__ = ["Counter", "Keeper", "Place", "Probe", "Rows", "Sleeper", "Stash"]
 
@@ -98,6 +99,8 @@ class Probe(Worker):
 
     @endpoint(collect=reduce("sum"))
     def total(self, value: float) -> Tensor:
+        import torch
+
         return torch.full((2,), value * (self.ctx.rank + 1))
 
     @endpoint(collect=reduce("max"))
@@ -106,6 +109,8 @@ class Probe(Worker):
 
     @endpoint(collect=reduce("min"))
     def smallest(self) -> Tensor:
+        import torch
+
         return torch.tensor([self.ctx.rank, -self.ctx.rank])
 
     @endpoint(dispatch=Backwards())
@@ -157,6 +162,8 @@ class Rows(Worker):
 
     @endpoint(dispatch=shard(balance="tokens"))
     def token_counts(self, batch: Batch) -> tuple[int, int]:
+        from podium.data import fields
+
         return len(batch), len(batch.jagged(fields.TOKENS).values)
 
     @endpoint(dispatch=shard(pad=True))
@@ -177,6 +184,8 @@ class Rows(Worker):
 
     @endpoint(dispatch=shard(), collect=concat())
     def joined(self, batch: Batch) -> Batch:
+        import torch
+
         rank = torch.full((len(batch),), self.ctx.rank)
         return batch.with_columns(rank=rank).with_meta(seen_by="a worker")
 
@@ -186,6 +195,8 @@ class Rows(Worker):
 
     @endpoint(dispatch=shard(balance="tokens"), collect=reduce("mean", weight="tokens"))
     def mean_of_tokens(self, batch: Batch) -> dict[str, float]:
+        from podium.data import fields
+
         return {"mean": float(batch.jagged(fields.TOKENS).values.double().mean())}
 
     @endpoint(dispatch=shard("grid"))
@@ -345,6 +356,8 @@ class Stash(Worker):
     @endpoint(returns="ref")
     def make(self, rows: int, width: int) -> Tensor:
         """float32 ``[rows, width]``, all of them this rank's number."""
+        import torch
+
         return torch.full((rows, width), float(self.ctx.rank))
 
     @endpoint(returns="ref", collect=first())
