@@ -34,13 +34,13 @@ def missing_requirement(mark: str) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, each with a reason that -ra counts and prints at the end.
 
-    Tests with Ray come last, or under `make test` in a process of their own beside the others: Ray leaves threads,
-    children and unclosed files in its process, which others count.
+    Tests with Ray come last, or under `make test` in another process than the others: Ray leaves threads, children and
+    unclosed files in its process, which others count. There a module of them goes to whichever process has time.
     """
     items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
     for item in items:
         with_ray = item.get_closest_marker("ray") is not None
-        item.add_marker(pytest.mark.xdist_group("ray" if with_ray else "rest"))
+        item.add_marker(pytest.mark.xdist_group(f"ray-{item.path.stem}" if with_ray else "rest"))
         if with_ray:
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
     for mark in ("ray", "monarch", "gpu"):

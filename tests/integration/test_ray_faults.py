@@ -59,15 +59,15 @@ def test_a_killed_worker_is_named_while_siblings_are_busy_and_takes_its_children
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 1 of pair") as caught:
-        call.result(20.0)
+        call.result(60.0)
     assert time.monotonic() - began < 5.0
     assert "worker process has died" in caught.value.cause
-    assert not all_gone([victim, children[1]], 5.0)
+    assert not all_gone([victim, children[1]], 30.0)
     assert alive(other)
     assert alive(children[0])
     pair.group.restart()
     assert pair.ping(2) == [2, 2]
-    assert not all_gone([other, children[0]], 5.0), "a restart ends them all"
+    assert not all_gone([other, children[0]], 30.0), "a restart ends them all"
 
 
 def test_an_actor_that_somebody_else_kills_is_named(cluster: Cluster) -> None:
@@ -77,7 +77,7 @@ def test_an_actor_that_somebody_else_kills_is_named(cluster: Cluster) -> None:
     call = kept.wait.submit()
     ray.kill(ray.get_actor("kept:0", namespace="podium"))
     with pytest.raises(WorkerDied, match=r"rank 0 of kept .* killed by `ray\.kill`"):
-        call.result(20.0)
+        call.result(60.0)
 
 
 # -- large values ----------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_a_store_that_is_full_says_who_holds_what(cluster: Cluster, store_bytes:
         assert isinstance(caught.value.__cause__, StoreFullError)
         assert stash.total(held[0]) == [0.0]
         del held
-        assert wait_for(lambda: [usage for usage in stash.group.stores() if usage and usage.nbytes] == [], 5.0)
+        assert wait_for(lambda: [usage for usage in stash.group.stores() if usage and usage.nbytes] == [], 30.0)
         assert len(stash.make(mib, MIB // 4)[0]) == mib
 
 
@@ -163,16 +163,16 @@ def test_a_replica_dies_alone_and_is_made_anew(cluster: Cluster) -> None:
     busy = [replica.wait.submit() for replica in replicas]
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="engine-1"):
-        busy[1].result(20.0)
+        busy[1].result(60.0)
     assert replicas.alive == [0, 2]
     assert [replicas[number].ping(number) for number in (0, 2)] == [[0], [2]]
     replicas.restart(1)
     assert replicas.alive == [0, 1, 2]
     assert replicas[1].ping(1) == [1]
     for call in replicas.submit("let_go"):
-        call.result(10.0)
-    assert [busy[number].result(10.0) for number in (0, 2)] == [[True]] * 2, "they were never disturbed"
+        call.result(60.0)
+    assert [busy[number].result(60.0) for number in (0, 2)] == [[True]] * 2, "they were never disturbed"
     assert [replicas[number].group.pids[0] for number in (0, 2)] == [pids[0], pids[2]]
     replicas.close()
-    assert wait_for(lambda: not groups_held(), 5.0), "nobody else could give their slots back"
+    assert wait_for(lambda: not groups_held(), 30.0), "nobody else could give their slots back"
     cluster.release(cluster.pool([2], cpus=1))

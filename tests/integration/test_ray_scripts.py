@@ -143,8 +143,8 @@ def test_a_script_that_ends_leaves_nothing(cluster: Cluster, head: Head, tmp_pat
     from tests.integration.ray_nodes import groups_held
 
     out = run_script(tmp_path, START + holding(head).replace("time.sleep(600)", ""), PYTHONPATH=ROOT)
-    assert not all_gone(map(int, out.split()), 5.0)
-    assert wait_for(lambda: groups_held() == [], 5.0), groups_held()
+    assert not all_gone(map(int, out.split()), 30.0)
+    assert wait_for(lambda: groups_held() == [], 30.0), groups_held()
     cluster.release(cluster.pool([4], cpus=1))
 
 
@@ -336,7 +336,7 @@ def test_a_detached_group_outlives_its_script(cluster: Cluster, head: Head, tmp_
     with pytest.raises(PlacementError, match=f"podium:script.py:{starter.pid} \\(2\\)"):
         cluster.pool([3], cpus=1)
     cluster.stop(name)
-    assert not all_gone(pids, 5.0)
+    assert not all_gone(pids, 30.0)
     assert groups_held() == []
     cluster.release(cluster.pool([4], cpus=1))
     with pytest.raises(ConfigError, match=f"no detached group '{name}'"):
@@ -351,11 +351,11 @@ def test_the_death_of_a_detached_worker_is_seen_by_who_attached(cluster: Cluster
     call = kept.wait.submit()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 1 of mortal") as caught:
-        call.result(20.0)
+        call.result(60.0)
     assert caught.value.rank == 1
     assert alive(pids[0])
     cluster.stop("mortal")
-    assert not all_gone(pids, 5.0)
+    assert not all_gone(pids, 30.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -373,8 +373,8 @@ def test_what_is_left_of_a_detached_group_can_be_stopped(cluster: Cluster, rank:
     with pytest.raises(ConfigError, match="torn"):
         cluster.start(Busy.bind(), cluster.pool([2]), name="torn", detached=True, distributed=False)
     cluster.stop("torn")
-    assert not all_gone(pids, 5.0)
-    assert wait_for(lambda: groups_held() == [], 5.0)
+    assert not all_gone(pids, 30.0)
+    assert wait_for(lambda: groups_held() == [], 30.0)
     with pytest.raises(ConfigError, match="no detached group 'torn'"):
         cluster.attach("torn")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import random
@@ -12,9 +13,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["THREAD_VARIABLES", "interface_of", "log_to", "settle_in"]
+__all__ = ["THREAD_VARIABLES", "interface_of", "keep_freed_memory", "log_to", "settle_in"]
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+KEPT_FREE = min((2 << 30) - 1, max(256 << 20, MEMORY // 24))  # bytes; mallopt takes an int
+LARGEST_KEPT = 32 << 20  # bytes: the most that glibc does not map by itself, and gives back by itself
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 _SIOCGIFADDR = 0x8915
 
@@ -25,9 +30,24 @@ def settle_in(threads: int, cwd: str, sys_path: Sequence[str], interface: str) -
     with contextlib.suppress(OSError):
         os.chdir(cwd)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    keep_freed_memory()
     random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)
+
+
+def keep_freed_memory() -> None:
+    """Before torch is imported: what a step frees stays with the process for the next one, up to ``KEPT_FREE``, and
+    large tensors lie in huge pages. By itself glibc gives back all that is free above 64 MiB at every step, and a fresh
+    page costs three times the copy that fills it. What the user set in the environment stands; without glibc this does
+    nothing."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's; the kernel must allow it ("madvise" or "always")
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
 
 
 def log_to(path: Path) -> int:

@@ -24,7 +24,7 @@ from podium.testing.workers import Stash
 
 __all__ = ["ReferenceContract"]
 
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 def batch(rows: int) -> Batch:

@@ -33,6 +33,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from podium.backends.local.linux import become_subreaper, children_of, die_with_parent, environment_has, session_of
+from podium.backends.process import keep_freed_memory
 
 __all__ = ["Spawn", "main"]
 
@@ -60,6 +61,7 @@ def main(fd: int, preload: list[str], private: str) -> None:
     controller = os.getppid()
     connection = socket.socket(fileno=fd)
     become_subreaper()
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake_in, wake_out = socket.socketpair()
     for end in (wake_in, wake_out):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from monarch.actor import Actor, Port, endpoint
 
-from podium.backends.process import settle_in
+from podium.backends.process import keep_freed_memory, settle_in
 from podium.runtime.codec import decode, encode
 from podium.runtime.host import Host, Outcome, pack_outcome
 
@@ -73,6 +73,7 @@ class HostActor(Actor):
         """Take over the controller's surroundings, then import what workers need; the process's id."""
         threading.Thread(target=_end_with, args=(setting.controller,), daemon=True).start()
         faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
+        keep_freed_memory()
         for module in setting.preload:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
