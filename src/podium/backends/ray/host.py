@@ -120,7 +120,7 @@ class RayHost(HostHandle):
 def _encode(request: Request) -> tuple[Any, ...]:
     """The message, the same for every host it goes to, and what Ray keeps of it. A call without arguments is a string,
     the name of its task: Ray takes 9 % longer for an argument, whatever it is."""
-    if request.shared.data == NO_VALUES and request.own is None and not request.concurrent:
+    if request.shared is NO_VALUES and request.own is None and not request.concurrent:
         return (bare_name(request.call_id, request.target, request.method, request.wants_result),)
     parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
     inside = [(p.data, None if p.stored is not None else p.buffers, p.alone, len(p.blocks)) for p in parcels]
