@@ -20,7 +20,7 @@ from podium.runtime import colocate
 from tests.integration.fault_workers import Faulty, Slow
 from tests.integration.processes import alive, all_gone, parent_of, wait_for
 
-PROMPT_S = 5.0  # far below the minutes that siblings are busy; the figures themselves are bench's
+PROMPT_S = 20.0  # far below the minutes that siblings are busy; the figures themselves are bench's
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_descriptors_and_segments_do_not_grow_over_500_large_calls(local: Cluste
     rounds(25)
     before = descriptors(os.getpid())
     rounds(100)
-    assert wait_for(lambda: descriptors(os.getpid()) <= before + 4, 3.0), (before, descriptors(os.getpid()))
+    assert wait_for(lambda: descriptors(os.getpid()) <= before + 4, 15.0), (before, descriptors(os.getpid()))
     in_use = [backend_of(local).segments.usage()[0], *faulty.group.run(_segments_in_use)]
     assert in_use == [0, 0, 0], f"{in_use} bytes of segments are in use although nobody reads them"
 
@@ -105,7 +105,7 @@ def test_what_was_queued_for_a_worker_goes_with_it(local: Cluster, faulty: Fault
     assert max(one_life() for _ in range(2)) < first + 20, "segments are used again, and no duplicate is left"
     assert faulty.rank() == [0, 1]
     gc.collect()
-    assert wait_for(lambda: segments.usage()[0] == 0, 3.0), segments.usage()
+    assert wait_for(lambda: segments.usage()[0] == 0, 15.0), segments.usage()
 
 
 def test_a_closed_cluster_leaves_no_descriptor_no_thread_and_no_process() -> None:
@@ -121,8 +121,8 @@ def test_a_closed_cluster_leaves_no_descriptor_no_thread_and_no_process() -> Non
     pids = [pid for _ in range(2) for pid in one_life()]
     gc.collect()
     assert not all_gone(pids, 3.0)
-    assert wait_for(lambda: descriptors(os.getpid()) <= before, 3.0), (descriptors(os.getpid()), before)
-    assert wait_for(lambda: threading.active_count() <= threads, 3.0)
+    assert wait_for(lambda: descriptors(os.getpid()) <= before, 15.0), (descriptors(os.getpid()), before)
+    assert wait_for(lambda: threading.active_count() <= threads, 15.0)
 
 
 def test_the_interrupt_handler_of_the_script_is_given_back() -> None:

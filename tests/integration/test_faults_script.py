@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.processes import all_gone, run_script, start_script, wait_for
 
-GONE_S = 4.0  # the promise is 2 s; twice that on a machine that is busy with other tests
+GONE_S = 15.0  # the promise is 2 s, on a machine that does nothing else
 BUSY = """
 import os, subprocess, sys, time
 import podium

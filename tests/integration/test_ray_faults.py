@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 import podium
 from podium import Cluster
-from podium.errors import EndpointError, SerializationError, StoreFullError, WorkerDied
+from podium.errors import EndpointError, SerializationError, StoreFullError, WorkerDied, WorkerStartError
 from podium.testing.workers import Stash
 from tests.integration.processes import alive, all_gone, wait_for
 from tests.integration.ray_workers import Busy, add_rank, make_zeros, total
@@ -45,11 +46,26 @@ def test_an_exception_is_raised_while_siblings_are_busy(pair: Busy) -> None:
     began = time.monotonic()
     with pytest.raises(EndpointError, match="the first cause") as caught:
         pair.raise_on(1)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, LookupError)
     pair.group.restart()
     assert pair.ping(1) == [1, 1]
+
+
+def test_while_ray_takes_its_time_the_log_says_for_what(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("podium.backends.ray.backend.START_SAYS_S", 0.5)
+    monkeypatch.setattr("podium.backends.ray.backend.START_TIMEOUT_S", 3.0)
+    (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with (
+        podium.connect("ray", preload=("sleepy",)) as slow,
+        pytest.raises(WorkerStartError, match=r"Ray did not start late-0, late-1 within 3 s\..*niceness"),
+    ):
+        slow.start(Busy.bind(), slow.pool([2]), name="late", distributed=False)
+    assert any("Ray has not started late-0, late-1 for" in record.message for record in caplog.records)
 
 
 def test_a_killed_worker_is_named_while_siblings_are_busy_and_takes_its_children_along(pair: Busy) -> None:
@@ -60,7 +76,7 @@ def test_a_killed_worker_is_named_while_siblings_are_busy_and_takes_its_children
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 1 of pair") as caught:
         call.result(60.0)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
     assert "worker process has died" in caught.value.cause
     assert not all_gone([victim, children[1]], 30.0)
     assert alive(other)

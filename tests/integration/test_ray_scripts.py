@@ -96,7 +96,7 @@ def test_a_pool_that_cannot_be_had_says_who_holds_what(cluster: Cluster, head: H
         began = time.monotonic()
         with pytest.raises(PlacementError) as caught:
             cluster.pool([2], cpus=1)
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 5.0
         for said in (
             "asked for 2 cpu on 1 node",
             "0.25 cpu free on",

@@ -63,7 +63,7 @@ def test_a_chain_of_three_groups_overlaps_and_the_controller_holds_no_bytes(stag
             batch = Batch({"x": torch.full((4, 20_000), float(number))})
             calls.append(last.submit(two.work.submit(one.work.submit(batch).arg()).arg()))
         results = [call.result() for call in calls]
-        assert wait_for(lambda: all(len(span) == BATCHES for span in spans.values()), 5.0), "told just after the reply"
+        assert wait_for(lambda: all(len(span) == BATCHES for span in spans.values()), 20.0), "told just after the reply"
     finally:
         unsubscribe()
     assert all(type(result["x"]) is TensorRef for result in results)

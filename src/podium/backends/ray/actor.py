@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from podium.backends.devices import accelerators, visibility
-from podium.backends.process import THREAD_VARIABLES, interface_of, keep_freed_memory, log_to, settle_in
+from podium.backends.process import THREAD_VARIABLES, interface_of, log_to, settle_in
 from podium.backends.ray.wire import Parcel, outcome_to_wire, read_bare_name
 from podium.runtime.host import Host
 
@@ -78,11 +78,10 @@ class HostActor:
         seen = visibility(range(len(setting.visible)), setting.visible or accelerators())
         os.environ.update({**limits, **seen, **setting.env})
         log_start = log_to(Path(setting.log_path))
-        keep_freed_memory()
+        settle_in(setting.threads, setting.cwd, setting.sys_path, interface_of(ray.util.get_node_ip_address()))
         for module in setting.preload:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
-        settle_in(setting.threads, setting.cwd, setting.sys_path, interface_of(ray.util.get_node_ip_address()))
         return Settled(os.getpid(), log_start)
 
     def call(self, message: bytes) -> bytes | list[Any]:

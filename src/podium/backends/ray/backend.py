@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 import sys
@@ -38,9 +39,12 @@ from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, Hos
 __all__ = ["RayBackend"]
 
 START_TIMEOUT_S = 120.0
+START_SAYS_S = 15.0
 LOOK_S = 1.0  # between two looks at whether the nodes on which hosts start are still there
 NAMESPACE = "podium"
 REFUSED = ("max_restarts", "max_task_retries")
+
+_log = logging.getLogger("podium")
 
 
 class RayBackend(Backend):
@@ -215,16 +219,24 @@ class RayBackend(Backend):
             asked[host.actor.settle_in.remote(setting)] = host, path
             if self._echo is not None:
                 self._echo.follow(spec.label, path)
-        until = time.monotonic() + START_TIMEOUT_S
+        began = time.monotonic()
+        say = START_SAYS_S
         while asked:
-            ready, _ = ray.wait(list(asked), timeout=min(LOOK_S, max(0.0, until - time.monotonic())))
+            ready, _ = ray.wait(list(asked), timeout=LOOK_S)
             if ready:
                 self._settled(ready[0], *asked.pop(ready[0]), specs)
-            elif time.monotonic() < until:
-                self._look_for(specs)
-            else:
-                late = ", ".join(host.label for host, _ in asked.values())
-                raise WorkerStartError(f"Ray did not start {late} within {START_TIMEOUT_S:g} s", rank=hosts[0].rank)
+                continue
+            late, waited = ", ".join(host.label for host, _ in asked.values()), time.monotonic() - began
+            if waited >= START_TIMEOUT_S:
+                raise WorkerStartError(
+                    f"Ray did not start {late} within {START_TIMEOUT_S:g} s. Its workers have a niceness of 15: where "
+                    "others keep the machine busy, start Ray with RAY_worker_niceness=0",
+                    rank=hosts[0].rank,
+                )
+            if waited >= say:
+                _log.warning("Ray has not started %s for %.0f s", late, waited)
+                say += START_SAYS_S
+            self._look_for(specs)
 
     def _settled(self, answer: Any, host: RayHost, log: Path, specs: Sequence[HostSpec]) -> None:
         try:
