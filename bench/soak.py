@@ -97,8 +97,9 @@ class Soak:
 
     def __init__(self, cluster: podium.Cluster, chance: random.Random) -> None:
         pools = cluster.pool([2 * RANKS]).split([RANKS, RANKS])
-        self._producers = cluster.start(Producer.bind(), pools[0], timeout_s=DEADLINE_S)
-        self._consumers = cluster.start(Consumer.bind(), pools[1], timeout_s=DEADLINE_S)
+        # Without a process group: what one rank finds lost, another may still wait for, and that would break it.
+        self._producers = cluster.start(Producer.bind(), pools[0], timeout_s=DEADLINE_S, distributed=False)
+        self._consumers = cluster.start(Consumer.bind(), pools[1], timeout_s=DEADLINE_S, distributed=False)
         self._chance = chance
         self._held: deque[tuple[int, Batch]] = deque(maxlen=HELD)
         self._victims = itertools.cycle(("producer", "consumer"))
