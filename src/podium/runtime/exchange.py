@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,7 @@ from podium.errors import (
 )
 from podium.runtime.backend import Backend, Death, HostHandle, Packed, Reply, Request
 from podium.runtime.call import Call
-from podium.runtime.flight import Flight, Outgoing, describe
+from podium.runtime.flight import Flight, Numbers, Outgoing, describe
 from podium.runtime.host import Failure
 from podium.runtime.pool import ResourcePool
 from podium.runtime.watch import Watch
@@ -50,7 +49,8 @@ STATUS_S = 1.0
 SHUT_DOWN_NAP_S = 0.05  # between two offers to deliver replies for the backend
 
 _log = logging.getLogger("podium")
-_call_ids = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)  # two controllers may call the same host
+_call_ids = itertools.count()
+_numbers = Numbers()
 
 
 class Exchange:
@@ -108,7 +108,7 @@ class Exchange:
             return join([self.backend.unpack(replies[places[rank]].payload) for rank in wanted])
 
         call.begin(len(ranks), joined, self.backend)
-        flight = Flight(call, out, call_id, self._generation, set(ranks), time.monotonic_ns())
+        flight = Flight(call, out, call_id, _numbers.take(), self._generation, set(ranks), time.monotonic_ns())
         self._flights[call_id] = flight  # from here on a death fails it; one while it was packed shows now
         try:
             self._refuse_if_unusable(call.label)
@@ -135,7 +135,7 @@ class Exchange:
             request = common.get(wants) if own is None else None
             if request is None:
                 mine = None if own is None else own[place]
-                request = Request(flight.call_id, out.target, out.method, shared, mine, wants, out.concurrent)
+                request = Request(flight.number, out.target, out.method, shared, mine, wants, out.concurrent)
                 common[wants] = request
             self._handles[rank].invoke(request, lambda reply, p=place, r=rank: self._on_reply(flight, p, r, reply))
 
@@ -178,7 +178,7 @@ class Exchange:
         else:
             flight.call.fail(CallCancelled(f"{flight.call.label} was cancelled on rank {rank}"))
         if not flight.open:
-            self._flights.pop(flight.call_id, None)
+            self._flown(flight)
             if not flight.breaking:
                 self._settle(flight)
             if flight.held is not None:
@@ -236,8 +236,12 @@ class Exchange:
             flight.open.discard(rank)
             flight.call.fail(self._died(flight.call.label, rank, death, "ended while this call waited for it"))
             if not flight.open:
-                self._flights.pop(flight.call_id, None)
+                self._flown(flight)
             self._settle(flight)
+
+    def _flown(self, flight: Flight) -> None:
+        if self._flights.pop(flight.call_id, None) is not None:
+            _numbers.give_back(flight)
 
     def _died(self, label: str, rank: int, death: Death, what: str) -> WorkerDied:
         words = "".join(f"\n  | {line}" for line in death.last_words)
@@ -282,14 +286,15 @@ class Exchange:
     # -- deadlines and cancelling --------------------------------------------------------------------------------
 
     def _tell_cancelled(self, flight: Flight) -> None:
+        flight.cancelled = True  # before a look at who has not replied: after the last reply its number is another's
         for rank in list(flight.open):
-            self._ask(rank, "cancel", {"cancelled": flight.call_id}, lambda reply: None)
+            self._ask(rank, "cancel", {"cancelled": flight.number}, lambda reply: None)
 
     def _ask(self, rank: int, method: str, values: Mapping[str, Any], done: Callable[[Reply], None]) -> None:
         """A question to the host itself, answered beside whatever it runs."""
         if rank < len(self._handles) and rank not in self.dead:
             packed = self.backend.pack(values, 1)
-            self._handles[rank].invoke(Request(next(_call_ids), "", method, packed, None, True, True), done)
+            self._handles[rank].invoke(Request(_numbers.take(), "", method, packed, None, True, True), done)
 
     def _tick(self, now: float) -> None:
         for flight in list(self._flights.values()):
@@ -356,7 +361,7 @@ class Exchange:
         self._left = threading.Event()
         nothing = self.backend.pack({}, self.size)
         for rank in sorted(self._leaving):
-            request = Request(next(_call_ids), "", "shutdown", nothing, None, False)
+            request = Request(_numbers.take(), "", "shutdown", nothing, None, False)
             self._handles[rank].invoke(request, lambda reply, rank=rank: self._has_left(rank))
         until = time.monotonic() + timeout_s
         while self._leaving and (left := until - time.monotonic()) > 0:

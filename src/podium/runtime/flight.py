@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from podium.errors import PodiumError
 from podium.runtime.call import Call
 from podium.runtime.host import Status
 
-__all__ = ["Flight", "Outgoing", "describe"]
+__all__ = ["Flight", "Numbers", "Outgoing", "describe"]
 
 STALL_S = 60.0
 
@@ -33,11 +35,13 @@ class Flight:
     """One call in the air.
 
     Attributes:
+        number: what its hosts call it, and a later call too, once no host can hear of this one any more.
         generation: the hosts it was sent to, as their set counts its restarts.
         open: the ranks that have not replied.
         failed: the ranks that raised.
         held: an error that waits for its cause to arrive.
         expired: its deadline has passed and its ranks are being asked what they do.
+        cancelled: its hosts were told to drop it.
         breaking: a rank that failed is destroying its process groups.
         next_stall: seconds of waiting after which to warn next.
     """
@@ -45,14 +49,36 @@ class Flight:
     call: Call[Any]
     out: Outgoing
     call_id: int
+    number: int
     generation: int
     open: set[int]
     submitted_ns: int
     failed: list[int] = field(default_factory=lambda: list[int]())
     held: PodiumError | None = None
     expired: bool = False
+    cancelled: bool = False
     breaking: bool = False
     next_stall: float = STALL_S
+
+
+class Numbers:
+    """What hosts call the calls in the air. Used again, since a backend's own software may keep something for each
+    that it ever saw; two controllers that call the same host use others."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return next(self._next)
+
+    def give_back(self, flight: Flight) -> None:
+        """All its hosts have replied or ended. One that was told to drop it may hear of that only now."""
+        if not flight.cancelled:
+            self._free.append(flight.number)
 
 
 def describe(status: Status) -> str:

@@ -1,0 +1,65 @@
+"""What hosts call the calls in the air: numbers that are used again, but not while a host may still hear of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import podium
+from podium.errors import CallCancelled
+from podium.runtime.backend import Reply, Request
+from podium.testing.workers import Sleeper
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[int]]]:
+    """A worker in a thread of this process, and the numbers of the requests that go to it."""
+    numbers: list[int] = []
+    with podium.connect("inline", threads=True) as cluster:
+        sleeper = cluster.start(Sleeper.bind(), distributed=False)
+        (handle,) = sleeper.group.hosts._handles
+        invoke: Callable[..., None] = handle.invoke
+
+        def note(request: Request, done: Callable[[Reply], None]) -> None:
+            if request.target:
+                numbers.append(request.call_id)
+            invoke(request, done)
+
+        monkeypatch.setattr(handle, "invoke", note)
+        yield sleeper, numbers
+
+
+def test_a_thousand_calls_one_after_the_other_share_a_number(sent: tuple[Any, list[int]]) -> None:
+    """A backend may keep something for each that it ever saw: Ray keeps 4 kB for every name of a task."""
+    sleeper, numbers = sent
+    for _ in range(1000):
+        sleeper.history()
+    assert len(numbers) == 1000
+    assert len(set(numbers)) <= 2
+
+
+def test_calls_in_the_air_have_numbers_of_their_own(sent: tuple[Any, list[int]]) -> None:
+    sleeper, numbers = sent
+    calls: list[Any] = [sleeper.history.submit() for _ in range(50)]
+    for call in calls:
+        call.result()
+    assert 1 <= len(set(numbers)) <= 50
+    busy = sleeper.nap.submit(0.3, "busy")
+    first = numbers[-1]
+    sleeper.history()
+    assert numbers[-1] != first
+    busy.result()
+
+
+def test_the_number_of_a_cancelled_call_is_not_used_again(sent: tuple[Any, list[int]]) -> None:
+    sleeper, numbers = sent
+    call = sleeper.nap.submit(60.0, "nap")
+    cancelled = numbers[-1]
+    call.cancel()
+    with pytest.raises(CallCancelled):
+        call.result()
+    for _ in range(100):
+        sleeper.history()
+    assert cancelled not in numbers[1:]
