@@ -49,6 +49,18 @@ test-fast: $(STAMP)  ## the unit tests, without the slow ones
 test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an environment of its own: four minutes
 	@.venvs/monarch/bin/python -m pytest tests/contract -m monarch $(ARGS)
 
+test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs, in an environment of its own
+	@.venvs/vllm/bin/python -m pytest tests/unit/rollout tests/contract tests/integration -m vllm $(ARGS)
+
+test-wheel: $(STAMP)  ## build the wheel and use it in a fresh environment without extras: two minutes
+	@rm -rf .venvs/wheel dist
+	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .
+	@$(PYTHON) -m venv .venvs/wheel
+	@.venvs/wheel/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
+	@.venvs/wheel/bin/pip install -q --disable-pip-version-check -c .venv/constraints.txt dist/podium-*.whl
+	@.venvs/wheel/bin/pip check --disable-pip-version-check
+	@.venvs/wheel/bin/python -I tests/packaging/check_wheel.py
+
 ##@ Measure
 bench: $(STAMP)  ## every figure of the README, beside floors and installed peers; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)
@@ -77,9 +89,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
 	@touch $@
 
-# A peer may have a second file, NAME.no-deps.txt: packages that are installed without what they say they need.
+# A peer may have two more files: NAME.no-deps.txt lists packages that are installed without what they say they need, and
+# NAME.unwanted.txt packages that are removed after everything is installed.
 .SECONDEXPANSION:
-.venvs/%/.installed: bench/peers/%.txt $$(wildcard bench/peers/$$*.no-deps.txt)
+.venvs/%/.installed: bench/peers/%.txt $$(wildcard bench/peers/$$*.no-deps.txt) $$(wildcard bench/peers/$$*.unwanted.txt)
 	@[[ -n "$(PYTHON)" ]] || { echo "the peers need Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
 	@[[ -x .venvs/$*/bin/python ]] || $(PYTHON) -m venv .venvs/$*
 	@echo "installing the peer $* into .venvs/$*"
@@ -87,6 +100,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@.venvs/$*/bin/pip install -q --disable-pip-version-check -r $<
 	@for file in $(filter %.no-deps.txt,$^); do \
 		.venvs/$*/bin/pip install -q --disable-pip-version-check --no-deps -r "$$file"; done
+	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast test-monarch bench soak bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast test-monarch test-vllm test-wheel bench soak bench-peers help

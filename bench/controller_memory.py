@@ -30,6 +30,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry.metrics import TOKENS
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.completions import ScoredBatch
 from podium.workers import Generator, Policy, Reference
 from podium.workers.texts import decode_sampled, text_column
 
@@ -96,11 +97,15 @@ class Growing(PPOTrainer):
 
     by = "length"
 
-    def step(self, step: int) -> Mapping[str, float]:
+    def collect(self, step: int) -> ScoredBatch:
         phase, number = divmod(step - 1 - STEPS, STEPS)  # the first steps, which warm up, are phase -1
         if number == 0 and phase >= 0:
             self._begin(phase)
-        metrics = super().step(step)
+        return super().collect(step)
+
+    def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
+        phase, number = divmod(scored.step - 1 - STEPS, STEPS)
+        metrics = super().learn(scored)
         self.completions.flush()
         if number == STEPS - 1 and phase >= 0:
             self._end(phase, int(metrics[TOKENS]))

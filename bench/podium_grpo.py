@@ -23,7 +23,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.telemetry import CallFinished, Event, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.sections import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
+from podium.trainer.config import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
 from podium.workers import ModelConfig, OptimConfig
 
 MANY_STEPS = 1_000_000
@@ -94,7 +94,7 @@ def config_of(load: StepLoad, folder: Path) -> GRPOConfig:
             n=load.completions,
             stop_token_ids=(load.unused_id,),
         ),
-        engine=EngineConfig(name="native", slots=load.prompts * load.completions // 2),
+        engine=EngineConfig(name="native", max_sequences=load.prompts * load.completions // 2),
         eval=EvalConfig(items=0),
         save=SaveConfig(model=False),
     )

@@ -39,8 +39,8 @@ WAYS = {
     "monarch": Way("monarch", "message", 512),
     "monarch_rdma": Way("monarch", "rdma", 128),
 }
-# How weights are published; Monarch's messages to four generators, all at once, took more memory than there was.
-PUBLICATIONS = ("ray", "ray_numpy", "monarch_rdma")
+# How peers send weights; Monarch's messages to four generators, all at once, took more memory than there was.
+WEIGHT_WAYS = ("ray", "ray_numpy", "monarch_rdma")
 
 
 @contextmanager
@@ -73,9 +73,9 @@ def hops_of(peers: Mapping[str, PeerClient], mib: int) -> dict[str, Callable[[],
     }
 
 
-def publications_of(peers: Mapping[str, PeerClient]) -> dict[str, Callable[[], float]]:
-    """A subject for each way in which a peer that runs publishes weights."""
-    ways = {name: WAYS[name] for name in PUBLICATIONS if WAYS[name].peer in peers}
+def weight_ways_of(peers: Mapping[str, PeerClient]) -> dict[str, Callable[[], float]]:
+    """A subject for each way in which a peer that runs sends weights."""
+    ways = {name: WAYS[name] for name in WEIGHT_WAYS if WAYS[name].peer in peers}
     return {name: partial(peers[way.peer].call, "publish", variant=way.variant) for name, way in ways.items()}
 
 

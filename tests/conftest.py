@@ -24,7 +24,7 @@ import pytest
 
 def missing_requirement(mark: str) -> str | None:
     """Why tests with `mark` cannot run here, or None if they can."""
-    if mark in ("ray", "monarch"):
+    if mark in ("ray", "monarch", "vllm"):
         return None if importlib.util.find_spec(mark) else f"{mark} is not installed: pip install 'podium[{mark}]'"
     import torch  # only when a gpu test was collected: importing it takes longer than most tests
 
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(f"ray-{item.path.stem}" if with_ray else "rest"))
         if with_ray:
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
-    for mark in ("ray", "monarch", "gpu"):
+    for mark in ("ray", "monarch", "vllm", "gpu"):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := missing_requirement(mark)):
             for item in marked:

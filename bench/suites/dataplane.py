@@ -7,7 +7,7 @@
 - verl_transfer: verl's own test of its data plane, two int64 columns to which all workers add one. The batch is made
   by a worker and the result stays a batch of references (`verl_transfer`), or it is given by the controller (`given`)
   and also fetched by it (`fetched`), which is what verl does in each case. `memcpy` is one copy of the batch.
-- publish: the weights of a policy into the tensors of generators, by a StreamedPublication; peers move tensors of the
+- publish: the weights of a policy into the tensors of generators, by a StreamedSync; peers move tensors of the
   same sizes; `memcpy` is one copy a generator.
 
 In a hop all subjects take turns, but for the largest. There and in the other two they come one after the other, since
@@ -37,15 +37,15 @@ from bench.ways import (
     WAYS,
     Hop,
     hops_of,
-    publications_of,
     room_for,
     size_of,
     start_pairs,
     tensor_peers,
+    weight_ways_of,
 )
 from podium import Batch
 from podium.rollout.engines import EngineConfig
-from podium.workers import Generator, ModelConfig, Policy, StreamedPublication
+from podium.workers import Generator, ModelConfig, Policy, StreamedSync
 
 INT64, FLOAT32 = 8, 4  # bytes
 OBJECT_STORE_BYTES = 6 << 30  # the largest batch, there and back
@@ -219,12 +219,12 @@ def check_twos(result: Batch, rows: int, columns: int) -> None:
 def publish(context: Context) -> Iterator[Row]:
     """Rows `publish_SIZE_GENERATORS_local`: whole float32 models of the Qwen3 family, none of the weights left out."""
     layers, vocabulary = (1, 768) if context.quick else (8, 6144)
-    if not context.quick and not room_for(context, "a publication of 512 MB", PUBLISH_GIB):
+    if not context.quick and not room_for(context, "a weight sync of 512 MB", PUBLISH_GIB):
         return
     model = ModelConfig(config=config_of(layers, vocabulary), tokenizer="chars:0123456789")
     repetitions = context.repetitions(5)
     for generators in (1, 4):
-        sizes, own = podium_publications(model, generators, repetitions)
+        sizes, own = podium_syncs(model, generators, repetitions)
         nbytes = FLOAT32 * sum(sizes)
         copies = {"memcpy": lambda n=generators, size=nbytes: sum(copy_s(size, fresh=False) for _ in range(n))}
         figures = {"podium": own, **alternate(copies, repetitions=repetitions)}
@@ -233,23 +233,21 @@ def publish(context: Context) -> Iterator[Row]:
                 for peer in peers.values():
                     peer.call("start", workers=1 + generators)
                     peer.call("prepare_weights", sizes=sizes)
-                    figures |= alternate(publications_of(peers), repetitions=repetitions)
+                    figures |= alternate(weight_ways_of(peers), repetitions=repetitions)
         yield compare(f"publish_{round(nbytes / 1e6)}MB_{generators}_local", figures, unit="ms", scale=1e3)
 
 
-def podium_publications(model: ModelConfig, generators: int, repetitions: int) -> tuple[list[int], list[float]]:
-    """Elements of each tensor, and seconds of each publication to so many generators, which begin with others."""
+def podium_syncs(model: ModelConfig, generators: int, repetitions: int) -> tuple[list[int], list[float]]:
+    """Elements of each tensor, and seconds of each sync to so many generators, which begin with others."""
     with podium.connect("local", echo=False) as cluster:
         pools = cluster.pool([1 + generators]).split([1, generators])
         policy = cluster.start(Policy.bind(model), pools[0])
         engine = EngineConfig(cache_gib=0.1)
-        publication = StreamedPublication(
-            policy, [cluster.start(Generator.bind(replace(model, seed=1), engine), pools[1])]
-        )
-        publication.init()
-        sizes = [math.prod(weight.shape) for weight in policy.weight_layout()]
+        sync = StreamedSync(policy, [cluster.start(Generator.bind(replace(model, seed=1), engine), pools[1])])
+        sync.init()
+        sizes = [math.prod(weight.shape) for weight in policy.weight_manifest().weights]
         versions = itertools.count()
-        samples = alternate({"podium": lambda: publish_s(publication, next(versions))}, repetitions=repetitions)
+        samples = alternate({"podium": lambda: sync_s(sync, next(versions))}, repetitions=repetitions)
         return sizes, samples["podium"]
 
 
@@ -269,10 +267,10 @@ def config_of(layers: int, vocabulary: int) -> dict[str, object]:
     }
 
 
-def publish_s(publication: StreamedPublication, version: int) -> float:
+def sync_s(sync: StreamedSync, version: int) -> float:
     started = time.perf_counter()
-    publication.publish(version)
+    sync.sync(version)
     seconds = time.perf_counter() - started
-    if publication.is_stale(version):
-        raise AssertionError(f"version {version} was published, and a generator has another")
+    if sync.is_stale(version):
+        raise AssertionError(f"version {version} was synced, and a generator has another")
     return seconds

@@ -76,7 +76,7 @@ def build(case: Case) -> PreTrainedModel:
 
 
 def native_subject(case: Case, prompts: list[list[int]]) -> Callable[[], float]:
-    engine = make_engine(EngineConfig(name="native", slots=case.batch), build(case), 0)
+    engine = make_engine(EngineConfig(name="native", max_sequences=case.batch), build(case))
     params = SamplingParams(max_new_tokens=case.new_tokens, n=GROUP)
     rounds = itertools.count()
 

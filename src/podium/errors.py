@@ -4,8 +4,8 @@ PodiumError
 ├── ConfigError          a setting, an argument or a declaration is wrong (also a ValueError)
 ├── DataError            a file, a row or a column is missing or malformed
 ├── PlacementError       the resources asked for cannot be had
-├── WorkerStartError     a host process or a worker's constructor failed
-├── WorkerDied           a host process ended while it was needed
+├── WorkerStartError     a worker process or a worker's constructor failed
+├── WorkerDied           a worker process ended while it was needed
 ├── EndpointError        a worker's endpoint raised; the original is ``__cause__`` when it pickles
 ├── DeadlineExceeded     a call did not finish in time (also a TimeoutError)
 ├── CallCancelled        the result of a cancelled call was asked for
@@ -70,7 +70,7 @@ class PlacementError(PodiumError):
 
 
 class WorkerStartError(PodiumError):
-    """A host process did not come up, or a worker's constructor raised (then that is ``__cause__``).
+    """A worker process did not come up, or a worker's constructor raised (then that is ``__cause__``).
 
     ``rank`` is the first rank that failed, ``remote_traceback`` the text of its traceback where there is one.
     """
@@ -82,7 +82,7 @@ class WorkerStartError(PodiumError):
 
 
 class WorkerDied(PodiumError):
-    """A host process ended while it was needed.
+    """A worker process ended while it was needed.
 
     ``cause`` reads "signal SIGKILL" or "exit code 3"; ``last_words`` are the last lines it wrote to stderr.
     """

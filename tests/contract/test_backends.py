@@ -11,7 +11,7 @@ BACKENDS = [
     Target("inline"),
     Target("inline", threads=True),
     Target("local"),
-    # Its hosts import torch one by one, two seconds each: only those do here that need it.
+    # Its processes import torch one by one, two seconds each: only those do here that need it.
     pytest.param(Target("ray", preload=()), id="ray", marks=pytest.mark.ray),
     pytest.param(Target("monarch"), marks=pytest.mark.monarch),
 ]

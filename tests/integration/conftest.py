@@ -14,5 +14,5 @@ from podium import Cluster, Worker
 def local() -> Iterator[Cluster]:
     """A local cluster that outlives the failures of its groups. A test closes the groups that it starts."""
     with podium.connect("local") as cluster:
-        cluster.start(Worker.bind()).group.close()  # the fork server is warm once a first host has started
+        cluster.start(Worker.bind()).group.close()  # the fork server is warm once a first process has started
         yield cluster

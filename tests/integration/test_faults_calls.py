@@ -29,7 +29,7 @@ def faulty(local: Cluster) -> Iterator[Faulty]:
     pool = local.pool([3])
     worker = local.start(Faulty.bind(), pool, name="faulty")
     yield worker
-    worker.group.hosts.close(timeout_s=0.0)  # many are busy for minutes by now
+    worker.group.processes.close(timeout_s=0.0)  # many are busy for minutes by now
     worker.group.close()
     local.release(pool)
 
@@ -271,7 +271,7 @@ def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Faulty)
     assert lost == [telemetry.WorkerLost(role="faulty", rank=0, node="localhost", cause="signal SIGKILL")]
 
 
-def test_the_death_of_the_fork_server_is_the_death_of_its_hosts() -> None:
+def test_the_death_of_the_fork_server_is_the_death_of_its_processes() -> None:
     with podium.connect("local") as cluster:
         slow = cluster.start(Slow.bind(), cluster.pool([2]))
         call = slow.sleep.submit(600)

@@ -50,7 +50,7 @@ def faulty(local: Cluster) -> Iterator[Faulty]:
     pool = local.pool([2])
     worker = local.start(Faulty.bind(), pool, name="leaky", distributed=False)
     yield worker
-    worker.group.hosts.close(timeout_s=0.0)
+    worker.group.processes.close(timeout_s=0.0)
     worker.group.close()
     local.release(pool)
 

@@ -93,7 +93,7 @@ with podium.connect("local", preload=[]) as cluster:
     assert "made_up" in out
 
 
-def test_eight_hosts_start_from_a_warm_server(local: Cluster) -> None:
+def test_eight_processes_start_from_a_warm_server(local: Cluster) -> None:
     started = time.monotonic()
     eight = local.start(StartsBadly.bind(9, "raise"), local.pool([8]), name="eight", distributed=False)
     assert eight.rank() == list(range(8))

@@ -1,4 +1,4 @@
-"""The same training, unchanged, wherever its hosts run: on processes of this machine, and on two nodes of Ray."""
+"""The same training, unchanged, wherever its workers run: on processes of this machine, and on two nodes of Ray."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_rank_gives_the_same_bits_as_inline(place: Place, tmp_path: Path) ->
 
 
 def test_ppo_split_and_resumed_gives_the_same_bits_as_inline_in_one_go(place: Place, tmp_path: Path) -> None:
-    """Policy, critic and reference on one host, the generator on another; weights go over after each step."""
+    """Policy, critic and reference on one process, the generator on another; weights go over after each step."""
     sections: dict[str, Any] = {
         "batch": {"prompts": 8},
         "algorithm": {"kl_coef": 0.1, "kl_target": 0.01},
@@ -148,7 +148,7 @@ class Run:
 
     @property
     def workers(self) -> list[int]:
-        """Process ids of the hosts, from the trace."""
+        """Process ids of the worker processes, from the trace."""
         lines = (self.path / "trace.json").read_text().splitlines()
         return [json.loads(line.rstrip(","))["args"]["pid"] for line in lines if '"name":"started"' in line]
 

@@ -36,14 +36,35 @@ def test_custom_worker(tmp_path: Path, backend: str, ranks: int) -> None:
     assert scores == sorted(scores)
 
 
-def test_custom_reward_and_advantage_in_a_run(tmp_path: Path) -> None:
+def test_the_loop_of_grpo_runs_and_draws_its_curve(tmp_path: Path) -> None:
+    lines = run(str(EXAMPLES / "grpo_loop.py"), "4", cwd=tmp_path).splitlines()
+    assert [line.split()[:2] for line in lines[:4]] == [["step", str(step)] for step in (1, 2, 3, 4)]
+    rewards = [float(line.split()[3]) for line in lines[:4]]
+    assert [float(line.split()[-1]) for line in lines[4:]] == pytest.approx(rewards, abs=0.006)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_loop_of_grpo_learns_to_copy(tmp_path: Path) -> None:
+    curve = run(str(EXAMPLES / "grpo_loop.py"), cwd=tmp_path).splitlines()[160:]
+    shares = [float(line.split()[-1]) for line in curve]
+    assert len(shares) == 16
+    assert shares[0] < 0.15
+    assert shares[-1] > 0.9
+
+
+def test_custom_reward_advantage_and_loss_in_a_run(tmp_path: Path) -> None:
     assert "1.00  correct" in run(str(EXAMPLES / "custom_reward.py"), cwd=tmp_path)
     assert run(str(EXAMPLES / "custom_advantage.py"), cwd=tmp_path).startswith("[0.0, 0.5, 0.0, 0.0")
+    assert run(str(EXAMPLES / "custom_loss.py"), cwd=tmp_path) == "[1.0, 2.56, -0.5]\n"
     config = tiny(
         GRPOConfig,
         tmp_path,
         reward={"name": f"{EXAMPLES}/custom_reward.py:digits_in_order"},
-        algorithm={"advantage": f"{EXAMPLES}/custom_advantage.py:best_of_group"},
+        algorithm={
+            "advantage": f"{EXAMPLES}/custom_advantage.py:best_of_group",
+            "loss": f"{EXAMPLES}/custom_loss.py:cispo",
+        },
         eval={"items": 0},
     )
     PPOTrainer(config, cluster="inline", show=False).fit()

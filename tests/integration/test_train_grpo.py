@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from podium.algorithms import PolicyLoss
+from podium.algorithms import TokenLoss
 from podium.data import Batch
 from podium.errors import ConfigError, EndpointError, RewardError
 from podium.runtime import concat, endpoint, first, shard
@@ -30,6 +30,8 @@ LISTED = {  # the metrics of a step that every run reports
     *(metrics.LENGTH_MEAN, metrics.LENGTH_MAX, metrics.MISMATCH_MEAN, metrics.MISMATCH_MAX, metrics.LOSS),
     *(metrics.STEP_S, metrics.TOKENS_PER_S, "tokens_per_s/generate", "tokens_per_s/update", metrics.TOKENS),
 }
+
+SPLIT = [{"layout": "split"}, {"layout": "split", "delta_sync": True}]
 
 
 def train(config: PPOConfig, cluster: str = "inline", **options: Any) -> Path:
@@ -126,11 +128,13 @@ def longer_is_better(completion: str, row: Mapping[str, Any]) -> Mapping[str, fl
     return {"score": float(len(completion)), "length": float(len(completion))}
 
 
-@pytest.mark.parametrize("layout", ["colocated", "split", "split-delta"])
-def test_adapters_are_trained_and_merged_into_what_generates_and_what_is_saved(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("placement", [{"layout": "colocated"}, *SPLIT], ids=str)
+def test_adapters_are_trained_and_merged_into_what_generates_and_what_is_saved(
+    tmp_path: Path, placement: dict[str, Any]
+) -> None:
     base = train(tiny(GRPOConfig, tmp_path, run={"name": "base", "steps": 0}, eval={"items": 0}))
     model = {"path": str(base / "model"), "config": {}, "tokenizer": "", "lora": {"rank": 2}}
-    sections: dict[str, Any] = {"placement": {"layout": layout}, "algorithm": {"kl_in": "loss", "kl_coef": 0.01}}
+    sections: dict[str, Any] = {"placement": placement, "algorithm": {"kl_in": "loss", "kl_coef": 0.01}}
     run = train(tiny(GRPOConfig, tmp_path, model=model, run={"steps": 3}, **sections), reward=longer_is_better)
     rows = metrics_rows(run)
     assert rows[0][metrics.KL] == pytest.approx(0, abs=1e-6)  # adapters begin as nothing
@@ -170,7 +174,7 @@ def test_a_role_that_the_run_does_not_have_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"workers\['critic'\]: this run has no such role; its roles are policy, est"):
         train(tiny(GRPOConfig, tmp_path), workers={"critic": Policy})
     with pytest.raises(ConfigError, match=r"workers\['policy'\] is .*: expected a subclass of Worker"):
-        train(tiny(GRPOConfig, tmp_path), workers={"policy": PolicyLoss})
+        train(tiny(GRPOConfig, tmp_path), workers={"policy": TokenLoss})
 
 
 def test_several_ranks_need_a_backend_with_collectives(tmp_path: Path) -> None:
@@ -179,7 +183,7 @@ def test_several_ranks_need_a_backend_with_collectives(tmp_path: Path) -> None:
 
 
 def test_what_fails_before_the_first_step_leaves_the_name_free(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such reward"):
+    with pytest.raises(ConfigError, match="expected one of exact"):
         train(tiny(GRPOConfig, tmp_path, reward={"name": "exakt"}))
     train(tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0}))
 
@@ -191,9 +195,9 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
         train(config)
 
 
-@pytest.mark.parametrize("layout", ["split", "split-delta"])
-def test_split_sends_each_version_to_the_generator(tmp_path: Path, layout: str) -> None:
-    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 3}, placement={"layout": layout}))
+@pytest.mark.parametrize("placement", SPLIT, ids=str)
+def test_split_sends_each_version_to_the_generator(tmp_path: Path, placement: dict[str, Any]) -> None:
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 3}, placement=placement))
     colocated = train(tiny(GRPOConfig, tmp_path, run={"steps": 3, "name": "colocated"}))
     versions = [set(pq.read_table(file)["version"].to_pylist()) for file in sorted((run / "completions").iterdir())]
     assert versions == [{0}, {1}, {2}]

@@ -40,7 +40,7 @@ def test_sft_resumes_to_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_falls_to_the_end_of_the_run(tmp_path: Path) -> None:
-    optim = {"schedule": "linear", "lr": 1e-2}
+    optim = {"lr_schedule": "linear", "lr": 1e-2}
     config = tiny(SFTConfig, tmp_path, run={"steps": 4}, optim=optim, eval={"items": 0}, save={"model": False})
     SFTTrainer(config, cluster="inline", show=False).fit()
     rates = [row[metrics.LEARNING_RATE] for row in metrics_rows(tmp_path / "runs" / "run")]

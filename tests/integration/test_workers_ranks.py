@@ -11,24 +11,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from podium.algorithms import AlgorithmConfig, PolicyLoss, SFTLoss
+from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged
 from podium.errors import EndpointError
 from podium.rollout.sampling import SamplingParams
-from podium.runtime import Bound, Cluster, colocate, connect, endpoint, nothing
+from podium.runtime import Bound, Cluster, colocate, connect, endpoint, gather, nothing, shard
+from podium.trainer import PRELOAD
 from podium.workers import (
-    ColocatedPublication,
+    ColocatedSync,
     Critic,
     Generator,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
     Policy,
-    StreamedPublication,
+    StreamedSync,
     load_model,
 )
+from podium.workers.config import Strategy
 from podium.workers.micro_batches import plan
-from podium.workers.weights import copy_weights
+from podium.workers.weight_sync.gather import copy_weights
 from tests.unit.workers.tiny import ADAPTED, LENGTHS, TINY, recorded
 
 STEPS = 20
@@ -42,13 +44,13 @@ PPO = AlgorithmConfig(advantage="gae")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Local, or the backend that a test names."""
     backend = getattr(request, "param", "local")
-    with connect(backend, log_dir=tmp_path_factory.mktemp("logs"), preload=["podium.workers"]) as running:
+    with connect(backend, log_dir=tmp_path_factory.mktemp("logs"), preload=PRELOAD) as running:
         yield running
 
 
 @contextmanager
 def started(cluster: Cluster, ranks: int, **workers: Bound[Any]) -> Iterator[Any]:
-    """The workers in the same hosts, closed at the end, so that one test's failure is not the next one's."""
+    """The workers in the same processes, closed at the end, so that one test's failure is not the next one's."""
     group = cluster.start(colocate(**workers), cluster.pool([ranks]))
     try:
         yield group
@@ -59,14 +61,16 @@ def started(cluster: Cluster, ranks: int, **workers: Bound[Any]) -> Iterator[Any
 
 def sft(cluster: Cluster, ranks: int, parallel: ParallelConfig) -> list[float]:
     batch = recorded().select("tokens", "loss_mask", "loss_weights")
-    with started(cluster, ranks, policy=Policy.bind(TINY, OPTIM, parallel, SFTLoss())) as group:
+    with started(
+        cluster, ranks, policy=Policy.bind(TINY, OPTIM, parallel, AlgorithmConfig(loss="cross_entropy"))
+    ) as group:
         return [group.policy.update(batch)["loss"] for _ in range(STEPS)]
 
 
 def grpo(cluster: Cluster, ranks: int, parallel: ParallelConfig) -> list[float]:
     """Four steps on each of five recorded batches, as with several epochs, so that ratios leave 1 and clipping acts."""
     losses: list[float] = []
-    with started(cluster, ranks, policy=Policy.bind(TINY, OPTIM, parallel, PolicyLoss(GRPO))) as group:
+    with started(cluster, ranks, policy=Policy.bind(TINY, OPTIM, parallel, GRPO)) as group:
         for number in range(STEPS // 4):
             batch = recorded(seed=number).drop("loss_weights")
             batch = batch.merge(group.policy.logprobs(batch))
@@ -76,7 +80,7 @@ def grpo(cluster: Cluster, ranks: int, parallel: ParallelConfig) -> list[float]:
 
 def ppo(cluster: Cluster, ranks: int, parallel: ParallelConfig) -> list[float]:
     losses: list[float] = []
-    policy = Policy.bind(TINY, OPTIM, parallel, PolicyLoss(PPO))
+    policy = Policy.bind(TINY, OPTIM, parallel, PPO)
     with started(cluster, ranks, policy=policy, critic=Critic.bind(TINY, OPTIM, parallel)) as group:
         for number in range(STEPS):
             batch = recorded(seed=number)
@@ -91,25 +95,41 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(
 ) -> None:
     assert len(plan([length - 1 for length in LENGTHS], QUARTERS, packed=False)) == 4
     expected = run(cluster, 1, ParallelConfig(micro_batch_tokens=WHOLE))
-    for ranks, budget, strategy in [
+    cuts: list[tuple[int, int, Strategy]] = [
         (1, QUARTERS, "replicate"),
         (2, WHOLE, "replicate"),
         (2, QUARTERS, "replicate"),
         (2, QUARTERS, "fsdp2"),
-    ]:
+    ]
+    for ranks, budget, strategy in cuts:
         got = run(cluster, ranks, ParallelConfig(micro_batch_tokens=budget, strategy=strategy))
         assert got == pytest.approx(expected, abs=1e-5), f"{ranks} ranks, {budget} tokens a micro-batch, {strategy}"
 
 
+class Everywhere(Policy):
+    """Every rank tells what its update returned."""
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=gather())
+    def update_everywhere(self, batch: Batch) -> dict[str, float]:
+        return super().update(batch)
+
+
 def test_ranks_without_rows_take_part(cluster: Cluster) -> None:
     batch = recorded().slice(2, 3)
-    losses: list[list[float]] = []
-    for ranks, strategy in [(1, "replicate"), (2, "replicate"), (2, "fsdp2")]:
-        with started(cluster, ranks, policy=Policy.bind(TINY, OPTIM, ParallelConfig(strategy=strategy))) as group:
-            losses.append([group.policy.update(batch)["loss"] for _ in range(2)])
+    algorithm = AlgorithmConfig(loss="clip_cov", options={"cov_share": 0.2, "cov_low": 0.0})
+    found: list[dict[str, float]] = []
+    ways: list[tuple[int, Strategy]] = [(1, "replicate"), (2, "replicate"), (2, "fsdp2"), (3, "replicate")]
+    for ranks, strategy in ways:
+        policy = Everywhere.bind(TINY, OPTIM, ParallelConfig(strategy=strategy), algorithm)
+        with started(cluster, ranks, policy=policy) as group:
+            every = group.policy.update_everywhere(batch)
+            assert len(every) == ranks
+            assert all(metrics == every[0] for metrics in every)  # those of ranks without rows as well
+            found.append(every[0])
             assert torch.isfinite(group.policy.logprobs(batch).fetch().jagged("old_logprobs").values).all()
-    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
-    assert losses[2] == pytest.approx(losses[0], abs=1e-6)
+    assert found[0]["policy/cov_fraction"] > 0
+    for metrics in found[1:]:
+        assert metrics == pytest.approx(found[0], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +142,12 @@ def test_a_checkpoint_goes_on_with_other_ranks(
     tmp_path: Path,
     kind: type[Policy | Critic],
     loss: str,
-    before: tuple[int, str],
-    after: tuple[int, str],
+    before: tuple[int, Strategy],
+    after: tuple[int, Strategy],
 ) -> None:
     batch, path = recorded(), str(tmp_path / "checkpoint")
 
-    def start(ranks: int, strategy: str) -> AbstractContextManager[Any]:
+    def start(ranks: int, strategy: Strategy) -> AbstractContextManager[Any]:
         return started(cluster, ranks, worker=kind.bind(TINY, OPTIM, ParallelConfig(strategy=strategy)))
 
     with start(*before) as first:
@@ -167,7 +187,9 @@ def test_a_checkpoint_whose_ranks_share_no_disk_is_refused(cluster: Cluster, tmp
     ],
     indirect=["cluster"],
 )
-def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, strategy: str, model: ModelConfig) -> None:
+def test_weights_reach_generators_in_place(
+    cluster: Cluster, tmp_path: Path, strategy: Strategy, model: ModelConfig
+) -> None:
     """Colocated by reference or gathered, split by sending, and saved: all are the weights that were trained."""
     prompts = Batch(
         {
@@ -182,11 +204,11 @@ def test_weights_reach_generators_in_place(cluster: Cluster, tmp_path: Path, str
         started(cluster, 2, policy=policy, generator=Generator.bind(model)) as both,
         started(cluster, 1, split=Generator.bind(TINY)) as other,
     ):
-        publications = [ColocatedPublication(both.generator), StreamedPublication(both.policy, [other.split])]
+        syncs = [ColocatedSync(both.generator), StreamedSync(both.policy, [other.split])]
         for version in range(1, 3):
             both.policy.update(recorded(seed=version))
-            for publication in publications:
-                publication.publish(version)
+            for sync in syncs:
+                sync.sync(version)
             out = both.generator.generate(prompts, sampling)
             sent = other.split.generate(prompts, sampling)
             trained = both.policy.logprobs(out).fetch().jagged("old_logprobs").values

@@ -20,11 +20,21 @@ PAGES = [ROOT / "README.md"] + [
 ]
 
 
+LOOP = (ROOT / "examples" / "grpo_loop.py").read_text()
+
+
+def test_the_first_code_of_the_readme_is_the_loop_of_the_examples() -> None:
+    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    assert first == LOOP
+    assert len(first.splitlines()) <= 60
+
+
 def _scripts() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
         whole = [block for block in blocks if "podium.connect" in block and "..." not in block.split("with podium")[1]]
+        whole = [block for block in whole if block != LOOP]  # tests/integration/test_train_examples.py runs that one
         found += [(f"{page.name}-{number}", block) for number, block in enumerate(whole)]
     return found
 
@@ -60,6 +70,25 @@ def test_the_scripts_of_the_page_on_ray_run_as_printed_one_after_the_other(tmp_p
                 capture_output=True, text=True, timeout=200, check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{script}\n{done.stderr}"
+
+
+def test_the_requests_of_the_page_on_engines_are_served(tmp_path: Path) -> None:
+    script, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engines.md").read_text(), re.DOTALL)
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {line.partition(" ")[0] for line in done.stdout.splitlines()} == {"a", "b"}
+
+
+def test_the_page_on_configuration_prints_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == page.count("```python")
+    for code, printed in blocks:
+        (tmp_path / "script.py").write_text(code)
+        done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert sorted(done.stdout.splitlines()) == sorted(printed.splitlines()), done.stderr
 
 
 TRAINING = (ROOT / "docs" / "training.md").read_text()

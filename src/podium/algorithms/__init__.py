@@ -6,76 +6,49 @@ Everything works on the flat layout of :class:`podium.data.Jagged` (N tokens of 
 float32 at least. Names end in their shape: ``logprobs_N``, ``rewards_B``, ``offsets_B1``.
 """
 
-from podium.algorithms.advantages import (
-    ESTIMATORS,
-    AdvantageEstimator,
-    GroupStatistics,
-    compute_advantages,
-    group_statistics,
-    needs_values,
-    resolve_advantage,
-    uses_values,
-)
-from podium.algorithms.aggregation import AGGREGATIONS, Aggregation, loss_weights
-from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.kl import AdaptiveKL, FixedKL, KLEstimator, kl_estimate, make_kl_controller, penalise
-from podium.algorithms.losses import PolicyLoss, SFTLoss, ValueLoss, clipped_value_loss, ppo_clip
-from podium.algorithms.metrics import (
-    PartialMetrics,
-    explained_variance,
-    flat_groups,
-    partial_metrics,
-    value_moments,
-)
-from podium.algorithms.off_policy import Mismatch, mismatch, truncated_weights
-from podium.algorithms.records import (
-    AdvantageInputs,
-    AdvantageOutputs,
-    PolicyLossInputs,
-    SFTLossInputs,
-    TokenLoss,
-    ValueLossInputs,
-)
-from podium.algorithms.segments import discounted_sums, whiten
+from __future__ import annotations
 
-__all__ = [  # noqa: RUF022 - by topic
-    "AlgorithmConfig",
-    "AdvantageInputs",
-    "AdvantageOutputs",
-    "PolicyLossInputs",
-    "SFTLossInputs",
-    "TokenLoss",
-    "ValueLossInputs",
-    "ESTIMATORS",
-    "AdvantageEstimator",
-    "GroupStatistics",
-    "compute_advantages",
-    "discounted_sums",
-    "group_statistics",
-    "needs_values",
-    "resolve_advantage",
-    "uses_values",
-    "whiten",
-    "AGGREGATIONS",
-    "Aggregation",
-    "loss_weights",
-    "PolicyLoss",
-    "SFTLoss",
-    "ValueLoss",
-    "clipped_value_loss",
-    "ppo_clip",
-    "AdaptiveKL",
-    "FixedKL",
-    "KLEstimator",
-    "kl_estimate",
-    "make_kl_controller",
-    "penalise",
-    "Mismatch",
-    "mismatch",
-    "truncated_weights",
-    "PartialMetrics",
-    "explained_variance",
-    "flat_groups",
-    "partial_metrics",
-    "value_moments",
-]
+from typing import TYPE_CHECKING
+
+from podium.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from podium.algorithms.advantages.compute import compute_advantages as compute_advantages
+    from podium.algorithms.advantages.groups import group_statistics as group_statistics
+    from podium.algorithms.aggregation import loss_weights as loss_weights
+    from podium.algorithms.config import Aggregation as Aggregation, AlgorithmConfig as AlgorithmConfig
+    from podium.algorithms.kl import (
+        bounded_exp as bounded_exp,
+        kl_estimate as kl_estimate,
+        make_kl_controller as make_kl_controller,
+        penalize as penalize,
+    )
+    from podium.algorithms.losses.policy import policy_loss as policy_loss
+    from podium.algorithms.losses.value import value_loss as value_loss
+    from podium.algorithms.metrics import (
+        PartialMetrics as PartialMetrics,
+        explained_variance as explained_variance,
+        flat_groups as flat_groups,
+        partial_metrics as partial_metrics,
+        value_moments as value_moments,
+    )
+    from podium.algorithms.named import (
+        ADVANTAGES as ADVANTAGES,
+        LOSSES as LOSSES,
+        Declaration as Declaration,
+        advantage_declaration as advantage_declaration,
+        check_functions as check_functions,
+        loss_declaration as loss_declaration,
+        resolve_advantage as resolve_advantage,
+        resolve_loss as resolve_loss,
+    )
+    from podium.algorithms.off_policy import mismatch as mismatch, truncated_weights as truncated_weights
+    from podium.algorithms.records import (
+        AdvantageInputs as AdvantageInputs,
+        AdvantageOutputs as AdvantageOutputs,
+        LossInputs as LossInputs,
+        TokenLoss as TokenLoss,
+    )
+    from podium.algorithms.token_rows import discounted_sums as discounted_sums, whiten as whiten
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

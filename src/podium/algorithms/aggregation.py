@@ -13,18 +13,16 @@ micro-batches. Gradients of ranks are summed, not averaged.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from podium.algorithms.segments import row_sums, rows_of_tokens
+from podium.algorithms.config import Aggregation
+from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.errors import ConfigError
 
-__all__ = ["AGGREGATIONS", "Aggregation", "loss_weights"]
-
-Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-constant"]
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+__all__ = ["loss_weights"]
 
 
 def loss_weights(
@@ -58,8 +56,8 @@ def loss_weights(
     Raises:
         ConfigError: an unknown mode, or ``sequence-sum-constant`` without a positive constant.
     """
-    if mode not in AGGREGATIONS:
-        raise ConfigError(f"algorithm.aggregation = {mode!r}: expected one of {', '.join(AGGREGATIONS)}")
+    if mode not in get_args(Aggregation):
+        raise ConfigError(f"algorithm.aggregation = {mode!r}: expected one of {', '.join(get_args(Aggregation))}")
     counted_N = mask_N.float()
     if mode == "token-mean":
         return counted_N / (counted_N.sum() if tokens is None else tokens).clamp(min=1)

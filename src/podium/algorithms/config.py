@@ -1,76 +1,77 @@
-"""The settings of the algorithm: which advantage, which loss, and their constants."""
+"""The settings of the algorithm: which advantage, which loss, and their constants. This module imports no torch."""
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal, TypeVar, cast
 
-from podium.algorithms.advantages.resolve import check_advantage_name
-from podium.algorithms.aggregation import AGGREGATIONS, Aggregation
-from podium.algorithms.kl import KL_ESTIMATORS, KLEstimator
+from pydantic import Field
+
+from podium.algorithms.named import check_names
+from podium.config import build_config, section
 from podium.errors import ConfigError
 
-__all__ = ["AlgorithmConfig", "KLPlace"]
+__all__ = ["Aggregation", "AlgorithmConfig", "KLEstimator", "KLPlace"]
 
+C = TypeVar("C")
+Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-constant"]
+KLEstimator = Literal["k1", "k2", "k3"]
 KLPlace = Literal["none", "loss", "reward"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("algorithm")
 class AlgorithmConfig:
-    """What is optimised, from rewards to the loss of a token. The defaults are GRPO with DAPO's clip bounds.
+    """The objective: advantages, the loss and the KL penalty. The defaults are GRPO with DAPO's clip bounds."""
 
-    Raises:
-        ConfigError: a value out of its range, or settings that contradict each other; names key, value and expectation.
-    """
-
-    advantage: str = "grpo"  # grpo, rloo, reinforce_pp, gae, or module:function, or path/file.py:function
-    gamma: float = 1.0  # discount a token (gae, reinforce_pp)
-    lam: float = 0.95  # lambda of gae: 0 trusts the critic, 1 the rewards
-    normalise_advantage: bool | None = None  # divide by the std; null: as the estimator's paper does; false: Dr. GRPO
-    kl_coef: float = 0.0  # of the KL to the reference policy; 0 with kl_in = loss or reward only measures it
-    kl_in: KLPlace = "none"  # where the KL to the reference counts; none: no reference policy is kept
-    kl_estimator: KLEstimator = "k3"  # k1 and k3 are unbiased, k2 and k3 of low variance; k1 cannot be a loss
-    kl_target: float | None = None  # nats a token; set: kl_coef adapts to hold it there (kl_in = reward)
-    clip_low: float = 0.2  # the ratio's lower bound is 1 - clip_low
-    clip_high: float = 0.28  # the ratio's upper bound is 1 + clip_high
-    dual_clip: float | None = None  # above 1: bounds the loss of tokens of negative advantage; 3 is usual
-    value_clip: float | None = 0.2  # how far a critic's update may move a value; null: free
-    aggregation: Aggregation = "token-mean"  # how tokens become one loss
-    entropy_coef: float = 0.0  # of the entropy bonus
-    importance_cap: float | None = None  # cap of the generator-to-trainer importance weights, 2 is usual; null: none
-    epochs: int = 1  # times that a step's completions are gone through
-    minibatches: int = 1  # optimizer steps an epoch
+    advantage: str = "grpo"
+    """This function turns rewards into advantages: grpo, rloo, reinforce_pp, gae, module:function, or
+    path/file.py:function."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """gae and reinforce_pp discount rewards by this factor for each token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """gae uses this lambda: 0 relies on the critic's values, 1 on the rewards."""
+    normalize_advantage: bool | None = None
+    """Advantages are divided by their standard deviation. null means as in the estimator's paper; false is Dr. GRPO."""
+    kl_coef: float = Field(default=0.0, ge=0, le=1e6)
+    """The KL divergence from the reference policy is multiplied by this coefficient. 0 only measures the divergence."""
+    kl_in: KLPlace = "none"
+    """The KL divergence is added to the loss or subtracted from the reward. none runs without a reference policy."""
+    kl_estimator: KLEstimator = "k3"
+    """The KL divergence is estimated by k1 or k3, which are unbiased, or by k2. k2 and k3 have low variance; k1 cannot
+    be used in the loss."""
+    kl_target: float | None = Field(default=None, gt=0, le=1e6)
+    """kl_coef adapts so that the KL divergence stays at this many nats a token. It needs kl_in = reward."""
+    loss: str = "ppo_clip"
+    """This function is the policy's loss: ppo_clip, gspo, clip_cov, cross_entropy, module:function, or
+    path/file.py:function."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """These options belong to the advantage or the loss, which declares them."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.28, gt=0, le=1e9)
+    """The probability ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1, le=1e9)
+    """The loss of a token with a negative advantage is bounded at this multiple of it. 3 is usual; null means no
+    bound."""
+    value_clip: float | None = Field(default=0.2, gt=0, le=1e9)
+    """An update moves the critic's values by at most this amount. null means no bound."""
+    aggregation: Aggregation = "token-mean"
+    """The losses of tokens become one number by this rule: each token counts the same (token-mean), each completion
+    counts the same (sequence-mean), or sums over completions are divided by a constant (sequence-sum-constant)."""
+    entropy_coef: float = Field(default=0.0, ge=-1e6, le=1e6)
+    """The policy's entropy, times this coefficient, is subtracted from the loss."""
+    importance_cap: float | None = Field(default=None, gt=1, le=1e9)
+    """Weights that correct for differences between generator and trainer are capped at this value. 2 is usual; null
+    means no such weights."""
+    epochs: int = Field(default=1, ge=1, le=10**6)
+    """Training goes this many times over the completions of a step."""
+    minibatches: int = Field(default=1, ge=1, le=10**6)
+    """Each epoch has this many optimizer steps."""
 
     def __post_init__(self) -> None:
-        check_advantage_name(self.advantage)
-        _check_choice("kl_in", self.kl_in, get_args(KLPlace))
-        _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _check_choice("aggregation", self.aggregation, AGGREGATIONS)
-        for name, valid, expected in self._ranges():
-            if not valid:
-                raise ConfigError(f"algorithm.{name} = {getattr(self, name)!r}: expected {expected}")
+        check_names(self)
         self._check_kl()
-
-    def _ranges(self) -> Iterator[tuple[str, bool, str]]:
-        yield "gamma", 0 <= self.gamma <= 1, "a number from 0 to 1"
-        yield "lam", 0 <= self.lam <= 1, "a number from 0 to 1"
-        yield "kl_coef", 0 <= self.kl_coef < math.inf, "a finite number, at least 0"
-        yield "kl_target", _unset_or(self.kl_target, 0, math.inf), "a positive number of nats, or null"
-        yield (
-            "clip_low",
-            0 < self.clip_low <= 1,
-            "a number above 0 and at most 1 (the ratio's lower bound is 1 minus it)",
-        )
-        yield "clip_high", 0 < self.clip_high < math.inf, "a positive number"
-        yield "dual_clip", _unset_or(self.dual_clip, 1, math.inf), "a number above 1, or null"
-        yield "value_clip", _unset_or(self.value_clip, 0, math.inf), "a positive number, or null"
-        yield "entropy_coef", math.isfinite(self.entropy_coef), "a finite number"
-        yield "importance_cap", _unset_or(self.importance_cap, 1, math.inf), "a number above 1, or null"
-        yield "epochs", self.epochs >= 1, "at least 1"
-        yield "minibatches", self.minibatches >= 1, "at least 1"
 
     def _check_kl(self) -> None:
         if self.kl_in == "none" and self.kl_coef > 0:
@@ -99,18 +100,15 @@ class AlgorithmConfig:
         """Optimizer steps on one batch. With 1 the old log-probabilities are those of the update itself."""
         return self.epochs * self.minibatches
 
-    def normalises(self, *, default: bool) -> bool:
-        """``normalise_advantage``, or what an estimator does by ``default`` when it is not set."""
-        return default if self.normalise_advantage is None else self.normalise_advantage
+    def read_options(self, section: type[C]) -> C:
+        """Return those of ``options`` that the keys of ``section`` name, checked.
 
+        Raises:
+            ConfigError: An option has the wrong type or is out of its range.
+        """
+        own = {one.name: self.options[one.name] for one in fields(cast("Any", section)) if one.name in self.options}
+        return build_config(section, own, key="algorithm.options")
 
-def _unset_or(value: float | None, above: float, below: float) -> bool:
-    return value is None or above < value < below
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value in choices:
-        return
-    near = difflib.get_close_matches(value, choices, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"algorithm.{name} = {value!r}: expected one of {', '.join(choices)}{hint}")
+    def normalizes(self, *, default: bool) -> bool:
+        """``normalize_advantage``, or what an estimator does by ``default`` when it is not set."""
+        return default if self.normalize_advantage is None else self.normalize_advantage

@@ -15,21 +15,16 @@ the textbook's choice.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from podium.algorithms.segments import wide
+from podium.algorithms.config import AlgorithmConfig, KLEstimator
+from podium.algorithms.token_rows import wide
 from podium.errors import ConfigError
 
-if TYPE_CHECKING:
-    from podium.algorithms.config import AlgorithmConfig
-
-__all__ = ["KL_ESTIMATORS", "AdaptiveKL", "FixedKL", "KLEstimator", "kl_estimate", "make_kl_controller", "penalise"]
-
-KLEstimator = Literal["k1", "k2", "k3"]
-KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
+__all__ = ["AdaptiveKL", "FixedKL", "bounded_exp", "kl_estimate", "make_kl_controller", "penalize"]
 
 # Log-ratios above this count as this: one absurd token must not turn a batch into infinities. exp(20) is 5e8.
 LOG_RATIO_LIMIT = 20.0
@@ -62,10 +57,10 @@ def kl_estimate(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KLEstim
     if estimator == "k3":
         bounded_N = difference_N.clamp(min=-LOG_RATIO_LIMIT)
         return torch.expm1(-bounded_N) + bounded_N  # expm1 keeps the digits that exp(-d) - 1 loses near d = 0
-    raise ConfigError(f"algorithm.kl_estimator = {estimator!r}: expected one of {', '.join(KL_ESTIMATORS)}")
+    raise ConfigError(f"algorithm.kl_estimator = {estimator!r}: expected one of {', '.join(get_args(KLEstimator))}")
 
 
-def penalise(token_rewards_N: Tensor, kl_N: Tensor, mask_N: Tensor, coef: float) -> Tensor:
+def penalize(token_rewards_N: Tensor, kl_N: Tensor, mask_N: Tensor, coef: float) -> Tensor:
     """``token_rewards - coef * kl`` at the mask's tokens: the KL in the reward, float ``[N]``, without gradient.
 
     Ziegler et al. 2019, arXiv:1909.08593, equation 2, there with k1.

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.records import TokenLoss
-from podium.algorithms.segments import wide
+from podium.algorithms.token_rows import wide
+from podium.errors import DataError
 
 __all__ = [
     "APPROX_KL",
@@ -44,8 +45,6 @@ IMPORTANCE_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose wei
 class PartialMetrics:
     """What some of the tokens contribute to a step's metrics; scalars, detached.
 
-    Ranks that took part in the same loss have the same names in the same order.
-
     Attributes:
         weight: sum of the tokens' weights.
         sums: name -> sum of weight times metric.
@@ -57,6 +56,10 @@ class PartialMetrics:
     maxima: Mapping[str, Tensor]
 
     def __add__(self, other: PartialMetrics) -> PartialMetrics:
+        """The metrics of both. Raises DataError where their names differ."""
+        if (self.sums.keys(), self.maxima.keys()) != (other.sums.keys(), other.maxima.keys()):
+            names = sorted({*self.sums, *self.maxima} ^ {*other.sums, *other.maxima})
+            raise DataError(f"the loss reports {', '.join(names)} in some micro-batches and not in others")
         return PartialMetrics(
             self.weight + other.weight,
             {name: value + other.sums[name] for name, value in self.sums.items()},

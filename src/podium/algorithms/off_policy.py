@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from podium.algorithms.kl import bounded_exp, kl_estimate
-from podium.algorithms.segments import wide
+from podium.algorithms.token_rows import wide
 
 __all__ = ["Mismatch", "mismatch", "truncated_weights"]
 

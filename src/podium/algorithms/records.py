@@ -1,29 +1,29 @@
 """What goes into an estimator or a loss and what comes out: plain records of tensors over a flat layout.
 
 Legend: B rows (completions), N tokens over all rows, ``offsets_B1`` int64 ``[B + 1]`` (row i is the tokens
-``offsets_B1[i]:offsets_B1[i + 1]``). Log-probabilities and entropies are in nats. A loss may be given any part of
-the N tokens, one micro-batch for example: it looks at each token by itself.
+``offsets_B1[i]:offsets_B1[i + 1]``). Log-probabilities and entropies are in nats. An
+estimator sees the whole batch of a step, a loss one micro-batch of whole rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from podium.algorithms.segments import ends_of_rows, row_sums, rows_of_tokens, wide
+from podium.algorithms.named import COLUMNS
+from podium.algorithms.token_rows import ends_of_rows, row_sums, rows_of_tokens, wide
 from podium.errors import DataError
 
 __all__ = [
     "AdvantageInputs",
     "AdvantageOutputs",
-    "PolicyLossInputs",
-    "SFTLossInputs",
+    "LossInputs",
     "TokenLoss",
-    "ValueLossInputs",
 ]
 
 
@@ -56,6 +56,12 @@ class AdvantageInputs:
         values_N: float ``[N]``, the critic's value before each token is seen. None: there is no critic.
         bootstrap_B: float ``[B]``, the critic's value after the last token, for rows that were cut off; 0 for rows
             that ended by themselves. None: 0 for all.
+        truncated_B: bool ``[B]``, True where the completion was cut off at its greatest length. None: not recorded.
+        parts_B: The parts of the reward by name, float ``[B]``; NaN where a completion's reward has no such part.
+        data: Columns of the data by name, each a list ``[B]``: those that the estimator declares.
+        old_logprobs_N, rollout_logprobs_N, ref_logprobs_N, entropy_N: Log-probabilities under the policy, the
+            generator and the reference, and the policy's entropy, all before the update. None unless the estimator
+            declares them as ``columns``.
 
     Raises:
         DataError: a tensor whose shape does not fit the others, by name.
@@ -68,6 +74,13 @@ class AdvantageInputs:
     token_rewards_N: Tensor | None = None
     values_N: Tensor | None = None
     bootstrap_B: Tensor | None = None
+    truncated_B: Tensor | None = None
+    parts_B: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    data: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
+    old_logprobs_N: Tensor | None = None
+    rollout_logprobs_N: Tensor | None = None
+    ref_logprobs_N: Tensor | None = None
+    entropy_N: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.offsets_B1) - 1, len(self.mask_N)
@@ -76,8 +89,8 @@ class AdvantageInputs:
         if self.mask_N.dtype != torch.bool:
             raise DataError(f"AdvantageInputs.mask_N is {self.mask_N.dtype}; expected torch.bool")
         for names, length in (
-            (("rewards_B", "group_B", "bootstrap_B"), rows),
-            (("mask_N", "token_rewards_N", "values_N"), tokens),
+            (("rewards_B", "group_B", "bootstrap_B", "truncated_B"), rows),
+            (("mask_N", "token_rewards_N", "values_N", *(f"{name}_N" for name in COLUMNS)), tokens),
         ):
             for name in names:
                 tensor: Tensor | None = getattr(self, name)
@@ -129,53 +142,97 @@ class AdvantageOutputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossInputs:
-    """Tokens of a policy update, each ``[N]``.
+class LossInputs:
+    """The tokens with loss of whole rows, as a loss sees them: those of one micro-batch.
+
+    B rows have N tokens with loss between them; rows without any are left out. Here is a row of two tokens and one of
+    a single token:
+
+    >>> inputs = LossInputs(
+    ...     offsets_B1=torch.tensor([0, 2, 3]), columns={"logprobs": torch.tensor([-1.0, -3.0, -5.0])}
+    ... )
+    >>> inputs.row_N.tolist(), inputs.row_means(inputs.logprobs_N).tolist()
+    ([0, 0, 1], [-2.0, -5.0])
 
     Attributes:
-        logprobs_N: of the policy that is being trained; carries the gradient.
-        advantages_N: from an estimator.
-        old_logprobs_N: of the policy before the update. None: the policy has not changed since, as in the first and
-            only optimizer step on a batch; the ratio is then 1, and its gradient that of the log-probability.
-        rollout_logprobs_N: of the distribution that was sampled from. None: not recorded.
-        ref_logprobs_N: of the reference policy. None: there is none.
-        entropy_N: of the policy that is being trained; carries a gradient where an entropy bonus is asked for.
+        offsets_B1: int64 ``[B + 1]``; row i is the tokens ``offsets_B1[i]:offsets_B1[i + 1]``.
+        columns: Values ``[N]`` by name. The properties below read them; reading one that is missing raises DataError.
+        figures: What the loss's ``minibatch`` function returned for these tokens, ``[N]`` by name.
+        step: Optimizer steps before this one, equal on all ranks: a seed for a loss that draws.
     """
 
-    logprobs_N: Tensor
-    advantages_N: Tensor
-    old_logprobs_N: Tensor | None = None
-    rollout_logprobs_N: Tensor | None = None
-    ref_logprobs_N: Tensor | None = None
-    entropy_N: Tensor | None = None
+    offsets_B1: Tensor
+    columns: Mapping[str, Tensor]
+    figures: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    step: int = 0
 
+    @cached_property
+    def row_N(self) -> Tensor:
+        """Row of each token, int64 ``[N]``."""
+        return rows_of_tokens(self.offsets_B1)
 
-@dataclass(frozen=True, kw_only=True)
-class ValueLossInputs:
-    """Tokens of a critic update, each ``[N]``.
+    @property
+    def logprobs_N(self) -> Tensor:
+        """Log-probabilities under the policy that is being trained, with their gradient."""
+        return self._column("logprobs")
 
-    Attributes:
-        values_N: of the critic that is being trained; carries the gradient.
-        old_values_N: of the critic before the update.
-        returns_N: targets.
-    """
+    @property
+    def old_logprobs_N(self) -> Tensor:
+        """Log-probabilities before the update. A batch that trains in one optimizer step has none: the policy is then
+        unchanged since, and these are ``logprobs_N`` without gradient."""
+        old_N = self.columns.get("old_logprobs")
+        return self.logprobs_N.detach() if old_N is None else old_N
 
-    values_N: Tensor
-    old_values_N: Tensor
-    returns_N: Tensor
+    @property
+    def advantages_N(self) -> Tensor:
+        """Advantages by the estimator."""
+        return self._column("advantages")
 
+    @property
+    def rollout_logprobs_N(self) -> Tensor:
+        """Log-probabilities under the distribution that the generator sampled from."""
+        return self._column("rollout_logprobs")
 
-@dataclass(frozen=True, kw_only=True)
-class SFTLossInputs:
-    """Tokens of a supervised update, each ``[N]``.
+    @property
+    def ref_logprobs_N(self) -> Tensor:
+        """Log-probabilities under the reference policy, which exists unless ``algorithm.kl_in = "none"``."""
+        return self._column("ref_logprobs")
 
-    Attributes:
-        logprobs_N: of the target tokens; carries the gradient.
-        entropy_N: of the model's distribution, to be reported. None: not computed.
-    """
+    @property
+    def entropy_N(self) -> Tensor:
+        """Entropy of the trained policy; has a gradient where ``algorithm.entropy_coef`` is set."""
+        return self._column("entropy")
 
-    logprobs_N: Tensor
-    entropy_N: Tensor | None = None
+    @property
+    def tokens_N(self) -> Tensor:
+        """Token ids, int64."""
+        return self._column("tokens")
+
+    @property
+    def values_N(self) -> Tensor:
+        """Values by the critic that is being trained, with their gradient. Only the critic's loss has these."""
+        return self._column("values")
+
+    @property
+    def old_values_N(self) -> Tensor:
+        """Values before the update. Only the critic's loss has these."""
+        return self._column("old_values")
+
+    @property
+    def returns_N(self) -> Tensor:
+        """Targets of the values. Only the critic's loss has these."""
+        return self._column("returns")
+
+    def row_means(self, values_N: Tensor) -> Tensor:
+        """Mean of each row's values, float ``[B]``; ``row_means(x)[row_N]`` gives each token its row's mean."""
+        lengths_B = self.offsets_B1.diff()
+        return row_sums(values_N, self.row_N, len(lengths_B)) / lengths_B.clamp(min=1)
+
+    def _column(self, name: str) -> Tensor:
+        if name not in self.columns:
+            remedy = "; set algorithm.kl_in to 'loss' (kl_coef 0 only measures)" if name == "ref_logprobs" else ""
+            raise DataError(f"the loss reads {name}_N, and this batch has no column {name!r}{remedy}")
+        return self.columns[name]
 
 
 @dataclass(frozen=True)
@@ -188,10 +245,11 @@ class TokenLoss:
 
     Attributes:
         loss_N: ``[N]``; carries the gradient.
-        metrics: name -> ``[N]``, detached; to be reported as means over the tokens.
-        maxima: name -> ``[N]``, detached; to be reported as maxima over the tokens.
+        metrics: Reported as weighted means over the tokens, ``[N]`` by name, without gradient. All micro-batches have
+            the same names.
+        maxima: Reported as maxima over the tokens, likewise.
     """
 
     loss_N: Tensor
-    metrics: Mapping[str, Tensor]
+    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     maxima: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -1,1 +1,1 @@
-"""Places where hosts run: each package here implements podium.runtime.backend and nothing more."""
+"""Places where worker processes run: each package here implements podium.runtime.backend and nothing more."""

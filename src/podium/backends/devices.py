@@ -1,4 +1,4 @@
-"""Which accelerators this machine has, found without loading a framework, and how to show a process only its own."""
+"""The resources of this machine, found without loading a framework, and how to show a process only its accelerators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["accelerators", "visibility"]
+from podium.runtime.messages import Node
+
+__all__ = ["accelerators", "machine", "visibility"]
 
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -25,7 +27,7 @@ def accelerators() -> list[str]:
 
 
 def visibility(devices: Sequence[int], all_devices: Sequence[str]) -> dict[str, str]:
-    """The environment that shows a host its own devices and no others; empty on a machine without any."""
+    """The environment that shows a worker process its own devices and no others; empty on a machine without any."""
     if not all_devices:
         return {}
     mine = ",".join(all_devices[device] for device in devices)
@@ -34,3 +36,10 @@ def visibility(devices: Sequence[int], all_devices: Sequence[str]) -> dict[str, 
     if list(Path("/dev").glob("davinci[0-9]*")):
         return {"ASCEND_RT_VISIBLE_DEVICES": mine}
     return {"CUDA_VISIBLE_DEVICES": mine}
+
+
+def machine(all_devices: Sequence[str], nodes: int = 1) -> list[Node]:
+    """This machine as a node, or as several nodes that each have all of it."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    has = {"cpu": float(len(os.sched_getaffinity(0))), "gpu": float(len(all_devices)), "memory": float(memory)}
+    return [Node("localhost" if nodes == 1 else f"node-{at}", has) for at in range(nodes)]

@@ -1,7 +1,7 @@
 """Every worker in the controller's own process: breakpoints, prints and profilers simply work.
 
 Arguments and results are copied as a process boundary would copy them, so that sharing bugs show here too. Endpoints
-run in the caller's thread, within ``submit``; with ``threads=True`` every host has a thread of its own, so that calls
+run in the caller's thread, within ``submit``; with ``threads=True`` every rank has a thread of its own, so that calls
 overlap. Deadlines are checked afterwards. There are no collectives over several ranks and nothing to kill: where a
 script asks for that, the error names the local backend.
 """
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from podium.errors import ConfigError
-from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Reply, Request
+from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode, encode
-from podium.runtime.host import Failure, Host, Outcome, pack_outcome
+from podium.runtime.messages import Capabilities, Failure, Node, OnDeath, ProcessSpec, Reply, Request
+from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -45,9 +46,9 @@ class _Copy(NamedTuple):
 
 class InlineBackend(Backend):
     """Args:
-    threads: give every host a thread of its own, so that calls are in flight while the controller goes on.
+    threads: give every rank a thread of its own, so that calls are in flight while the controller goes on.
     nodes: how many nodes to pretend, to see a multi-node layout in a debugger.
-    store_bytes: how much all hosts together may keep by reference; half of the memory unless given.
+    store_bytes: how much all ranks together may keep by reference; half of the memory unless given.
     log_dir, preload, echo: accepted for the same script's sake; output goes where the controller's goes.
     """
 
@@ -67,27 +68,32 @@ class InlineBackend(Backend):
             raise ConfigError(f"connect('inline', nodes={nodes}): at least one")
         self.capabilities = replace(InlineBackend.capabilities, concurrent=threads)
         self._threads = threads
-        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        names = ["localhost"] if nodes == 1 else [f"node-{at}" for at in range(nodes)]
-        self._nodes = [Node(name, {"cpu": cores}) for name in names]
-        self._hosts: list[_InlineHost] = []
+        self._nodes = self.expected_nodes({"nodes": nodes})
+        self._processes: list[_InlineProcess] = []
         self._store: TensorStore | None = None
         self._store_bytes = store_bytes
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._rendezvous = 0
 
+    @classmethod
+    def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
+        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        count = options.get("nodes", 1)
+        names = ["localhost"] if count == 1 else [f"node-{at}" for at in range(count)]
+        return [Node(name, {"cpu": cores}) for name in names]
+
     def nodes(self) -> Sequence[Node]:
         return self._nodes
 
-    def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+    def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
         for name in specs[0].options:
-            raise ConfigError(f"start(options={{{name!r}: ...}}): inline has no options for a host")
-        hosts = [_InlineHost(self, alone=len(specs) == 1, threaded=self._threads) for _ in specs]
-        self._hosts += hosts
-        return hosts
+            raise ConfigError(f"start(options={{{name!r}: ...}}): inline has no options for a worker process")
+        processes = [_InlineProcess(self, alone=len(specs) == 1, threaded=self._threads) for _ in specs]
+        self._processes += processes
+        return processes
 
-    def rendezvous(self, hosts: Sequence[HostHandle]) -> str:
-        if len(hosts) > 1:
+    def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
+        if len(processes) > 1:
             return ""
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(prefix="podium-")
@@ -101,7 +107,7 @@ class InlineBackend(Backend):
         return payload.read("the result") if isinstance(payload, _Copy) else payload
 
     def store(self) -> TensorStore:
-        """The one store of all hosts."""
+        """The one store of all ranks."""
         if self._store is None:
             from podium.data import MemoryStore
 
@@ -109,16 +115,16 @@ class InlineBackend(Backend):
         return self._store
 
     def close(self) -> None:
-        for host in self._hosts:
-            host.kill()
+        for process in self._processes:
+            process.kill()
         if self._directory is not None:
             self._directory.cleanup()
 
 
-class _InlineHost(HostHandle):
+class _InlineProcess(ProcessHandle):
     def __init__(self, backend: InlineBackend, *, alone: bool, threaded: bool) -> None:
         self._backend = backend
-        self._host = Host(ships_exceptions=False, make_store=backend.store)
+        self._process = WorkerProcess(ships_exceptions=False, make_store=backend.store)
         self._alone = alone
         self._executor = ThreadPoolExecutor(1, "podium-inline") if threaded else None
         self._stopped = False
@@ -127,8 +133,8 @@ class _InlineHost(HostHandle):
         if self._executor is None:
             self._run(request, done)
         elif request.concurrent:
-            self._host.execute_concurrently(
-                request.call_id,
+            self._process.execute_concurrently(
+                request.number,
                 request.target,
                 request.method,
                 partial(_values, request),
@@ -143,11 +149,11 @@ class _InlineHost(HostHandle):
             self._stopped = True
             if self._executor is not None:
                 self._executor.shutdown(wait=False, cancel_futures=True)
-            self._host.do_shutdown()
+            self._process.do_shutdown()
 
     def _run(self, request: Request, done: Callable[[Reply], None]) -> None:
         with _no_process_group(unless=self._alone):
-            outcome = self._host.execute(request.call_id, request.target, request.method, partial(_values, request))
+            outcome = self._process.execute(request.number, request.target, request.method, partial(_values, request))
         if outcome.status == "error" and not self._alone:
             outcome = outcome._replace(value=_explained(outcome.value))
         done(self._reply(request, outcome))
@@ -174,7 +180,7 @@ def _copy(value: Any, where: str) -> _Copy:
 
 
 def _itself(block: Block, info: BlockInfo) -> Block:
-    """A block crosses to another host of this process as the object it is."""
+    """A block crosses to another rank of this process as the object it is."""
     return block
 
 

@@ -1,12 +1,13 @@
-"""The hosts' output: its last lines, and following it on the terminal."""
+"""The output of worker processes: their log files, the last lines of these, and printing them on the terminal."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["LogEcho", "last_lines"]
+__all__ = ["Log", "LogEcho", "Logs", "last_lines"]
 
 WORDS = 20
 TAIL_BYTES = 16 << 10
@@ -24,6 +25,38 @@ def last_lines(path: Path, start: int = 0) -> tuple[str, ...]:
         return ()
 
 
+class Log(NamedTuple):
+    """The log file of a worker process, whose own output begins at byte ``start``."""
+
+    path: Path
+    start: int
+
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines that the process wrote."""
+        return last_lines(self.path, self.start)
+
+
+class Logs:
+    """The log files of a backend's worker processes, in ``directory``. With ``echo`` they are printed here too."""
+
+    def __init__(self, directory: str | Path, *, echo: bool) -> None:
+        self.directory = Path(directory).absolute()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._echo = LogEcho() if echo else None
+
+    def begin(self, label: str) -> Log:
+        """The log of a process that is about to start."""
+        path = self.directory / f"{label}.log"
+        if self._echo is not None:
+            self._echo.follow(label, path)
+        return Log(path, _size(path))
+
+    def close(self) -> None:
+        """Print what has not been printed yet."""
+        if self._echo is not None:
+            self._echo.stop()
+
+
 class LogEcho:
     """Prints what is added to log files, each line with its label, from one thread."""
 
@@ -34,8 +67,8 @@ class LogEcho:
         self._thread.start()
 
     def follow(self, label: str, path: Path) -> None:
-        """From what is there now on."""
-        self._files.setdefault(path, (label, path.stat().st_size if path.exists() else 0))
+        """Print what is added to ``path`` from now on."""
+        self._files.setdefault(path, (label, _size(path)))
 
     def stop(self) -> None:
         """Print the rest and end."""
@@ -59,3 +92,7 @@ class LogEcho:
             self._files[path] = label, at + len(whole)
             for line in whole.decode(errors="replace").splitlines():
                 sys.stdout.write(f"[{label}] {line}\n")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,10 +1,11 @@
-"""What a host process takes over from its controller, on whatever backend: directory, path, output, threads."""
+"""What a worker process takes over from its controller, on whatever backend: environment, directory, path, output."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import fcntl
+import importlib
 import os
 import random
 import socket
@@ -12,8 +13,20 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-__all__ = ["THREAD_VARIABLES", "interface_of", "keep_freed_memory", "log_to", "settle_in"]
+from podium.backends.devices import visibility
+from podium.runtime.messages import ProcessSpec
+
+__all__ = [
+    "THREAD_VARIABLES",
+    "Surroundings",
+    "command",
+    "environment_of",
+    "interface_of",
+    "keep_freed_memory",
+    "log_to",
+]
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -24,23 +37,63 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _SIOCGIFADDR = 0x8915
 
 
-def settle_in(threads: int, cwd: str, sys_path: Sequence[str], interface: str) -> None:
-    """Work where the controller works, with ``threads`` threads; gloo listens on ``interface`` unless told."""
-    sys.path[:] = [*sys_path, *(path for path in sys.path if path not in sys_path)]
-    with contextlib.suppress(OSError):
-        os.chdir(cwd)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    keep_freed_memory()
-    random.seed()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(threads)
+def environment_of(spec: ProcessSpec, accelerators: Sequence[str]) -> dict[str, str]:
+    """The variables to set before anything is imported: numbers of threads, visible devices, and the user's own."""
+    threads = dict.fromkeys(THREAD_VARIABLES, spec.env.get("OMP_NUM_THREADS", str(spec.threads)))
+    return {**threads, **visibility(spec.place.devices, accelerators), **spec.env}
+
+
+class Surroundings(NamedTuple):
+    """Where the controller works, for a worker process to work there too.
+
+    Attributes:
+        threads: Number of threads for computing.
+        preload: Modules that the worker process imports before its workers are made.
+    """
+
+    threads: int
+    cwd: str
+    sys_path: list[str]
+    preload: Sequence[str] = ()
+
+    @classmethod
+    def here(cls, threads: int, preload: Sequence[str] = ()) -> Surroundings:
+        """The surroundings of this process."""
+        return cls(threads, os.getcwd(), _sys_path(), preload)
+
+    def settle_in(self, interface: str) -> None:
+        """Take them over. gloo listens on ``interface`` unless the environment names another one."""
+        sys.path[:] = [*self.sys_path, *(path for path in sys.path if path not in self.sys_path)]
+        with contextlib.suppress(OSError):
+            os.chdir(self.cwd)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        keep_freed_memory()
+        random.seed()
+        for module in self.preload:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(self.threads)
+
+
+def command(module: str, *args: Any) -> list[str]:
+    """The command of a fresh interpreter that calls ``main(*args)`` of ``module``, with this process's ``sys.path``.
+    ``args`` must have a ``repr`` that Python reads."""
+    code = f"import sys; sys.path[:] = {_sys_path()!r}; from {module} import main; main(*{args!r})"
+    return [sys.executable, "-c", code]
+
+
+def _sys_path() -> list[str]:
+    return [path or os.getcwd() for path in sys.path]
 
 
 def keep_freed_memory() -> None:
-    """Before torch is imported: what a step frees stays with the process for the next one, up to ``KEPT_FREE``, and
-    large tensors lie in huge pages. By itself glibc gives back all that is free above 64 MiB at every step, and a fresh
-    page costs three times the copy that fills it. What the user set in the environment stands; without glibc this does
-    nothing."""
+    """Keep up to ``KEPT_FREE`` bytes that are freed, and put large tensors into huge pages. Call it before torch is
+    imported.
+
+    By itself glibc gives back all that is free above 64 MiB at every step, and a fresh page costs three times the copy
+    that fills it. The user's own settings in the environment stand. Without glibc this does nothing.
+    """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's; the kernel must allow it ("madvise" or "always")
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -51,7 +104,8 @@ def keep_freed_memory() -> None:
 
 
 def log_to(path: Path) -> int:
-    """Send this process's output to the end of ``path``; its size before. Where it cannot be opened nothing changes."""
+    """Append this process's output to ``path``, and return the size of that file before. If it cannot be opened,
+    nothing changes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -67,8 +121,8 @@ def log_to(path: Path) -> int:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has ``address``, or "lo". gloo by itself goes by the host's name, which is often
-    mapped to loopback."""
+    """The network interface that has ``address``, or "lo". By itself gloo takes the address of the machine's name,
+    which is often a loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):

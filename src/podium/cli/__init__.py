@@ -18,10 +18,10 @@ from podium.errors import PodiumError
 __all__ = ["main"]
 
 COMMANDS = {
-    "train": "train a model: podium train grpo|ppo|sft",
-    "eval": "score a run's model, or any other, on held-out prompts",
-    "sample": "ask a run's model, or any other, something",
-    "backends": "list the backends installed here, and what each can do",
+    "train": ("train", "train a model: podium train grpo|ppo|sft"),
+    "eval": ("inference", "score a run's model, or any other, on held-out prompts"),
+    "sample": ("inference", "ask a run's model, or any other, something"),
+    "backends": ("backends", "list the backends installed here, and what each can do"),
 }
 
 
@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         return _no_command(command)
     try:
-        status: int = import_module(f"podium.cli.{command}").run(rest)
+        module = import_module(f"podium.cli.{COMMANDS[command][0]}")
+        status: int = getattr(module, f"run_{command}")(rest)
         return status
     except PodiumError as error:
         if debug:
@@ -60,7 +61,7 @@ def _no_command(word: str) -> int:
     )
     parser.add_argument("--version", action="version", version=f"podium {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, text in COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
     parser.parse_args([word])  # prints help or the version and exits, or says what the commands are and exits with 2
     return 2

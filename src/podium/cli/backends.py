@@ -10,10 +10,10 @@ from importlib.metadata import EntryPoint
 
 from podium.runtime import Backend, Capabilities, backends
 
-__all__ = ["run"]
+__all__ = ["run_backends"]
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_backends(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="podium backends", description="List the backends installed here.")
     parser.parse_args(arguments)
     for point in sorted(backends().values(), key=lambda point: point.name):

@@ -6,23 +6,32 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from podium.config import read_values
 from podium.errors import ConfigError
 
-__all__ = ["Connecting", "add_backend", "split_backend"]
+__all__ = ["Backend", "parse_with_backend"]
 
 PREFIX = "--backend."
 
 
-class Connecting(NamedTuple):
-    """``options`` of ``podium.connect``, the ``words`` that gave them, and the ``other`` arguments."""
+class Backend(NamedTuple):
+    """Arguments of ``podium.connect``, and the ``words`` of the command line that gave the options."""
 
+    name: str
     options: dict[str, Any]
     words: list[str]
-    other: list[str]
 
 
-def add_backend(parser: argparse.ArgumentParser, default: str) -> None:
-    """Give ``parser`` the argument ``--backend``."""
+def parse_with_backend(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], default: str
+) -> tuple[argparse.Namespace, list[str], Backend]:
+    """Parse ``arguments`` with ``parser`` and the arguments of the backend.
+
+    Returns what the parser found, the overrides of the configuration, which it does not know, and the backend.
+
+    Raises:
+        ConfigError: An option of the backend has no name, no value, or a value that is not YAML.
+    """
     others = "local" if default == "inline" else "inline"
     parser.add_argument(
         "--backend",
@@ -30,28 +39,16 @@ def add_backend(parser: argparse.ArgumentParser, default: str) -> None:
         metavar="NAME",
         help=f"{default} (default), {others}, ray, ray://HOST:PORT, or another; its options: --backend.OPTION VALUE",
     )
-
-
-def split_backend(arguments: Sequence[str]) -> Connecting:
-    """Take every ``--backend.OPTION VALUE`` out of ``arguments``.
-
-    Raises:
-        ConfigError: an option without a name or a value, or with a value that is not YAML.
-    """
+    found, rest = parser.parse_known_args(arguments)
     words: list[str] = []
-    other: list[str] = []
-    rest = list(arguments)
+    overrides: list[str] = []
     while rest:
         argument = rest.pop(0)
         mine = argument.startswith(PREFIX)
-        (words if mine else other).append(argument)
+        (words if mine else overrides).append(argument)
         if mine and "=" not in argument and rest and not rest[0].startswith("--"):
             words.append(rest.pop(0))
-    if not words:
-        return Connecting({}, words, other)
-    from podium.trainer import read_values
-
-    options: dict[str, Any] = read_values(object, None, words)["backend"]
+    options: dict[str, Any] = read_values(object, None, words).get("backend", {})
     if "" in options:
         raise ConfigError("--backend. names no option: write --backend.OPTION VALUE, as in --backend.address auto")
-    return Connecting(options, words, other)
+    return found, overrides, Backend(found.backend, options, words)

@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import groupby
 
-from podium.cli.connecting import add_backend, split_backend
+from podium.cli.connecting import parse_with_backend
+from podium.config import keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
+from podium.trainer.config import RECIPES, PPOConfig, SFTConfig, config_class, run_config_path
 
-if TYPE_CHECKING:
-    from podium.trainer import PPOConfig, SFTConfig
-
-__all__ = ["print_keys", "run"]
+__all__ = ["run_train"]
 
 BACKEND = "local"
-RECIPES = ("grpo", "ppo", "sft")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Train, or print the plan or the settings; returns the exit status."""
-    options, overrides = _parser().parse_known_args(arguments)
+def run_train(arguments: Sequence[str]) -> int:
+    """Train, or print the plan or the keys. Returns the exit status."""
+    options, overrides, backend = parse_with_backend(_parser(), arguments, default=BACKEND)
     if options.keys:
-        from podium.trainer import config_class
-
-        return print_keys(config_class(options.recipe))
-    backend = split_backend(overrides)
-    config = _config(options.recipe, options.config, options.resume, backend.other)
-    from podium.trainer import PPOConfig, PPOTrainer, SFTTrainer, describe_plan
-
-    if options.dry_run:
-        from podium.runtime import backend_class
-
-        backend_class(options.backend, backend.options)
-        sys.stdout.write(describe_plan(config, options.backend) + "\n")
+        _print_keys(config_class(options.recipe))
         return 0
+    config = _config(options.recipe, options.config, options.resume, overrides)
+    if options.dry_run:
+        from podium.trainer.preflight import describe_plan
+
+        sys.stdout.write(describe_plan(config, backend.name, backend.options) + "\n")
+        return 0
+    from podium.trainer import PPOTrainer, SFTTrainer
+
     if isinstance(config, PPOConfig):
-        trainer = PPOTrainer(config, cluster=options.backend, backend_options=backend.options)
+        trainer = PPOTrainer(config, cluster=backend.name, backend_options=backend.options)
     else:
-        trainer = SFTTrainer(config, cluster=options.backend, backend_options=backend.options)
+        trainer = SFTTrainer(config, cluster=backend.name, backend_options=backend.options)
     summary = trainer.fit()
     if not summary.finished:
         run = trainer.session.directory.path
-        there = [] if options.backend == BACKEND else ["--backend", options.backend]
+        there = [] if backend.name == BACKEND else ["--backend", backend.name]
         again = ["podium", "train", options.recipe, "--resume", str(run), *there, *backend.words]
         sys.stdout.write(f"stopped after step {summary.steps}; {shlex.join(again)} goes on\n")
     return 0
@@ -68,9 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", choices=RECIPES, help="GRPO, PPO with a critic, or supervised fine-tuning")
+    parser.add_argument("recipe", choices=tuple(RECIPES), help="GRPO, PPO with a critic, or supervised fine-tuning")
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
-    add_backend(parser, BACKEND)
     parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory, with its settings")
     parser.add_argument("--dry-run", action="store_true", help="print settings and plan; start nothing")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
@@ -79,9 +74,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequence[str]) -> PPOConfig | SFTConfig:
-    from podium.trainer import config_class, load_config, read_values, run_config_path
-    from podium.trainer.loading import parse_overrides
-
     cls = config_class(recipe)
     if resume is None and path is None:  # --run.resume without a file means the same
         resume = dict(parse_overrides(cls, overrides)).get("run.resume") or None
@@ -97,22 +89,11 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
     return load_config(cls, path, overrides)
 
 
-def print_keys(cls: type) -> int:
-    """Every setting of a configuration class, with its default and what it takes."""
-    from podium.trainer import keys_of
-
-    for key in keys_of(cls):
-        sys.stdout.write(f"--{key.path} {_shown(key.default)}\n")
-        doc = key.doc.replace("``", "").rstrip(".")
-        sys.stdout.write(textwrap.indent(textwrap.fill(f"{doc} ({key.expects})", 100), "      ") + "\n")
-    return 0
-
-
-def _shown(default: object) -> str:
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, tuple):
-        return str(list(default))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return '""' if default == "" else str(default)
+def _print_keys(cls: type) -> None:
+    for (section, title), keys in groupby(keys_of(cls), lambda key: (key.path.rpartition(".")[0], key.section)):
+        sys.stdout.write(textwrap.fill(f"{section}: {title}", 100, subsequent_indent="  ") + "\n\n")
+        for key in keys:
+            default = key.default if key.default and isinstance(key.default, str) else json.dumps(key.default)
+            text = textwrap.indent(textwrap.fill(key.doc, 94), " " * 6)
+            sys.stdout.write(f"  --{key.path} {default}  ({key.expects})\n{text}\n")
+        sys.stdout.write("\n")

@@ -1,33 +1,42 @@
-"""A table of named columns: what flows between the rooms of Podium."""
+"""A table of named columns: what flows between Podium's packages."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from podium.data.jagged import Jagged, RowIndex
-from podium.data.refs import TensorRef, row_numbers
-from podium.data.values import concat_values
+from podium.data import fields
+from podium.data.jagged import Jagged
+from podium.data.refs import RowIndex, TensorRef, concat_values, row_numbers
+from podium.data.rows import Rows, part_name
 from podium.errors import DataError
 
 __all__ = ["Batch", "Column"]
 
 Column = Tensor | TensorRef | Jagged | list[Any]
+Given = Column | np.ndarray[Any, Any]
+"""What a batch is made of: its kinds of columns, and arrays, which become tensors."""
+
+K = TypeVar("K")
 
 
-class Batch:
+class Batch(Rows):
     """Rows with named columns and a little metadata.
 
     A column is a dense tensor ``[B, …]``, a :class:`Jagged` of B rows, or a list of B Python objects. Dense tensors and
-    the values of a Jagged may be references, whose bytes stay with the worker that made them until :meth:`fetch`.
-    Operations return new batches and never change this one; slices share memory with it.
+    the values of a Jagged may be references, whose bytes stay with the worker that made them until :meth:`fetch`. A
+    numpy array is accepted as a dense tensor over the same memory where that memory can be written to, and a copy
+    otherwise. A nested tensor of torch is accepted as a Jagged copy of its rows.
+
+    Operations return new batches and never change this one. Slices share memory with it.
 
     Raises:
-        DataError: columns of unequal length, or a column of another kind.
+        DataError: Columns have unequal numbers of rows, or one is of another kind.
 
     >>> batch = Batch({"rewards": torch.tensor([0.0, 1.0]), "finish_reason": ["stop", "length"]})
     >>> len(batch), batch.slice(1, 2).python("finish_reason")
@@ -36,13 +45,19 @@ class Batch:
 
     __slots__ = ("_columns", "_rows", "meta")
 
-    def __init__(self, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None) -> None:
-        self._columns: dict[str, Column] = dict(columns)
+    def __init__(self, columns: Mapping[str, Given], meta: Mapping[str, Any] | None = None) -> None:
+        self._columns = {name: _column(name, column) for name, column in columns.items()}
         self.meta: dict[str, Any] = dict(meta or {})
-        lengths = {name: _rows_of(name, column) for name, column in self._columns.items()}
+        lengths = {name: len(column) for name, column in self._columns.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns of one batch have the same number of rows; got {lengths}")
         self._rows = next(iter(lengths.values()), 0)
+
+    def _with(self, columns: dict[str, Column], rows: int) -> Batch:
+        """These columns, which are known to fit, with the same metadata."""
+        batch = Batch.__new__(Batch)
+        batch._columns, batch._rows, batch.meta = columns, rows, dict(self.meta)
+        return batch
 
     def __len__(self) -> int:
         return self._rows
@@ -65,67 +80,67 @@ class Batch:
         return f"Batch(rows={len(self)}, columns={{{', '.join(f'{k}: {_kind(v)}' for k, v in self._columns.items())}}})"
 
     def keys(self) -> tuple[str, ...]:
-        """Names of the columns, in the order they were added."""
+        """Names of the columns, in the order in which they were added."""
         return tuple(self._columns)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor columns; Python columns are not counted."""
+        """Bytes of the tensor columns. Python columns are not counted."""
         return sum(0 if isinstance(column, list) else column.nbytes for column in self._columns.values())
 
     def dense(self, name: str) -> Tensor:
         """The column ``name`` as a tensor ``[B, …]``; DataError if it is of another kind."""
-        column = self[name]
-        if not isinstance(column, Tensor):
-            what = f"bring it here by batch.fetch({name!r})" if isinstance(column, TensorRef) else "a tensor is needed"
-            raise DataError(f"column {name!r} is {_kind(column)}; {what}")
-        return column
+        return self._read(name, Tensor, "a tensor")
 
     def jagged(self, name: str) -> Jagged:
         """The column ``name`` as a Jagged; DataError if it is of another kind."""
-        column = self[name]
-        if not isinstance(column, Jagged):
-            raise DataError(f"column {name!r} is {_kind(column)}; a Jagged is needed here")
-        return column
+        return self._read(name, Jagged, "a Jagged")
 
     def python(self, name: str) -> list[Any]:
         """The column ``name`` as a list of Python objects; DataError if it is of another kind."""
+        return self._read(name, cast("type[list[Any]]", list), "a Python column")
+
+    def _read(self, name: str, kind: type[K], what: str) -> K:
         column = self[name]
-        if not isinstance(column, list):
-            raise DataError(f"column {name!r} is {_kind(column)}; a Python column is needed here")
-        return column
+        if isinstance(column, kind):
+            return column
+        hint = f"bring it here by batch.fetch({name!r})" if isinstance(column, TensorRef) else f"{what} is needed here"
+        raise DataError(f"column {name!r} is {_kind(column)}; {hint}")
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> Batch:
+        def changed(column: Column) -> Column:
+            return column.map_tensors(change) if isinstance(column, Rows) else change(column)
+
+        columns = {n: c if isinstance(c, list) else changed(c) for n, c in self._columns.items()}
+        return self._with(columns, self._rows)
 
     def fetch(self, *names: str) -> Batch:
         """This batch with the columns named, or all of them, here: tensors in place of references.
 
         Raises:
-            RefLostError: the process that owned the bytes has ended.
+            RefLostError: The process that owned the bytes has ended.
         """
-        return Batch({**self._columns, **{name: _fetch(self[name]) for name in names or self}}, self.meta)
+        return self.merge(Rows.fetch(self.select(*names) if names else self))
 
     def prefetch(self, *names: str) -> Batch:
         """Begin to bring the columns named, or all of them, here; returns itself."""
-        for name in names or self:
-            column = self[name]
-            data = column.data if isinstance(column, Jagged) else column
-            if isinstance(data, TensorRef):
-                data.prefetch()
+        part = self.select(*names) if names else self
+        part.map_tensors(lambda tensor: tensor.prefetch() if isinstance(tensor, TensorRef) else tensor)
         return self
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Rows ``start:stop``, clipped to the batch as Python does; tensors are views."""
+        """Rows ``start:stop``, clipped to the batch as Python does. Tensors are views."""
         start, stop, _ = slice(start, stop).indices(len(self))
         stop = max(start, stop)
-        return Batch({name: _slice(column, start, stop) for name, column in self._columns.items()}, self.meta)
+        columns = {n: c.slice(start, stop) if isinstance(c, Rows) else c[start:stop] for n, c in self._columns.items()}
+        return self._with(columns, stop - start)
 
     def take(self, index: RowIndex) -> Batch:
-        """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints); copies what is no reference."""
-        rows = row_numbers(index)
-        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(self)):
-            raise DataError(f"row index outside 0..{len(self) - 1}: {int(rows.min())}..{int(rows.max())}")
-        return Batch({name: _take(column, rows) for name, column in self._columns.items()}, self.meta)
+        """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints). Copies what is no reference."""
+        rows = row_numbers(index, len(self))
+        return self._with({name: _take(column, rows) for name, column in self._columns.items()}, len(rows))
 
-    def with_columns(self, columns: Mapping[str, Column] | None = None, /, **named: Column) -> Batch:
+    def with_columns(self, columns: Mapping[str, Given] | None = None, /, **named: Given) -> Batch:
         """This batch with columns added or replaced."""
         return Batch({**self._columns, **(columns or {}), **named}, self.meta)
 
@@ -144,74 +159,76 @@ class Batch:
         return Batch({name: column for name, column in self._columns.items() if name not in names}, self.meta)
 
     def merge(self, other: Batch) -> Batch:
-        """Columns and metadata of both; where both have a name, ``other`` wins."""
+        """Columns and metadata of both. Where both have a name, ``other`` wins."""
         return Batch({**self._columns, **other._columns}, {**self.meta, **other.meta})
 
     def to(self, device: torch.device | str) -> Batch:
         """Tensor columns on ``device``; Python columns unchanged."""
-        moved = {name: c if isinstance(c, list) else _fetch(c).to(device) for name, c in self._columns.items()}
-        return Batch(moved, self.meta)
+        columns = self.fetch()._columns
+        return self._with({n: c if isinstance(c, list) else c.to(device) for n, c in columns.items()}, self._rows)
+
+    def token_lengths(self) -> list[int] | None:
+        """Lengths of the column ``tokens``, or of the first Jagged column."""
+        columns = sorted(self._columns.items(), key=lambda column: column[0] != fields.TOKENS)
+        return next((column.token_lengths() for _, column in columns if isinstance(column, Jagged)), None)
 
     @classmethod
-    def concat(cls, parts: Sequence[Batch]) -> Batch:
+    def concat(cls, parts: Sequence[Batch], names: Sequence[str] = ()) -> Batch:
         """All rows in order. The parts need the same columns; metadata is the first part's.
 
         Raises:
-            DataError: no parts, or parts whose columns differ (named).
+            DataError: There are no parts, or their columns differ; the message names the column and the parts.
         """
         if not parts:
             raise DataError("cannot join zero batches: their columns are unknown")
         first = parts[0]
-        for place, part in enumerate(parts):
-            if set(part.keys()) != set(first.keys()):
-                odd = sorted(set(part.keys()) ^ set(first.keys()))
+        for at, part in enumerate(parts):
+            if odd := sorted(first._columns.keys() ^ part._columns.keys()):
+                has, lacks = (0, at) if odd[0] in first else (at, 0)
                 raise DataError(
-                    f"cannot join batches with different columns: part {place} differs from part 0 in {odd}"
+                    f"only batches with the same columns can be joined: {part_name(names, has)} has the column "
+                    f"{odd[0]!r} and {part_name(names, lacks)} has not; columns that differ are {odd}"
                 )
         if len(parts) == 1:
             return first
-        joined = {name: concat_columns(name, [part[name] for part in parts]) for name in first}
-        return cls(joined, first.meta)
+        joined = {name: _concat(name, [part[name] for part in parts], names) for name in first}
+        return first._with(joined, sum(len(part) for part in parts))
 
 
-def concat_columns(name: str, columns: Sequence[Column]) -> Column:
-    """Join columns of one kind row-wise; ``name`` only serves the error."""
-    if all(isinstance(column, Tensor | TensorRef) for column in columns):
-        return concat_values([column for column in columns if isinstance(column, Tensor | TensorRef)])
-    if all(isinstance(column, Jagged) for column in columns):
-        return Jagged.concat([column for column in columns if isinstance(column, Jagged)])
+def _column(name: str, column: Any) -> Column:
+    """``column`` as one of the kinds that a batch has."""
+    if isinstance(column, Jagged | list):
+        return cast("Jagged | list[Any]", column)
+    try:
+        if isinstance(column, np.ndarray):
+            column = torch.from_numpy(np.require(cast(Any, column), requirements=["C", "W"]))  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(column, Tensor | TensorRef):
+            if not column.dim():
+                raise DataError("a single number, without dimensions, has no rows")
+            return Jagged.from_nested(cast(Tensor, column)) if column.is_nested else column
+    except (DataError, TypeError, ValueError) as error:  # torch names the types of arrays that it can hold
+        raise DataError(f"column {name!r}: {error}") from None
+    raise DataError(f"column {name!r} is {type(column).__name__}; a column is a tensor, an array, a Jagged or a list")
+
+
+def _concat(name: str, columns: Sequence[Any], names: Sequence[str]) -> Column:
+    try:
+        if all(isinstance(column, Tensor | TensorRef) for column in columns):
+            return concat_values(columns, names)
+        if all(isinstance(column, Jagged) for column in columns):
+            return Jagged.concat(columns, names)
+    except DataError as error:
+        raise DataError(f"column {name!r}: {error}") from None
     if all(isinstance(column, list) for column in columns):
-        return [row for column in columns if isinstance(column, list) for row in column]
-    raise DataError(f"column {name!r} is of different kinds in the parts to join: {[_kind(c) for c in columns]}")
-
-
-def _rows_of(name: str, column: object) -> int:
-    if isinstance(column, Tensor | TensorRef):
-        if column.dim() == 0:
-            raise DataError(f"column {name!r} is a tensor without dimensions; a dense column is [B, …]")
-        return len(column)
-    if isinstance(column, Jagged):
-        return len(column)
-    if isinstance(column, list):
-        return len(cast(list[Any], column))
-    raise DataError(f"column {name!r} is {type(column).__name__}; a column is a Tensor, a Jagged or a list")
+        return [row for column in columns for row in column]
+    kinds = ", ".join(f"{_kind(column)} in {part_name(names, at)}" for at, column in enumerate(columns))
+    raise DataError(f"column {name!r} is of different kinds: {kinds}")
 
 
 def _kind(column: Column) -> str:
     if isinstance(column, Tensor):
         return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
     return f"list[{len(column)}]" if isinstance(column, list) else repr(column)
-
-
-def _slice(column: Column, start: int, stop: int) -> Column:
-    return column.slice(start, stop) if isinstance(column, Jagged) else column[start:stop]
-
-
-def _fetch(column: Any) -> Any:
-    """``column`` itself, unless it is elsewhere."""
-    if isinstance(column, Jagged):
-        return column.fetch()
-    return column.get() if isinstance(column, TensorRef) else column
 
 
 def _take(column: Column, rows: Tensor) -> Column:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from podium.data.refs import TensorRef, flat_bytes, is_plain
+from podium.data.memory import flat_bytes, is_plain
+from podium.data.refs import TensorRef
 from podium.data.store import TensorStore, lay_out
 
 __all__ = ["InPlace"]
@@ -29,7 +30,7 @@ class InPlace:
 
     They move into the store's memory and stay the same objects. The result is a list of their references, or None where
     the store shares no memory with its readers, where blocks are checked (``PODIUM_CHECK_REFS``), or where a tensor is
-    not plain, contiguous and on the CPU. Who writes while somebody reads must know it, as a weight publication does.
+    not plain, contiguous and on the CPU. Whoever writes while somebody reads must notice it, as a weight sync does.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

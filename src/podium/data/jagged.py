@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from podium.data.refs import RowIndex, TensorRef, row_numbers
-from podium.data.values import concat_values
+from podium.data.refs import RowIndex, TensorRef, concat_values, row_numbers
+from podium.data.rows import Rows
 from podium.errors import DataError
 
-__all__ = ["Jagged", "RowIndex"]
+__all__ = ["Jagged"]
 
 
 def _ints(tensor: Tensor) -> list[int]:
     return cast(list[int], tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-class Jagged:
+class Jagged(Rows):
     """B rows of unequal length: ``values [N, …]`` and ``offsets [B + 1]``.
 
-    Row i is ``values[offsets[i] : offsets[i + 1]]``. The values may be a reference: then ``data`` is it, rows are cut
-    and joined without touching them, and ``values`` is an error.
+    Row i is ``values[offsets[i] : offsets[i + 1]]``. The values may be a reference. Then ``data`` is that reference,
+    rows are cut and joined without touching its bytes, and ``values`` is an error.
 
-    Immutable by convention: every method returns a new object, and slices of rows share memory with it.
+    A Jagged does not change: every method returns a new object. Slices of rows share memory with the whole.
 
     Raises:
-        DataError: offsets that do not start at 0, decrease, or do not end at N.
+        DataError: The offsets do not start at 0, decrease, or do not end at N.
     """
 
     __slots__ = ("data", "offsets")
@@ -54,15 +54,24 @@ class Jagged:
     @classmethod
     def from_lengths(cls, values: Tensor | TensorRef, lengths: Tensor) -> Jagged:
         """``values [N, …]`` cut into rows of ``lengths [B]``."""
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        return cls(values, offsets)
+        return cls(values, _offsets(lengths))
 
     @classmethod
-    def concat(cls, parts: Sequence[Jagged]) -> Jagged:
-        """All rows of ``parts`` in order."""
+    def from_nested(cls, nested: Tensor) -> Jagged:
+        """A copy of the rows ``[L_i, …]`` of a nested tensor of torch, of either layout.
+
+        Raises:
+            DataError: The rows differ in more than their length.
+        """
+        rows = cast("Sequence[Tensor]", nested.unbind())  # pyright: ignore[reportUnknownMemberType]
+        if len({row.shape[1:] for row in rows}) > 1 or not all(row.dim() for row in rows):
+            raise DataError(f"rows of a nested tensor differ in length only; got {[list(row.shape) for row in rows]}")
+        return cls.from_rows(rows)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Jagged], names: Sequence[str] = ()) -> Jagged:
         lengths = torch.cat([part.lengths for part in parts])
-        return cls.from_lengths(concat_values([part.data for part in parts]), lengths)
+        return cls.from_lengths(concat_values([part.data for part in parts], names), lengths)
 
     @property
     def values(self) -> Tensor:
@@ -97,31 +106,32 @@ class Jagged:
         """All rows as views."""
         return list(torch.split(self.values, _ints(self.lengths)))
 
-    def fetch(self) -> Jagged:
-        """The same rows with their values here."""
-        return self.like(self.data.get()) if isinstance(self.data, TensorRef) else self
+    def map_tensors(self, change: Callable[[Any], Any]) -> Jagged:
+        return self.like(change(self.data))
+
+    def token_lengths(self) -> list[int]:
+        return _ints(self.lengths)
 
     def like(self, values: Tensor | TensorRef) -> Jagged:
         """Other ``values [N, …]`` over the same rows."""
         return Jagged(values, self.offsets)
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Rows ``start:stop``; the values are a view."""
-        first, last = int(self.offsets[start]), int(self.offsets[stop])
-        return Jagged(self.data[first:last], self.offsets[start : stop + 1] - first)
+        """Rows ``start:stop``, clipped as Python does. The values are a view."""
+        start, stop, _ = slice(start, stop).indices(len(self))
+        offsets = self.offsets[start : max(start, stop) + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
+        return Jagged(self.data[first:last], offsets - first)
 
     def take(self, index: RowIndex) -> Jagged:
-        """Rows in the order of ``index``; copies, unless the values are a reference."""
-        rows = row_numbers(index).to(self.offsets.device)
-        lengths = self.lengths[rows]
+        """Rows in the order of ``index``. Copies, unless the values are a reference."""
+        rows = row_numbers(index, len(self)).to(self.offsets.device)
+        lengths, firsts = self.lengths[rows], self.offsets[rows]
         if isinstance(self.data, TensorRef):
-            firsts = self.offsets[rows]
             return Jagged.from_lengths(self.data.ranges(firsts.numpy(), (firsts + lengths).numpy()), lengths)  # pyright: ignore[reportUnknownMemberType]
-        starts = torch.repeat_interleave(self.offsets[rows], lengths)
-        offsets = torch.zeros(len(rows) + 1, dtype=torch.int64, device=lengths.device)
-        torch.cumsum(lengths, 0, out=offsets[1:])
+        offsets = _offsets(lengths)
         within = torch.arange(int(offsets[-1]), device=lengths.device) - torch.repeat_interleave(offsets[:-1], lengths)
-        return Jagged(self.values[starts + within], offsets)
+        return Jagged(self.data[torch.repeat_interleave(firsts, lengths) + within], offsets)
 
     def padded(self, value: float, length: int | None = None) -> Tensor:
         """Right-padded ``[B, T, …]``; T is the longest row or ``length``, which must not cut a row."""
@@ -136,3 +146,9 @@ class Jagged:
 
     def to(self, device: torch.device | str) -> Jagged:
         return Jagged(self.values.to(device), self.offsets.to(device))
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets

@@ -1,4 +1,4 @@
-"""Large copies, by memcpy and in memory that was touched before.
+"""Bytes of tensors, and large copies into memory that was touched before.
 
 A fresh page costs about three times the copy that fills it (2.2 against 6.5 GB/s on the machines we measured), and the
 allocator returns every large block to the system. So blocks for large joined results are kept and used again once the
@@ -7,19 +7,20 @@ last tensor in them is gone.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["concat_tensors", "copy_bytes", "copy_tensor"]
+from podium.data.store import Bytes
 
-Bytes = npt.NDArray[np.uint8]
+__all__ = ["concat_tensors", "copy_bytes", "copy_tensor", "flat_bytes", "is_plain", "tensor_over"]
 
 SMALLEST = 1 << 20  # bytes; below it the allocator is as good
 KEPT_IDLE = 1 << 30  # bytes kept while nobody uses them; the longest idle go first
@@ -33,7 +34,7 @@ class _Blocks:
         self._lock = threading.RLock()  # a collection within the lock may return a block
 
     def take(self, nbytes: int) -> Bytes:
-        """uint8 ``[nbytes]``, uninitialised."""
+        """uint8 ``[nbytes]``, uninitialized."""
         with self._lock:
             fits = [block for block in list(self._idle.values()) if nbytes <= block.nbytes <= 2 * nbytes]
             best = min(fits, key=lambda block: block.nbytes, default=None)
@@ -54,8 +55,31 @@ class _Blocks:
 _blocks = _Blocks()
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is an ordinary strided tensor, whose bytes are all there is to it."""
+    kind = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return kind and not tensor.is_nested and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def flat_bytes(tensor: Tensor) -> Bytes:
+    """uint8 ``[nbytes]`` of a plain tensor, on the CPU. It is a view where it can be one."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    return cast(Bytes, flat.view(torch.uint8).numpy()) if flat.numel() else np.zeros(0, np.uint8)  # pyright: ignore[reportUnknownMemberType]
+
+
+def tensor_over(memory: Bytes) -> Tensor:
+    """uint8 ``[n]`` over ``memory``, n > 0, also where numpy marks the memory as read-only."""
+    if memory.flags.writeable:
+        return torch.from_numpy(memory)  # pyright: ignore[reportUnknownMemberType]
+    pages = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data)
+    cast(Any, pages).keeps = memory
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 def concat_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat`` along the first dimension; a large result on the CPU lands in memory used before.
+    """``torch.cat`` along the first dimension. A large result on the CPU lands in memory used before.
 
     The copies are made by one thread: a second one gains little where memory is the limit, and where workers are busy
     on the other cores its waiting costs far more.
@@ -65,21 +89,21 @@ def concat_tensors(parts: Sequence[Tensor]) -> Tensor:
         return first
     shape = (sum(len(part) for part in parts), *first.shape[1:])
     nbytes = math.prod(shape) * first.element_size()
-    alike = all(part.dtype == first.dtype and part.shape[1:] == first.shape[1:] for part in parts)
-    plain = all(part.device.type == "cpu" and not part.requires_grad and part.is_contiguous() for part in parts)
-    if nbytes < SMALLEST or not alike or not plain:
+    if nbytes < SMALLEST or not all(
+        part.dtype == first.dtype and part.shape[1:] == first.shape[1:] and _is_flat(part) and not part.requires_grad
+        for part in parts
+    ):
         return torch.cat(list(parts))
     joined = _blocks.take(nbytes)
     at = 0
     for part in parts:
-        if part.nbytes:
-            np.copyto(joined[at : at + part.nbytes], _bytes_of(part))
+        np.copyto(joined[at : at + part.nbytes], flat_bytes(part))
         at += part.nbytes
-    return torch.from_numpy(joined).view(first.dtype).view(shape)  # pyright: ignore[reportUnknownMemberType]
+    return tensor_over(joined).view(first.dtype).view(shape)
 
 
 def copy_bytes(source: Bytes) -> Bytes:
-    """A copy of uint8 ``[n]``; a large one lands in memory used before."""
+    """A copy of uint8 ``[n]``. A large one lands in memory used before."""
     if source.nbytes < SMALLEST:
         return source.copy()
     copy = _blocks.take(source.nbytes)
@@ -88,14 +112,17 @@ def copy_bytes(source: Bytes) -> Bytes:
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)``, by memcpy where both are plain: for large tensors on the CPU torch's own loop takes
-    half as long again, because it reads what it overwrites."""
-    plain = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (target, source))
-    if source.nbytes < SMALLEST or not plain or target.dtype != source.dtype or target.shape != source.shape:
-        target.copy_(source)
+    """``target.copy_(source)``, by memcpy where both are plain.
+
+    torch's own loop takes half as long again for large tensors on the CPU, because it reads what it overwrites.
+    """
+    alike = target.dtype == source.dtype and target.shape == source.shape
+    if source.nbytes >= SMALLEST and alike and _is_flat(target) and _is_flat(source):
+        np.copyto(flat_bytes(target), flat_bytes(source))
     else:
-        np.copyto(_bytes_of(target), _bytes_of(source))
+        target.copy_(source)
 
 
-def _bytes_of(tensor: Tensor) -> Bytes:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+def _is_flat(tensor: Tensor) -> bool:
+    """Whether its bytes lie in the machine's memory, in order."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -11,24 +11,25 @@ Legend: R runs, Q ranges of rows asked for, K rows.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from podium.data.memory import concat_tensors, copy_bytes
-from podium.data.store import Block, BlockInfo, Bytes, PlainBlock
+from podium.data.memory import concat_tensors, copy_bytes, flat_bytes, tensor_over
+from podium.data.rows import Rows, alike
+from podium.data.store import Block, BlockInfo, Bytes, PlainBlock, refuse_pickle
 from podium.errors import DataError
 
-__all__ = ["Part", "RowIndex", "TensorRef", "flat_bytes", "is_plain", "row_numbers"]
+__all__ = ["Part", "RowIndex", "TensorRef", "concat_values", "row_numbers"]
 
 Ints = npt.NDArray[np.int64]
-RowIndex = Sequence[int] | Tensor
+_NO_RUNS: Final[Ints] = np.zeros((0, 3), np.int64)
+RowIndex = Sequence[int] | Tensor | npt.NDArray[np.integer[Any]]
 
 
 class Part(NamedTuple):
@@ -39,11 +40,12 @@ class Part(NamedTuple):
     rows: int
 
 
-class TensorRef:
+class TensorRef(Rows):
     """Stands for a tensor ``[B, …]`` that a worker keeps.
 
-    Made by endpoints with ``returns="ref"``. As an argument of a call it arrives as an ordinary tensor, which the
-    worker may write to without harm to anyone. When the last reference in the last process is gone, the memory is free.
+    Endpoints with ``returns="ref"`` make references. As an argument of a call a reference arrives as an ordinary
+    tensor, which the worker may write to without harm to anyone. The memory is freed with the last reference in any
+    process.
 
     >>> ref = TensorRef.of(torch.arange(6).view(3, 2))
     >>> ref.shape, ref.take([2, 0]).get()
@@ -51,11 +53,15 @@ class TensorRef:
             [0, 1]]))
     """
 
-    __slots__ = ("__weakref__", "_parts", "_runs", "dtype", "shape")
+    __slots__ = ("__weakref__", "dtype", "parts", "runs", "shape")
 
-    def __init__(self, parts: Sequence[Part], runs: Ints, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        self._parts = tuple(parts)
-        self._runs = runs
+    is_nested: Final = False
+
+    def __init__(
+        self, parts: Sequence[Part] = (), runs: Ints = _NO_RUNS, *, dtype: torch.dtype, shape: Sequence[int]
+    ) -> None:
+        self.parts = tuple(parts)  # the tensors that it is made of
+        self.runs = runs  # int64 [R, 3]: part, first row, row after the last
         self.dtype = dtype
         self.shape = torch.Size(shape)
 
@@ -69,37 +75,28 @@ class TensorRef:
     @classmethod
     def in_block(cls, block: Block, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> TensorRef:
         """The tensor whose bytes begin at ``offset`` of ``block``."""
-        rows = shape[0] if len(shape) else 1
         if not math.prod(shape):
-            return cls((), np.zeros((0, 3), np.int64), dtype, shape)
-        return cls((Part(block, offset, rows),), np.array([[0, 0, rows]], np.int64), dtype, shape)
+            return cls(dtype=dtype, shape=shape)
+        rows = shape[0] if len(shape) else 1
+        return cls([Part(block, offset, rows)], np.array([[0, 0, rows]], np.int64), dtype=dtype, shape=shape)
 
     @classmethod
-    def concat(cls, refs: Sequence[TensorRef | Tensor]) -> TensorRef:
-        """All rows in order; no byte of a reference is touched. Those without rows have no say in the dtype, as in
-        ``torch.cat``.
+    def concat(cls, parts: Sequence[TensorRef | Tensor], names: Sequence[str] = ()) -> TensorRef:
+        """All rows in order. No byte of a reference is touched, and parts without rows have no say in the dtype.
 
         Raises:
-            DataError: none, or of different dtypes or row shapes.
+            DataError: There are no parts, or they have different dtypes or row shapes.
         """
-        if not refs:
-            raise DataError("cannot join zero references: their dtype is unknown")
-        given = [TensorRef.of(ref) if isinstance(ref, Tensor) else ref for ref in refs]
-        given = [ref for ref in given if not ref.shape or len(ref)] or given[:1]
-        first = given[0]
-        if any(ref.dtype != first.dtype or ref.shape[1:] != first.shape[1:] or not ref.shape for ref in given):
-            raise DataError(f"references of different dtypes or row shapes cannot be joined: {given}")
+        refs = [TensorRef.of(part) if isinstance(part, Tensor) else part for part in alike(parts, names)]
         places: dict[Part, int] = {}
         runs: list[Ints] = []
-        for ref in given:
-            numbers = np.array([places.setdefault(part, len(places)) for part in ref._parts], np.int64)
-            moved = ref._runs.copy()
+        for ref in refs:
+            numbers = np.array([places.setdefault(part, len(places)) for part in ref.parts], np.int64)
+            moved = ref.runs.copy()
             moved[:, 0] = numbers[moved[:, 0]] if len(numbers) else 0
             runs.append(moved)
-        rows = sum(len(ref) for ref in given)
-        return cls(tuple(places), _merged(np.concatenate(runs)), first.dtype, (rows, *first.shape[1:]))
-
-    # -- what is known without the bytes ---------------------------------------------------------------------------
+        shape = (sum(len(ref) for ref in refs), *refs[0].shape[1:])
+        return cls(tuple(places), _merged(np.concatenate(runs)), dtype=refs[0].dtype, shape=shape)
 
     @property
     def nbytes(self) -> int:
@@ -109,17 +106,7 @@ class TensorRef:
     @property
     def places(self) -> tuple[str, ...]:
         """Who made the bytes, such as "policy.rollout of rank 1 on node-0"."""
-        return tuple(dict.fromkeys(part.block.info.label for part in self._parts))
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """The tensors it is made of."""
-        return self._parts
-
-    @property
-    def runs(self) -> Ints:
-        """int64 ``[R, 3]``: part, first row, row after the last."""
-        return self._runs
+        return tuple(dict.fromkeys(part.block.info.label for part in self.parts))
 
     def dim(self) -> int:
         return len(self.shape)
@@ -135,8 +122,6 @@ class TensorRef:
         more = f" and {len(others)} more" if others else ""
         return f"TensorRef({name}{list(self.shape)}, {first}{more})"
 
-    # -- rows --------------------------------------------------------------------------------------------------------
-
     def slice(self, start: int, stop: int) -> TensorRef:
         """Rows ``start:stop``, clipped as Python does."""
         start, stop, _ = slice(start, stop).indices(len(self))
@@ -144,71 +129,73 @@ class TensorRef:
 
     def take(self, index: RowIndex) -> TensorRef:
         """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints, all in 0..B-1)."""
-        rows = cast(Ints, row_numbers(index).cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
-        if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
-            raise DataError(f"row index outside 0..{len(self) - 1}: {rows.min()}..{rows.max()}")
+        rows = cast(Ints, row_numbers(index, len(self)).cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
         return self.ranges(rows, rows + 1)
 
     def ranges(self, starts: Ints, stops: Ints) -> TensorRef:
         """The rows ``starts[q]:stops[q]`` for each q of Q ranges, in that order."""
         rows = int((stops - starts).sum())
         shape = (rows, *self.shape[1:])
-        if not rows or not len(self._runs):
-            return TensorRef((), np.zeros((0, 3), np.int64), self.dtype, shape)
-        runs = _cut(self._runs, np.asarray(starts, np.int64), np.asarray(stops, np.int64))
+        if not rows or not len(self.runs):
+            return TensorRef(dtype=self.dtype, shape=shape)
+        runs = _cut(self.runs, np.asarray(starts, np.int64), np.asarray(stops, np.int64))
         used, numbers = np.unique(runs[:, 0], return_inverse=True)
         runs[:, 0] = numbers
-        parts = [self._parts[part] for part in cast("list[int]", used.tolist())]
-        return TensorRef(parts, _merged(runs), self.dtype, shape)
+        parts = [self.parts[part] for part in cast("list[int]", used.tolist())]
+        return TensorRef(parts, _merged(runs), dtype=self.dtype, shape=shape)
 
     def __getitem__(self, key: slice | RowIndex) -> TensorRef:
         if isinstance(key, slice) and key.step in (None, 1):
             return self.slice(*key.indices(len(self))[:2])
-        if isinstance(key, Tensor | list):
+        if isinstance(key, Tensor | np.ndarray | list):
             chosen = torch.as_tensor(key)
-            if chosen.dtype == torch.bool and chosen.shape == self.shape[:1]:
-                return self.take(chosen.nonzero()[:, 0])
-            return self.take(chosen)
+            mask = chosen.dtype == torch.bool and chosen.shape == self.shape[:1]
+            return self.take(chosen.nonzero()[:, 0] if mask else chosen)
         raise DataError(
             f"a reference can be cut by rows, as ref[2:5] or ref[[0, 3]], not by {key!r}; .get() the tensor"
         )
 
-    # -- the bytes ---------------------------------------------------------------------------------------------------
-
     def get(self, *, readonly: bool = False) -> Tensor:
-        """The tensor, on the CPU; the caller's own to change unless ``readonly``.
+        """The tensor, on the CPU. It is the caller's own to change unless ``readonly``.
 
         Raises:
-            RefLostError: the process that owned the bytes has ended.
+            RefLostError: The process that owned the bytes has ended.
         """
         return self.assemble(lambda block, _: block.read(), readonly=readonly)
+
+    def fetch(self) -> Tensor:
+        return self.get()
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> Any:
+        return change(self)
 
     def __await__(self) -> Generator[Any, None, Tensor]:
         return asyncio.to_thread(self.get).__await__()
 
     def prefetch(self) -> TensorRef:
         """Begin to bring the bytes here, where that takes time; returns itself."""
-        for part in self._parts:
+        for part in self.parts:
             part.block.prefetch()
         return self
 
     def assemble(self, open_block: Callable[[Block, bool], Bytes], *, readonly: bool = False) -> Tensor:
-        """The tensor, of blocks that ``open_block`` opens, with whether they are only read: a view where it lies in one
-        run."""
-        if not len(self._runs):
+        """The tensor, of blocks that ``open_block`` opens; its second argument says whether they are only read.
+
+        The tensor is a view of a block where it lies in one run.
+        """
+        if not len(self.runs):
             return torch.empty(self.shape, dtype=self.dtype)
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
-        only_read = readonly or len(self._runs) > 1
-        whole = [open_block(block, only_read)[offset : offset + rows * width] for block, offset, rows in self._parts]
-        if len(self._runs) > 1:
-            row_shape = (-1, *self.shape[1:])
-            tensors = [_tensor(memory).view(self.dtype).view(row_shape) for memory in whole]
-            runs = cast("list[list[int]]", self._runs.tolist())
-            return concat_tensors([tensors[part][start:stop] for part, start, stop in runs])
-        _, start, stop = cast("list[int]", self._runs[0].tolist())
-        memory = whole[0][start * width : stop * width]
-        own = memory if readonly or memory.flags.writeable else copy_bytes(memory)
-        return _tensor(own).view(self.dtype).view(self.shape)
+        runs = cast("list[list[int]]", self.runs.tolist())
+        whole = [
+            open_block(block, readonly or len(runs) > 1)[offset : offset + rows * width]
+            for block, offset, rows in self.parts
+        ]
+        cut = [whole[part][start * width : stop * width] for part, start, stop in runs]
+        if len(cut) == 1 and not readonly and not cut[0].flags.writeable:
+            cut = [copy_bytes(cut[0])]
+        row_shape = (-1, *self.shape[1:]) if self.shape else ()
+        return concat_tensors([tensor_over(memory).view(self.dtype).view(row_shape) for memory in cut])
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -244,51 +231,39 @@ class TensorRef:
         return self  # it never changes, and neither do the bytes it stands for
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a reference travels as an argument or a result of a call; to save it, .get() gives a tensor and "
-            "batch.fetch() a batch of them"
-        )
+        return refuse_pickle()
 
 
-def row_numbers(index: RowIndex) -> Tensor:
-    """``index`` as int64 ``[K]``.
+def concat_values(parts: Sequence[Any], names: Sequence[str] = ()) -> Tensor | TensorRef:
+    """Rows of all parts in order: a tensor, or a reference if any of them is one. ``names`` are as in Rows.concat.
 
     Raises:
-        DataError: it is a mask, has fractions, or more dimensions than one.
+        DataError: There are no parts, or they have different dtypes or row shapes.
     """
-    rows = torch.as_tensor(index)
-    if not rows.numel():
-        return rows.new_zeros(0, dtype=torch.int64)
-    if rows.dim() != 1 or rows.dtype == torch.bool or rows.is_floating_point():
-        name = str(rows.dtype).removeprefix("torch.")
+    if any(isinstance(part, TensorRef) for part in parts):
+        return TensorRef.concat(parts, names)
+    return concat_tensors(alike(parts, names))
+
+
+def row_numbers(index: RowIndex, rows: int) -> Tensor:
+    """``index`` as int64 ``[K]``, all of it in 0..rows - 1.
+
+    Raises:
+        DataError: The index is a mask, has fractions or more dimensions than one, or is outside the rows.
+    """
+    numbers = torch.as_tensor(index)
+    if not numbers.numel():
+        return numbers.new_zeros(0, dtype=torch.int64)
+    if numbers.dim() != 1 or numbers.dtype == torch.bool or numbers.is_floating_point():
+        name = str(numbers.dtype).removeprefix("torch.")
         raise DataError(
-            f"rows are taken by their numbers, int64 [K], not by {name}{list(rows.shape)}; of a mask: "
+            f"rows are taken by their numbers, int64 [K], not by {name}{list(numbers.shape)}; of a mask: "
             "take(mask.nonzero()[:, 0])"
         )
-    return rows.to(torch.int64)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether it is an ordinary strided tensor, whose bytes are all there is to it."""
-    kind = type(tensor) in (Tensor, torch.nn.Parameter)
-    return kind and tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
-
-
-def flat_bytes(tensor: Tensor) -> Bytes:
-    """uint8 ``[nbytes]`` of a plain tensor, on the CPU; a view where it can be."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.is_conj() or flat.is_neg():
-        flat = flat.resolve_conj().resolve_neg()
-    return cast(Bytes, flat.view(torch.uint8).numpy()) if flat.numel() else np.zeros(0, np.uint8)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _tensor(memory: Bytes) -> Tensor:
-    """uint8 ``[n]`` over ``memory``, n > 0, also where numpy marks it as read-only."""
-    if memory.flags.writeable:
-        return torch.from_numpy(memory)  # pyright: ignore[reportUnknownMemberType]
-    pages = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data)
-    cast(Any, pages).keeps = memory
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    least, most = int(numbers.min()), int(numbers.max())
+    if least < 0 or most >= rows:
+        raise DataError(f"row index outside 0..{rows - 1}: {least}..{most}")
+    return numbers.to(torch.int64)
 
 
 def _cut(runs: Ints, starts: Ints, stops: Ints) -> Ints:

@@ -1,8 +1,8 @@
-"""Where the bytes behind references live: the contract of a store, and the plain one.
+"""Where the bytes behind references live: the contract of a store, and a plain store.
 
-A *block* is the bytes of one :meth:`TensorStore.put`: several tensors laid end to end, written once. Whoever holds an
-object that stands for it, in whatever process, keeps it; the last one that goes frees it. How a block crosses to
-another process is its backend's affair: beside a message, as a descriptor or a name, or, if it is plain, inside it.
+A *block* is the bytes of one :meth:`TensorStore.put`: several tensors laid end to end, written once. An object that
+stands for a block keeps it, in whatever process, and the last one that goes frees it. How a block crosses to another
+process is its backend's affair: beside a message, as a descriptor or a name, or, if it is plain, inside the message.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import contextlib
 import os
 import pickle
 import threading
-import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +31,15 @@ Bytes = npt.NDArray[np.uint8]
 ALIGN = 64
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CHECKS = "PODIUM_CHECK_REFS"
-"""Environment variable: where it is set, every block has a checksum, which each reader compares."""
+"""Environment variable. Where it is set, every block has a checksum, which each reader compares."""
 
 
 class BlockInfo(NamedTuple):
-    """What is known of a block wherever it is referred to.
-
-    Attributes:
-        nbytes: its size.
-        label: who made it, such as "policy.rollout of rank 1 on node-0".
-        checksum: CRC-32 of its bytes where blocks are checked.
-    """
+    """What is known of a block wherever it is referred to."""
 
     nbytes: int
-    label: str
-    checksum: int | None = None
+    label: str  # who made it, such as "policy.rollout of rank 1 on node-0"
+    checksum: int | None = None  # CRC-32 of its bytes, where blocks are checked
 
 
 class Block(ABC):
@@ -56,11 +50,10 @@ class Block(ABC):
 
     @abstractmethod
     def open(self) -> Bytes:
-        """uint8 ``[nbytes]``, alive as long as it is used. Where its flag says writeable, the reader may write: nobody
-        else sees it.
+        """uint8 ``[nbytes]``, alive as long as it is used. Where it is writeable, nobody else sees what is written.
 
         Raises:
-            RefLostError: the bytes are gone with the process that owned them.
+            RefLostError: The bytes are gone with the process that owned them.
         """
 
     def lend(self) -> Bytes:
@@ -68,13 +61,13 @@ class Block(ABC):
         return self.open()
 
     def prefetch(self) -> None:  # noqa: B027 - nothing to fetch by default
-        """Begin to bring the bytes here; never waits."""
+        """Begin to bring the bytes here. Never waits."""
 
     def read(self, *, readonly: bool = False) -> Bytes:
         """:meth:`open` or, if ``readonly``, :meth:`lend`, checked.
 
         Raises:
-            DataError: somebody has written to the bytes since they were put.
+            DataError: Somebody has written to the bytes since they were put.
         """
         checked = self.info.checksum is not None  # then a reader's own pages: whether it wrote to them shall be seen
         memory = self.lend() if readonly and not checked else self.open()
@@ -90,10 +83,7 @@ class Block(ABC):
         return self.info.checksum is None or zlib.crc32(memory.data) == self.info.checksum
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a reference travels as an argument or a result of a call; to save it, .get() gives a tensor and "
-            "batch.fetch() a batch of them"
-        )
+        return refuse_pickle()
 
 
 class Usage(NamedTuple):
@@ -108,7 +98,7 @@ class TensorStore(ABC):
     """Makes blocks in this process.
 
     Args:
-        limit: bytes that the blocks made here may take together; half of the memory of the machine or container unless
+        limit: Bytes that the blocks made here may take together. Half of the memory of the machine or container unless
             given.
     """
 
@@ -120,7 +110,7 @@ class TensorStore(ABC):
         """A block with a copy of ``buffers``, where :func:`lay_out` says.
 
         Raises:
-            StoreFullError: it does not fit; names who holds most.
+            StoreFullError: The block does not fit. The message names who holds most.
         """
         offsets, nbytes = lay_out(buffers)
         info = BlockInfo(nbytes, label)
@@ -138,17 +128,24 @@ class TensorStore(ABC):
         """Copy ``buffers`` to ``offsets`` of a new block. Raises StoreFullError if there is no room."""
 
     def overflow(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block | None:
-        """As :meth:`make`, where the limit is reached: a block in some slower place; None if there is none."""
+        """As :meth:`make`, where the limit is reached: a block in some slower place. None if there is none."""
         return None
 
     def room(self, nbytes: int, label: str) -> tuple[Block, Bytes] | None:
-        """A new block and its bytes, which this process may go on writing: readers see what is there when they read.
-        It does not count as kept. None where readers do not share memory with this process."""
+        """A new block, which does not count as kept, and its bytes, which this process may go on writing.
+
+        Readers see what is there when they read. None where readers do not share memory with this process.
+        """
         return None
 
     @abstractmethod
+    def kept(self) -> Counter[str]:
+        """Bytes that the blocks made here take now, by the label of their maker."""
+
     def usage(self) -> Usage:
         """What the blocks made here take now."""
+        kept = self.kept()
+        return Usage(sum(kept.values()), self.limit, kept.most_common())
 
     def _refuse(self, info: BlockInfo, used: int, holders: Sequence[tuple[str, int]]) -> NoReturn:
         most = "; ".join(f"{_mib(size)} made by {who}" for who, size in holders[:5]) or "nobody"
@@ -160,7 +157,7 @@ class TensorStore(ABC):
 
 
 class PlainBlock(Block):
-    """Bytes that travel with the message that refers to them. For what is small, and where a backend has no store."""
+    """Bytes that travel with the message that refers to them: small ones, and all where a backend has no store."""
 
     def __init__(self, memory: Bytes, info: BlockInfo) -> None:
         super().__init__(info)
@@ -175,34 +172,31 @@ class PlainBlock(Block):
 
 
 class MemoryStore(TensorStore):
-    """Blocks in this process's own memory; ``shared`` says that readers are in this process too, so that a block
-    crosses as the object it is."""
+    """Blocks in this process's own memory.
+
+    Args:
+        shared: Readers are in this process too, so that a block crosses as the object it is.
+    """
 
     def __init__(self, limit: int | None = None, *, shared: bool = False) -> None:
         super().__init__(limit)
         self._kind = _SharedBlock if shared else PlainBlock
-        self._held: Counter[str] = Counter()
-        self._lock = threading.RLock()  # a collection inside it may free a block
+        self._made: WeakSet[Block] = WeakSet()
+        self._lock = threading.Lock()
 
     def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
-        memory = np.empty(info.nbytes, dtype=np.uint8)
-        for buffer, at in zip(buffers, offsets, strict=True):
-            np.copyto(memory[at : at + buffer.nbytes], buffer)
-        block = self._kind(memory, info)
+        block = self._kind(filled(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
         with self._lock:
-            self._held[info.label] += info.nbytes
-        weakref.finalize(block, self._free, info).atexit = False
+            self._made.add(block)
         return block
 
-    def usage(self) -> Usage:
+    def kept(self) -> Counter[str]:
         with self._lock:
-            return Usage(sum(self._held.values()), self.limit, self._held.most_common())
-
-    def _free(self, info: BlockInfo) -> None:
-        with self._lock:
-            self._held[info.label] -= info.nbytes
-            if not self._held[info.label]:
-                del self._held[info.label]
+            made = list(self._made)
+        kept: Counter[str] = Counter()
+        for block in made:
+            kept[block.info.label] += block.info.nbytes
+        return kept
 
 
 class _SharedBlock(PlainBlock):
@@ -219,6 +213,21 @@ def lay_out(buffers: Sequence[Bytes]) -> tuple[list[int], int]:
     return offsets, at
 
 
+def filled(memory: Bytes, buffers: Sequence[Bytes], offsets: Sequence[int]) -> Bytes:
+    """``memory`` with a copy of each buffer at its offset."""
+    for buffer, at in zip(buffers, offsets, strict=True):
+        np.copyto(memory[at : at + buffer.nbytes], buffer)
+    return memory
+
+
+def refuse_pickle() -> NoReturn:
+    """Say how a reference is saved: what pickles it outside a call would lose its bytes."""
+    raise TypeError(
+        "a reference travels as an argument or a result of a call; to save it, .get() gives a tensor and "
+        "batch.fetch() a batch of them"
+    )
+
+
 def _plain(memory: Any, info: BlockInfo) -> PlainBlock:
     return PlainBlock(np.frombuffer(memory, dtype=np.uint8), info)
 
@@ -228,8 +237,7 @@ def _half_of_memory() -> int:
 
 
 def _allowed(root: Path, own: Path) -> list[int]:
-    """Bytes that each of the control groups around this process may have, where they are limited: a container's, a
-    batch job's."""
+    """Bytes that each limited control group around this process may have: a container's, or a batch job's."""
     limits: list[int] = []
     with contextlib.suppress(OSError):
         place = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").lstrip("/")

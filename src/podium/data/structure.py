@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from podium.data.batch import Batch
 from podium.data.in_place import InPlace
-from podium.data.jagged import Jagged
-from podium.data.refs import TensorRef, flat_bytes, is_plain
+from podium.data.memory import flat_bytes, is_plain
+from podium.data.refs import TensorRef
+from podium.data.rows import Rows
 from podium.data.store import TensorStore, lay_out
 
 __all__ = ["fetch", "keep", "map_tensors"]
@@ -21,17 +21,13 @@ __all__ = ["fetch", "keep", "map_tensors"]
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with ``change(tensor)`` for every tensor and reference in it.
 
-    Looks into Batch (not into its Python columns), Jagged (whose offsets stay), dict and OrderedDict, list and tuple,
-    and nothing else.
+    The function looks into Rows (not into the Python columns of a Batch, nor at the offsets of a Jagged), dict,
+    OrderedDict and defaultdict, list and tuple, and nothing else.
     """
-    if isinstance(value, Tensor | TensorRef):
+    if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, Jagged):
-        return value.like(change(value.data))
-    if isinstance(value, Batch):
-        columns = {name: value[name] for name in value}
-        tensors = {name: map_tensors(column, change) for name, column in columns.items() if type(column) is not list}
-        return value.with_columns(tensors)
+    if isinstance(value, Rows):
+        return value.map_tensors(change)
     if type(value) in (dict, OrderedDict, defaultdict):
         changed = copy.copy(cast("dict[Any, Any]", value))
         changed.update({key: map_tensors(entry, change) for key, entry in changed.items()})
@@ -43,17 +39,18 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
         entries = [map_tensors(entry, change) for entry in before]
         if all(entry is old for entry, old in zip(entries, before, strict=True)):
             return before  # such as a torch.Size
-        named = cast("type[Any]", type(before))
-        return named(*entries) if hasattr(named, "_fields") else named(entries)
+        make: Any = type(before)
+        return getattr(make, "_make", make)(entries)  # a named tuple has _make
     return value
 
 
 def keep(value: Any, store: TensorStore, label: str) -> Any:
-    """``value`` with references in place of its tensors, which are copied into one block of ``store``; a tensor that
-    stands there twice is kept once. :class:`InPlace` tensors are not copied: they move.
+    """``value`` with references in place of its tensors, which are copied into one block of ``store``.
+
+    A tensor that stands there twice is kept once. :class:`InPlace` tensors are not copied: they move.
 
     Raises:
-        StoreFullError: the store has no room.
+        StoreFullError: The store has no room.
     """
     if isinstance(value, InPlace):
         return value.share(store, label)
@@ -78,5 +75,9 @@ def keep(value: Any, store: TensorStore, label: str) -> Any:
 
 
 def fetch(value: Any) -> Any:
-    """``value`` with tensors in place of its references."""
-    return map_tensors(value, lambda tensor: tensor.get() if isinstance(tensor, TensorRef) else tensor)
+    """``value`` with tensors in place of its references.
+
+    Raises:
+        RefLostError: A process that owned the bytes of one has ended.
+    """
+    return map_tensors(value, lambda tensor: tensor.fetch() if isinstance(tensor, TensorRef) else tensor)

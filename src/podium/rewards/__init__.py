@@ -1,7 +1,18 @@
 """Verifiable rewards: functions from a completion and its example to a score, run where they can be killed."""
 
-from podium.rewards.config import Grade, RewardConfig
-from podium.rewards.grader import Grader
-from podium.rewards.resolve import NAMED_REWARDS, RewardFn, resolve_reward
+from __future__ import annotations
 
-__all__ = ["NAMED_REWARDS", "Grade", "Grader", "RewardConfig", "RewardFn", "resolve_reward"]
+from typing import TYPE_CHECKING
+
+from podium.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from podium.rewards.config import Grade as Grade, RewardConfig as RewardConfig
+    from podium.rewards.grader import Grader as Grader
+    from podium.rewards.resolve import (
+        NAMED_REWARDS as NAMED_REWARDS,
+        RewardFn as RewardFn,
+        resolve_reward as resolve_reward,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

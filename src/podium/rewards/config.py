@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from podium.errors import ConfigError
+from pydantic import Field
+
+from podium.config import section
 
 __all__ = ["Grade", "RewardConfig"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("reward")
 class RewardConfig:
-    """Which reward, and what happens when it misbehaves.
+    """The reward function, and what happens when it fails."""
 
-    Raises:
-        ConfigError: a value outside its range, named.
-    """
-
-    name: str = "exact"  # exact, fraction, gsm8k, math, reasoning_gym; or module:function, or path/file.py:function
-    time_limit_s: float = 5.0  # for one completion; what runs longer is killed and gets failure_score
-    processes: int = 0  # grading processes; 0: one a core, at most 8
-    failure_score: float = 0.0  # score of a completion whose grading was killed (or failed, with on_error = score)
-    on_error: Literal["raise", "score"] = "raise"  # a reward that raises, dies or returns NaN: stop, or failure_score
-    correct_at: float = 1.0  # a completion is correct, for the accuracy, from this score on
-
-    def __post_init__(self) -> None:
-        checks = {
-            "name": (bool(self.name.strip()), "a reward's name, or module:function"),
-            "time_limit_s": (0 < self.time_limit_s < math.inf, "a positive number of seconds"),
-            "processes": (self.processes >= 0, "at least 0 (0: one a core)"),
-            "failure_score": (math.isfinite(self.failure_score), "a finite number"),
-            "on_error": (self.on_error in ("raise", "score"), '"raise" or "score"'),
-            "correct_at": (math.isfinite(self.correct_at), "a finite number"),
-        }
-        for name, (valid, expected) in checks.items():
-            if not valid:
-                raise ConfigError(f"reward.{name} = {getattr(self, name)!r}: expected {expected}")
+    name: str = Field(default="exact", pattern=r"\S")
+    """This reward scores completions: exact, fraction, gsm8k, math, reasoning_gym, module:function, or
+    path/file.py:function."""
+    time_limit_s: float = Field(default=5.0, gt=0, le=86400)
+    """Grading one completion takes at most this many seconds. A grader that takes longer is killed."""
+    processes: int = Field(default=0, ge=0, le=1024)
+    """This many processes grade completions. 0 means one for each core, and 8 at most."""
+    failure_score: float = Field(default=0.0, ge=-1e9, le=1e9)
+    """A completion gets this score if its grader was killed, or failed while reward.on_error is score."""
+    on_error: Literal["raise", "score"] = "raise"
+    """A reward that raises, dies or returns NaN ends the run (raise) or gives failure_score (score)."""
+    correct_at: float = Field(default=1.0, ge=-1e9, le=1e9)
+    """A completion counts as correct in the accuracy if its score is at least this value."""
+    memory_gib: float | None = Field(default=4.0, gt=0, le=2**20)
+    """A grading process may take this much memory beyond what importing the reward took, and null sets no limit."""
+    env: tuple[str, ...] = ()
+    """These variables of the environment reach the reward although their names are those of secrets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-import reasoning_gym as gym
+from podium.errors import ConfigError
+
+try:
+    import reasoning_gym as gym
+except ImportError as error:
+    raise ConfigError(
+        f"reward.name = 'reasoning_gym' needs reasoning-gym, which cannot be imported ({error}): "
+        "pip install 'podium[tasks]'"
+    ) from error
 
 __all__ = ["reasoning_gym"]
 

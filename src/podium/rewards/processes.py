@@ -1,195 +1,229 @@
-"""The near side of a grader's processes: start the helper, ask it for children, talk to them, end them all."""
+"""The near side of a grader's processes: start the dispatcher, send it items, settle each item when its line comes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
-import signal
+import re
+import secrets
 import socket
 import subprocess
 import sys
-import weakref
-from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import cloudpickle
 
 from podium.errors import ConfigError, RewardError
-from podium.rewards.helper import COMMAND, EVENT, FORK, HEADER, KILL, Result, receive, send
+from podium.rewards.child import ITEM
+from podium.rewards.config import Grade, RewardConfig
+from podium.rewards.dispatcher import MAX_LINE_BYTES, Settings
 from podium.rewards.resolve import RewardFn
+from podium.rewards.results import Result, decode
+from podium.supervisor import describe_exit, kill_marked
 
-__all__ = ["START_LIMIT_S", "Child", "GradingProcesses", "describe_status"]
+__all__ = ["START_LIMIT_S", "GradingProcesses", "PendingGrade"]
 
-START_LIMIT_S: Final = 300.0  # for the helper to import the reward
+START_LIMIT_S: Final = 300.0  # for the dispatcher to import the reward
 
+_MOST_PROCESSES: Final = 8
 _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from podium.rewards.helper import main; main(int(sys.argv[1]))"
+    "from podium.rewards.dispatcher import main; main(int(sys.argv[1]))"
+)
+_SECRET: Final = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY|COOKIE|AUTH)S?(_|$)|_(PASS|PWD)$|^AWS_", re.IGNORECASE
 )
 
 
-@dataclass(eq=False)
-class Child:
-    """One grading process as the controller sees it.
+class PendingGrade(Future[Grade]):
+    """The grade of one item, to come. ``name`` tells in errors which item it is. Cancelling ends the work on it."""
 
-    Attributes:
-        serial: its number in the helper's records.
-        pending: indices of the items it was given and has not answered, in the order it takes them.
-        begun: whether it has taken up the chunk it was given last.
-        deadline: on time.monotonic's clock, for the item it is at (or for taking up the chunk).
-        doomed: the item it was told to die for, if it was.
-    """
+    def __init__(self, name: str, number: int, processes: GradingProcesses) -> None:
+        super().__init__()
+        self.name = name
+        self._number = number
+        self._processes = processes
 
-    serial: int
-    sock: socket.socket
-    pending: deque[int] = field(default_factory=deque)
-    begun: bool = False
-    deadline: float = 0.0
-    doomed: int | None = None
-    _buffer: bytearray = field(default_factory=bytearray)
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if cancelled:
+            self._processes.drop(self._number)
+        return cancelled
 
-    def give(self, indices: Sequence[int], items: Sequence[tuple[str, Any]]) -> None:
-        """Send one chunk; an end of the child that shows here is reported by the helper anyway."""
-        self.pending.extend(indices)
-        self.begun = False
-        with suppress(BrokenPipeError, ConnectionResetError):
-            send(self.sock, (indices, items))
-
-    def take(self) -> list[Result | None]:
-        """Every frame that has arrived: results, and None where it took up a chunk. Never waits."""
-        with suppress(BlockingIOError, ConnectionResetError):
-            while data := self.sock.recv(1 << 18, socket.MSG_DONTWAIT):
-                self._buffer += data
-        frames: list[Result | None] = []
-        start, end = 0, len(self._buffer)
-        while end - start >= HEADER.size:
-            stop = start + HEADER.size + HEADER.unpack_from(self._buffer, start)[0]
-            if stop > end:
-                break
-            frame = pickle.loads(memoryview(self._buffer)[start + HEADER.size : stop])
-            frames.append(None if frame is None else Result(*frame))
-            start = stop
-        del self._buffer[:start]
-        return frames
+    def settle(self, outcome: Grade | Exception) -> None:
+        """Set the grade or the error, unless the future was cancelled."""
+        if not self.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Grade):
+            self.set_result(outcome)
+        else:
+            self.set_exception(outcome)
 
 
 class GradingProcesses:
-    """A helper that has loaded the reward, and its children. Not thread-safe; :meth:`stop` may be called twice.
+    """A dispatcher that has loaded the reward, and the thread that settles pending grades.
 
     Raises:
-        ConfigError: the reward's name is wrong.
-        RewardError: the reward cannot be imported or sent, or the helper did not come up.
+        ConfigError: The reward's name is wrong, or a library that it needs is missing.
+        RewardError: The reward cannot be imported or sent, or the dispatcher did not start.
     """
 
-    def __init__(self, source: str | RewardFn, label: str, log_path: Path | None, threads: int) -> None:
+    def __init__(self, source: str | RewardFn, label: str, config: RewardConfig, log_path: Path | None) -> None:
         self._label = label
-        payload = source if isinstance(source, str) else _pickled(source, label)
-        self._control, far = socket.socketpair()
-        with far:
-            self._helper = _launch(far, log_path, threads)
-        self.children: dict[int, Child] = {}
-        self._finalizer = weakref.finalize(self, _end, self._control, self._helper, self.children)
-        self._serials = 0
+        self._config = config
+        self._loading = PendingGrade(label, 0, self)
+        self._pending = {0: self._loading}
+        self._numbers = itertools.count(1)
+        self._sending = threading.Lock()
+        self._stopping = False
+        self._error: RewardError | None = None  # why no more items are graded
+        self._withheld = [name for name in os.environ if _SECRET.search(name) and name not in config.env]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes = config.processes or min(_MOST_PROCESSES, cores)
+        reward = source if isinstance(source, str) else _pickled(source, label)
+        memory_bytes = None if config.memory_gib is None else int(config.memory_gib * (1 << 30))
+        settings = pickle.dumps(tuple(Settings(reward, config.time_limit_s, memory_bytes, processes)))
+        self._mark = "PODIUM_GRADER", secrets.token_hex(8)
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, cores // processes)),
+            **{name: value for name, value in os.environ.items() if name not in self._withheld},
+            **dict([self._mark]),
+        }
+        self._connection, far = socket.socketpair()
+        self._process = _launch(far, log_path, environment)
+        self._reader = threading.Thread(target=self._read, name="podium-grader", daemon=True)
+        self._reader.start()
+        self._write(ITEM.pack(0, len(settings)) + settings)
         try:
-            self._greet(payload)
-        except BaseException:
+            self._loading.result(START_LIMIT_S)
+        except BaseException as error:
             self.stop()
-            raise
-
-    def _greet(self, payload: str | bytes) -> None:
-        self._control.settimeout(START_LIMIT_S)
-        try:
-            send(self._control, payload)
-            answer = receive(self._control)
-        except TimeoutError:
+            if not isinstance(error, TimeoutError):
+                raise
             raise RewardError(
-                f"importing the reward {self._label} took over {START_LIMIT_S:.0f} s; move what it waits for into the "
+                f"importing the reward {label} took over {START_LIMIT_S:.0f} s; move what it waits for into the "
                 "function, or make it available beforehand"
             ) from None
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise RewardError(self.how_it_ended()) from None
-        if answer is not None:
-            known, text, trace = answer
-            if known:
-                raise ConfigError(text)
-            raise RewardError(f"the reward {self._label} cannot be imported in a grading process: {text}\n\n{trace}")
-        self._control.settimeout(None)
 
     def alive(self) -> bool:
-        """Whether the helper is there."""
-        return self._helper.poll() is None
+        """Return whether the dispatcher runs."""
+        return self._process.poll() is None and self._reader.is_alive()
 
-    def fileno(self) -> int:
-        """The control socket's, readable when :meth:`ended` has something to say."""
-        return self._control.fileno()
+    def send(self, items: Iterable[tuple[str, str, Mapping[str, Any]]]) -> list[PendingGrade]:
+        """Have items graded: each is a name for errors, a completion and a row. Raises RewardError for an odd row."""
+        frames: list[bytes] = []
+        pending: dict[int, PendingGrade] = {}
+        for name, completion, row in items:
+            try:
+                data = pickle.dumps((completion, row), protocol=5)
+            except Exception as error:  # pickling runs code of any class
+                raise RewardError(
+                    f"{name} cannot be sent to a grading process with its row: {type(error).__name__}: {error}; rows "
+                    "hold plain values"
+                ) from error
+            number = next(self._numbers)
+            pending[number] = PendingGrade(name, number, self)
+            frames += ITEM.pack(number, len(data)), data
+        self._pending.update(pending)
+        self._write(b"".join(frames))
+        if self._error is not None:  # the reader has ended, perhaps before it could see these
+            self._settle_all(self._error)
+        return list(pending.values())
 
-    def fork(self) -> Child:
-        """One more child, ready to be given a chunk."""
-        near, far = socket.socketpair()
-        child = Child(self._serials, near)
-        self._serials += 1
-        with far:
-            self._command(FORK, child.serial, [far.fileno()])
-        self.children[child.serial] = child
-        return child
+    def drop(self, number: int) -> None:
+        """Grade an item no more."""
+        if self._pending.pop(number, None) is not None:
+            self._write(ITEM.pack(number, 0))
 
-    def kill(self, child: Child) -> None:
-        """Have it killed; :meth:`ended` tells when that is done."""
-        self._command(KILL, child.serial, [])
+    def _write(self, data: bytes) -> None:
+        with self._sending, suppress(OSError):  # after an end, which the reader tells
+            self._connection.sendall(data)
 
-    def ended(self) -> list[tuple[Child, int]]:
-        """The children that ended since the last call, each with its status; what they sent can still be taken.
-
-        Raises:
-            RewardError: the helper itself ended.
-        """
+    def _read(self) -> None:
+        """The reader thread: settle what a line comes for, and at the end all others."""
+        buffer = b""
+        error: RewardError | None = None
         try:
-            data = self._control.recv(EVENT.size * 256, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return []
+            while data := self._connection.recv(1 << 18):
+                *lines, buffer = (buffer + data).split(b"\n")
+                for line in lines:
+                    number, _, text = line.partition(b" ")
+                    if (pending := self._pending.pop(int(number), None)) is not None:
+                        pending.settle(self._outcome(pending, decode(text)))
+                if len(buffer) > 2 * MAX_LINE_BYTES:
+                    raise ValueError
         except ConnectionResetError:
-            data = b""
-        if not data:
-            raise RewardError(self.how_it_ended())
-        while len(data) % EVENT.size:
-            data += self._control.recv(EVENT.size - len(data) % EVENT.size)
-        return [(self.children.pop(serial), status) for serial, status in EVENT.iter_unpack(data)]
+            pass
+        except ValueError:
+            error = RewardError(f"the process that loaded the reward {self._label} sent what is not a result")
+        self._error = error or self._ended()
+        self._connection.close()
+        self._settle_all(self._error)
 
-    def how_it_ended(self) -> str:
-        """For an error: the helper is gone, and with which status."""
+    def _settle_all(self, error: RewardError) -> None:
+        with suppress(KeyError):
+            while True:
+                self._pending.popitem()[1].settle(error)
+
+    def _outcome(self, pending: PendingGrade, result: Result) -> Grade | Exception:
+        config, problem = self._config, result.problem
+        if result.score is not None:
+            return Grade(result.score, result.parts, result.score >= config.correct_at)
+        if pending is self._loading:
+            text = f"the reward {self._label} cannot be imported in a grading process: {problem}"
+            if result.limit == "configuration":
+                return ConfigError(problem)
+        else:
+            if over_memory := result.limit == "memory" and config.memory_gib is not None:
+                problem = f"ran over {config.memory_gib:g} GiB of memory (reward.memory_gib)"
+            if result.limit == "time" or over_memory or config.on_error == "score":
+                return Grade(config.failure_score, error=problem, timed_out=result.limit == "time")
+            text = (
+                f"{pending.name}: the reward {self._label} {problem}; expected a finite number, or a mapping of named "
+                'finite numbers with "score": repair the reward, or set reward.on_error to score, which gives such '
+                f"items {config.failure_score:g} and goes on"
+            )
+        for name in self._withheld:
+            if name in problem + result.traceback:
+                text += f". The environment's {name} does not reach rewards unless reward.env names it"
+        trace = f"\n\nIn the grading process:\n{result.traceback.rstrip()}" if result.traceback else ""
+        return RewardError(text + trace)
+
+    def _ended(self) -> RewardError:
+        if self._stopping:
+            return RewardError(f"the grader for the reward {self._label} was closed before this was graded")
         with suppress(subprocess.TimeoutExpired):
-            self._helper.wait(timeout=5)
-        status = self._helper.returncode
-        cause = "closed its socket" if status is None else f"ended ({describe_status(status)})"
-        return (
+            self._process.wait(timeout=5)
+        kill_marked(
+            "=".join(self._mark)
+        )  # what grading processes had started in sessions of their own, which nobody ends now
+        status = self._process.returncode
+        cause = "closed its socket" if status is None else f"ended ({describe_exit(status)})"
+        return RewardError(
             f"the process that grades with the reward {self._label} {cause}; what it wrote to stderr says more. If it "
-            "was killed for memory, set reward.processes lower"
+            "was killed for memory, set reward.processes or reward.memory_gib lower"
         )
 
     def stop(self) -> None:
-        """End the helper and all children, and wait for them."""
-        self._finalizer()
-
-    def _command(self, order: bytes, serial: int, fds: list[int]) -> None:
+        """End all processes and wait for them. Items without a result get an error."""
+        self._stopping = True
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # the dispatcher's signal to end all processes and itself
         try:
-            socket.send_fds(self._control, [COMMAND.pack(order, serial)], fds)
-        except (BrokenPipeError, ConnectionResetError):
-            raise RewardError(self.how_it_ended()) from None
-
-
-def describe_status(status: int) -> str:
-    """ "signal SIGKILL" or "exit code 3"."""
-    if status >= 0:
-        return f"exit code {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            kill_marked("=".join(self._mark))
+        if self._reader.is_alive() and self._reader is not threading.current_thread():
+            self._reader.join(timeout=1)
 
 
 def _pickled(function: RewardFn, label: str) -> bytes:
@@ -202,35 +236,18 @@ def _pickled(function: RewardFn, label: str) -> bytes:
         ) from error
 
 
-def _launch(far: socket.socket, log_path: Path | None, threads: int) -> subprocess.Popen[bytes]:
-    """A fresh interpreter with our sys.path and working directory, out of reach of the terminal's Ctrl-C."""
+def _launch(far: socket.socket, log_path: Path | None, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter with our sys.path and working directory, out of reach of the terminal's Ctrl-C."""
     path = json.dumps([entry or os.getcwd() for entry in sys.path])
-    log: IO[bytes] | None = None
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        log = log_path.open("ab")
-    try:
+    with far, log_path.open("ab") if log_path else nullcontext() as log:
         return subprocess.Popen(
             [sys.executable, "-c", _BOOT, str(far.fileno()), path],
             pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={"OMP_NUM_THREADS": str(threads), **os.environ},
+            env=environment,
             start_new_session=True,
         )
-    finally:
-        if log is not None:
-            log.close()
-
-
-def _end(control: socket.socket, helper: subprocess.Popen[bytes], children: dict[int, Child]) -> None:
-    control.close()  # the helper's signal to end its children and itself
-    for child in children.values():
-        child.sock.close()
-    children.clear()
-    try:
-        helper.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        helper.kill()
-        helper.wait()

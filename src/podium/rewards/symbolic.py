@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, cast
 
-import math_verify
-
+from podium.errors import ConfigError
 from podium.rewards.gsm8k import MARK
 from podium.rewards.text import answer_of
+
+try:
+    import math_verify
+except ImportError as error:
+    raise ConfigError(
+        f"reward.name = 'math' needs math-verify, which cannot be imported ({error}): pip install 'podium[math]'"
+    ) from error
 
 __all__ = ["mathematics"]
 

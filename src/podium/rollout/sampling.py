@@ -1,61 +1,50 @@
 """What is asked of a generator and what comes back: plain records, the same for every engine.
 
+This module imports no torch.
+
 Legend: L tokens of one completion, K ids kept over those L tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from torch import Tensor
+from pydantic import Field
 
-from podium.errors import ConfigError
+from podium.config import section
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Completion", "FinishReason", "KeptSet", "SamplingParams"]
 
 FinishReason = Literal["stop", "length"]
+TokenId = Annotated[int, Field(ge=0, le=10**9)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("sampling")
 class SamplingParams:
-    """How completions are drawn.
+    """How completions are sampled.
 
     The logits are divided by ``temperature``; ``top_k`` keeps the k most probable tokens; ``top_p`` keeps the smallest
     set of the most probable remaining tokens whose share of the remaining mass reaches p; a token is drawn from what
     was kept. ``temperature=0`` takes the most probable token and ignores ``top_k`` and ``top_p``.
-
-    Attributes:
-        max_new_tokens: the longest completion, in tokens.
-        temperature: at least 0.
-        top_p: share of the mass to keep, in (0, 1]; 1 keeps all.
-        top_k: how many tokens to keep; 0 keeps all.
-        stop_token_ids: a completion ends with the first of these, which is part of it.
-        n: completions a prompt.
-
-    Raises:
-        ConfigError: a value outside its range, named.
     """
 
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    n: int = 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
-        checks = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (0 <= self.temperature < float("inf"), "a finite number, at least 0"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
-            "n": (self.n >= 1, "at least 1"),
-        }
-        for name, (valid, expected) in checks.items():
-            if not valid:
-                raise ConfigError(f"sampling.{name} is {getattr(self, name)!r}; expected {expected}")
+    max_new_tokens: int = Field(ge=1, le=10**9)
+    """A completion has at most this many tokens."""
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    """Logits are divided by this value before a token is drawn. 0 always takes the most probable token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Tokens are drawn from the smallest set of the most probable tokens that holds this share of the probability. 1
+    keeps all tokens."""
+    top_k: int = Field(default=0, ge=0, le=10**9)
+    """Tokens are drawn from this many most probable tokens. 0 keeps all tokens."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """A completion ends with the first of these tokens. An empty list means those of the tokenizer and the model."""
+    n: int = Field(default=1, ge=1, le=65536)
+    """Each prompt gets this many completions."""
 
     @property
     def filtered(self) -> bool:

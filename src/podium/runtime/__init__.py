@@ -1,18 +1,7 @@
 """The control layer: workers, endpoints, pools, groups and calls over any backend."""
 
-from podium.runtime.backend import (
-    Backend,
-    Capabilities,
-    Death,
-    HostHandle,
-    HostSpec,
-    Node,
-    Packed,
-    Place,
-    Reply,
-    Request,
-)
-from podium.runtime.call import Call
+from podium.runtime.backend import Backend, ProcessHandle
+from podium.runtime.calls import Call
 from podium.runtime.cluster import Cluster, backend_class, backends, colocate, connect
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
 from podium.runtime.context import WorkerContext
@@ -21,6 +10,7 @@ from podium.runtime.endpoint import Endpoint, endpoint
 from podium.runtime.group import Colocated, WorkerGroup
 from podium.runtime.markers import per_rank
 from podium.runtime.mesh import Mesh
+from podium.runtime.messages import Capabilities, Death, Node, Packed, Place, ProcessSpec, Reply, Request
 from podium.runtime.pool import ResourcePool, Slot
 from podium.runtime.replicas import Replicas
 from podium.runtime.worker import Bound, Worker
@@ -37,12 +27,12 @@ __all__ = [
     "Death",
     "Dispatch",
     "Endpoint",
-    "HostHandle",
-    "HostSpec",
     "Mesh",
     "Node",
     "Packed",
     "Place",
+    "ProcessHandle",
+    "ProcessSpec",
     "Replicas",
     "Reply",
     "Request",

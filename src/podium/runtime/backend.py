@@ -1,87 +1,97 @@
-"""The contract between the runtime and a backend; everything else is written once, above it.
+"""The contract between the runtime and a backend. Everything else is written once, above it.
 
-A backend lists nodes, reserves slots on them, starts one host a slot and carries requests to hosts. What a host does is
-:class:`podium.runtime.host.Host`, in whatever process or object the backend makes. A backend is found by name through
-the entry-point group ``podium.backends``; its class is called with the options of ``podium.connect(name, **options)``.
-Any thread may call any method here, and ``done`` and ``on_death``, which return quickly and never raise.
+A backend lists nodes, reserves slots on them, starts one worker process a slot, and carries requests to the processes.
+Each of them runs :class:`podium.runtime.worker_process.WorkerProcess`. A backend is found by name through the
+entry-point group ``podium.backends``, and its class is called with the options of ``podium.connect(name, **options)``.
+
+Any thread may call any method here. A backend may call ``done`` and ``on_death`` from any thread. They return quickly
+and never raise.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from podium.runtime.messages import Capabilities, Death, HostSpec, Node, Packed, Place, Reply, Request
+from podium.runtime.messages import Capabilities, Node, OnDeath, Packed, Place, ProcessSpec, Reply, Request
 
-__all__ = ["Backend", "Capabilities", "Death", "HostHandle", "HostSpec", "Node", "Packed", "Place", "Reply", "Request"]
+__all__ = ["Backend", "ProcessHandle"]
 
 
-class HostHandle(ABC):
-    """A running host. ``pid`` is 0 where it has no process of its own."""
+class ProcessHandle(ABC):
+    """A running worker process. ``pid`` is 0 where it shares the controller's process."""
 
     pid: int = 0
 
     @abstractmethod
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
-        """Send; never waits for the answer. ``done`` is called once, or never if the host dies (then ``on_death``)."""
+        """Send ``request`` without waiting for the answer. ``done`` is called once, or never if the process ends first,
+        which ``on_death`` reports."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and its children by force; returns when it has ended and ``on_death`` has said so. Idempotent. Where
-        there is time, the request ``("", "shutdown")`` came before, which closes its workers and not the process."""
+        """End the process and its children by force. Returns when ``on_death`` has reported the end. Idempotent.
+
+        Where there is time, the runtime has sent the request ``("", "shutdown")`` before. That request closes the
+        workers and leaves the process running.
+        """
 
 
 class Backend(ABC):
-    """A place where hosts run. ``capabilities`` stands in the class, unless it depends on the options."""
+    """A place where worker processes run. ``capabilities`` is an attribute of the class, unless options change it."""
 
     capabilities: Capabilities
 
+    @classmethod
+    def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
+        """The nodes that a backend with these options would have, found without starting it; empty if unknown."""
+        return ()
+
     @abstractmethod
     def nodes(self) -> Sequence[Node]:
-        """All nodes, in a stable order, as they are now."""
+        """All nodes as they are now, in a stable order."""
 
     def reserve(self, places: Sequence[Place], detached: bool) -> tuple[Any, Sequence[Place]]:
-        """Hold ``places``, which the runtime has chosen where they are free. Returns a token, which pickles, and the
-        places, with other ``devices`` where the cluster hands them out. ``detached``: it outlives this controller.
-
-        Raises PlacementError if they cannot be had within seconds; nothing is held then."""
+        """Hold ``places``, which are free. A ``detached`` reservation outlives this controller. Returns a token, which
+        pickles, and the places, with other ``devices`` where the cluster hands these out. Raises PlacementError, and
+        holds nothing, if the places cannot be had within seconds."""
         return None, places
 
     def release(self, token: Any) -> None:  # noqa: B027 - nothing is held by default
         """Give a reservation back."""
 
     @abstractmethod
-    def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
-        """Start one host for each spec; all or nothing. A host has started when it takes requests: its workers come
-        later, by requests. ``on_death(rank, death)`` reports each end, wanted or not, after all replies that the host
-        sent before it. Raises WorkerStartError, or ConfigError for unknown options."""
+    def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
+        """Start one worker process for each spec, or none. A process has started when it takes requests, which make its
+        workers. ``on_death`` reports each end, wanted or not, after all replies that the process sent before. Raises
+        WorkerStartError, or ConfigError for unknown ``options`` of the specs."""
 
-    def attach(self, name: str, on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
-        """The hosts, in rank order, of a group that another controller started ``detached``; none if there is none."""
+    def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
+        """The processes of the detached group ``name`` of another controller, in rank order; empty without one."""
         return ()
 
-    def let_go(self, hosts: Sequence[HostHandle]) -> None:  # noqa: B027 - only where there are detached hosts
-        """Forget hosts that go on without this controller."""
+    def let_go(self, processes: Sequence[ProcessHandle]) -> None:  # noqa: B027 - only where there are detached processes
+        """Forget processes, which run on without this controller."""
 
     @abstractmethod
-    def rendezvous(self, hosts: Sequence[HostHandle]) -> str:
-        """A fresh ``init_method`` for torch.distributed that these hosts can reach; "" without collectives."""
+    def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
+        """A new ``init_method`` for torch.distributed that these processes can reach; "" without collectives."""
 
     @abstractmethod
     def pack(self, value: Any, readers: int) -> Packed:
-        """Make ``value`` ready for ``readers`` hosts; stored once. Raises SerializationError."""
+        """Make ``value`` ready to be sent to ``readers`` processes, stored once. Raises SerializationError."""
 
     @abstractmethod
     def unpack(self, payload: Packed) -> Any:
-        """The value of a reply's payload, the reader's own to change; at most once. Raises SerializationError."""
+        """The value of a reply's payload, for the caller to keep. Called at most once. Raises SerializationError."""
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool | None:
-        """Deliver replies in the calling thread, which has nothing else to do, until ``ended()`` or ``timeout_s``.
-        False at once if another thread does that just now; None, as here, where replies come in by themselves."""
+        """Deliver replies in the calling thread until ``ended()`` or ``timeout_s``, and return True. Returns False at
+        once if another thread does that, and None, as by default, where replies come in by themselves."""
         return None
 
     def wake(self) -> None:  # noqa: B027 - nothing to wake by default
-        """Let every thread in :meth:`wait` look at ``ended()`` again."""
+        """Have every thread in :meth:`wait` call ``ended()`` again."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all hosts that are not detached and free everything. Idempotent."""
+        """End all processes that are not detached and free everything. Idempotent."""

@@ -1,4 +1,4 @@
-"""The single controller's door: ``connect`` to a backend, reserve pools, start groups."""
+"""Connect to a backend, reserve pools, and start groups of workers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
-from podium.runtime.backend import Backend, Capabilities, Node
+from podium.runtime.backend import Backend
 from podium.runtime.endpoint import Returns
 from podium.runtime.group import Colocated, WorkerGroup, WorkerHandle
-from podium.runtime.hosts import HostSet, StartOptions
 from podium.runtime.mesh import Mesh
+from podium.runtime.messages import Capabilities, Node
 from podium.runtime.pool import Inventory, ResourcePool
+from podium.runtime.process_set import ProcessSet, StartOptions
 from podium.runtime.replicas import Replicas
 from podium.runtime.watch import Watch
-from podium.runtime.worker import Bound, Worker
+from podium.runtime.worker import Bound, Startable, Worker
 
 __all__ = ["Cluster", "ColocatedBound", "backend_class", "backends", "colocate", "connect"]
 
+T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
 
 CALL_TIMEOUT_S = 30 * 60.0
@@ -38,27 +41,32 @@ PROTECTED = {
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
 }
-"""Variables that ``env`` cannot set: which devices a worker sees is its slot's, and its place is in ``self.ctx``."""
+"""Variables that ``env`` cannot set. The slot decides which devices a worker sees, and its place is in ``self.ctx``."""
 
 _log = logging.getLogger("podium")
 
 
 @dataclass(frozen=True)
-class ColocatedBound:
-    """Several workers for the same host processes. Made by :func:`colocate`."""
+class ColocatedBound(Startable[Colocated]):
+    """Several workers for the same worker processes. Made by :func:`colocate`."""
 
     workers: Mapping[str, Bound[Any]]
 
 
 def colocate(**workers: Bound[Any]) -> ColocatedBound:
-    """Several named workers in the same host processes, where ``self.ctx.colocated["name"]`` is the plain object.
+    """Several named workers for the same worker processes, where ``self.ctx.colocated["name"]`` is the plain object.
 
     They are made in the order given, so a later one may use an earlier one in its constructor.
+
+    Raises:
+        ConfigError: There is no worker, or a name is that of a method of :class:`Colocated`.
     """
     if not workers:
         raise ConfigError(
             "colocate() needs at least one worker, as in colocate(actor=Actor.bind(), critic=Critic.bind())"
         )
+    if taken := sorted(name for name in workers if hasattr(Colocated, name)):
+        raise ConfigError(f"colocate(): a worker cannot be named {taken[0]!r}: the mapping of handles has that method")
     return ColocatedBound(dict(workers))
 
 
@@ -71,12 +79,12 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
     """Connect to a backend by name: "inline", "local", "ray", or any installed one.
 
     Args:
-        backend: a name, or an address of the form ``NAME://…``.
-        hints: options for a backend that has them, such as ``log_dir`` and ``preload``; another goes without.
-        options: the backend's own.
+        backend: A name, or an address of the form ``NAME://…``.
+        hints: Options that are dropped if the backend does not have them, such as ``log_dir`` and ``preload``.
+        options: The backend's own options.
 
     Raises:
-        ConfigError: no such backend (names the nearest), or an option it does not know.
+        ConfigError: There is no such backend (the message has the nearest name), or it does not have an option.
     """
     cls = backend_class(backend, options)
     known = inspect.signature(cls).parameters
@@ -85,10 +93,10 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
 
 
 def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> type[Backend]:
-    """The class that :func:`connect` would make with these options; nothing is started.
+    """The class that :func:`connect` would make with these options. Nothing is started.
 
     Raises:
-        ConfigError: as :func:`connect`.
+        ConfigError: As in :func:`connect`.
     """
     scheme, found = _scheme(backend), backends()
     if scheme not in found:
@@ -142,7 +150,7 @@ class Cluster:
     @property
     def groups(self) -> Mapping[str, WorkerGroup]:
         """The groups that run, by name."""
-        return {name: group for name, group in list(self._groups.items()) if name in group.hosts.workers}
+        return {name: group for name, group in list(self._groups.items()) if name in group.processes.workers}
 
     def __enter__(self) -> Self:
         return self
@@ -155,8 +163,9 @@ class Cluster:
 
     def pool(
         self,
-        slots: Sequence[int] = (1,),
+        slots: Sequence[int] | None = None,
         *,
+        spread: int | None = None,
         cpus: float = 0,
         gpus: float = 0,
         memory: float = 0,
@@ -164,27 +173,38 @@ class Cluster:
         wait_s: float = 0.0,
         detached: bool = False,
     ) -> ResourcePool:
-        """Reserve slots, one host each: ``pool([4])`` is four on one node, ``pool([4, 2])`` two unequal nodes.
+        """Reserve slots, each for one worker process.
+
+        ``pool([4])`` is four slots on one node, ``pool([4, 2])`` is two nodes with unequal numbers of slots, and
+        ``pool(spread=6)`` is six slots on whichever nodes have room. ``pool()`` is one slot.
 
         Args:
-            slots: slots on each node; every entry gets a node of its own.
-            cpus, gpus, memory, resources: what each slot holds (memory in bytes). A slot without ``cpus`` shares
-                the node's cores with the other slots. ``gpus`` may be a fraction of one.
-            wait_s: how long to wait for what cannot be had at once; every few seconds the log says for what.
-            detached: for a detached group: the slots stay reserved until it is stopped.
+            slots: Number of slots on each node. Every entry gets a node of its own.
+            spread: Total number of slots, instead of ``slots``. They go to as few nodes as have room for all of them,
+                in parts as equal as the room allows.
+            cpus, gpus, memory, resources: Amounts that each slot holds (memory in bytes). A slot without ``cpus``
+                shares the node's cores with the other slots. ``gpus`` may be a fraction of one.
+            wait_s: How long to wait while there is no room. Every few seconds the log says what is missing.
+            detached: The slots are for a detached group, and stay reserved until that group is stopped.
 
         Raises:
-            PlacementError: it cannot be had; says what is free where and who holds the rest.
+            PlacementError: There is no room. The message says what is free where and who holds the rest.
+            ConfigError: Both ``slots`` and ``spread`` are given, or a number is out of its range.
         """
         self._refuse_if_closed()
         self._refuse_unless_detached(detached, "pool")
-        every = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
-        want = {name: amount for name, amount in every.items() if amount}
+        if slots is not None and (spread is not None or isinstance(slots, int)):
+            raise ConfigError(
+                f"pool({slots}, spread={spread}): give slots as a list, as in pool([4]) for four on one node, or "
+                "spread, as in pool(spread=4) for four on whichever nodes have room"
+            )
+        layout = spread if spread is not None else (1,) if slots is None else list(slots)
+        want = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
         until = time.monotonic() + wait_s
         say = 0.0
         while True:
             try:
-                return self._inventory.reserve(slots, want, detached=detached)
+                return self._inventory.reserve(layout, want, detached=detached)
             except PlacementError as error:
                 left = until - time.monotonic()
                 if left <= 0:
@@ -195,26 +215,12 @@ class Cluster:
                 time.sleep(min(WAIT_LOOKS_S, left))
 
     def release(self, pool: ResourcePool) -> None:
-        """Give a pool's slots back; PlacementError while a group runs on them."""
+        """Give a pool's slots back. Raises PlacementError while a group runs on them."""
         self._inventory.release(pool)
 
-    @overload
-    def start(
-        self, worker: Bound[W], pool: ResourcePool | None = None, *, into: Any = None, name: str | None = None,
-        meshes: Mapping[str, Mesh] | None = None, env: Mapping[str, str] | None = None,
-        timeout_s: float = ..., start_timeout_s: float = ..., distributed: bool | None = None,
-        options: Mapping[str, Any] | None = None, detached: bool = False, returns: Returns = "value",
-    ) -> W: ...  # fmt: skip
-    @overload
-    def start(
-        self, worker: ColocatedBound, pool: ResourcePool | None = None, *, into: Any = None, name: str | None = None,
-        meshes: Mapping[str, Mesh] | None = None, env: Mapping[str, str] | None = None,
-        timeout_s: float = ..., start_timeout_s: float = ..., distributed: bool | None = None,
-        options: Mapping[str, Any] | None = None, detached: bool = False, returns: Returns = "value",
-    ) -> Colocated: ...  # fmt: skip
     def start(
         self,
-        worker: Bound[Any] | ColocatedBound,
+        worker: Startable[T],
         pool: ResourcePool | None = None,
         *,
         into: Any = None,
@@ -227,84 +233,71 @@ class Cluster:
         options: Mapping[str, Any] | None = None,
         detached: bool = False,
         returns: Returns = "value",
-    ) -> Any:
-        """Start a worker on every slot of ``pool`` (one slot of its own if None) and wait until all are made.
+    ) -> T:
+        """Start a worker on every slot of ``pool`` and wait until all are made.
 
         Args:
             worker: ``Cls.bind(...)``, or ``colocate(...)`` of several.
-            into: the handle of a group whose hosts shall hold this worker too, instead of a pool.
-            name: role and name in logs; the class's name in lower case unless given.
-            meshes: named meshes over the ranks; "default" is ``Mesh(dp=world_size)`` unless given.
-            env: environment of the hosts, set before anything is imported there.
-            timeout_s: default deadline of the group's calls.
-            start_timeout_s: deadline of start-up.
-            distributed: whether the hosts form a torch.distributed process group before the constructors run. None:
-                where torch is loaded and the backend can.
-            options: the backend's own for each host, such as Ray's actor options.
-            detached: the group outlives this controller; others find it by ``attach(name)``, and ``stop(name)`` ends
-                it. Its pool, if that holds anything, is detached too.
-            returns: of its endpoints that do not say themselves: "ref" leaves the tensors of results with the workers.
+            pool: The slots, one a rank. Default: one slot of its own.
+            into: Handle of a group whose processes shall hold this worker too, instead of a pool.
+            name: Role and name in logs. Default: the class's name in lower case.
+            meshes: Meshes over the ranks, by name. "default" is ``Mesh(dp=world_size)`` unless given.
+            env: Environment variables of the processes, which are set before anything is imported there.
+            timeout_s: Default deadline of the group's calls.
+            start_timeout_s: Deadline of the start.
+            distributed: Whether the processes form a torch.distributed process group before the constructors run.
+                Default: if torch is loaded and the backend has collectives.
+            options: Options of the backend for each process, such as Ray's actor options.
+            detached: The group outlives this controller. Others find it by ``attach(name)``, and ``stop(name)`` ends
+                it. A pool that holds resources must be detached too.
+            returns: Default for endpoints that do not set ``returns``. "ref" leaves the tensors of results with the
+                workers.
 
         Returns:
-            A handle typed as the class: its endpoints are called on all ranks. Its ``group`` restarts and closes it.
+            A handle that is typed as the class. Its endpoints are called on all ranks, and its ``group`` restarts and
+            closes the workers.
 
         Raises:
-            WorkerStartError: a host or a constructor failed; what had started is ended.
-            ConfigError: not a bound Podium worker, a mesh that does not fit, or what this backend cannot do.
+            WorkerStartError: A process or a constructor failed. What had started is ended.
+            ConfigError: ``worker`` is not a bound Podium worker, a mesh does not fit, or the backend cannot do this.
         """
         self._refuse_if_closed()
         if returns not in ("value", "ref"):
             raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
-        with self._names:
-            bounds = self._bounds(worker, name)
-            self._starting |= bounds.keys()
-        try:
-            how = StartOptions(
-                env=dict(env or {}),
-                start_timeout_s=start_timeout_s,
-                distributed=distributed,
-                options=dict(options or {}),
-                detached=detached,
-            )
-            return self._start(worker, bounds, pool, into, meshes or {}, how, timeout_s, returns)
-        finally:
-            with self._names:
-                self._starting -= bounds.keys()
-
-    def _start(
-        self,
-        worker: Bound[Any] | ColocatedBound,
-        bounds: Mapping[str, Bound[Any]],
-        pool: ResourcePool | None,
-        into: Any,
-        meshes: Mapping[str, Mesh],
-        how: StartOptions,
-        timeout_s: float,
-        returns: Returns,
-    ) -> Any:
-        if into is not None:
-            hosts = self._hosts_of(into, pool, how)
-        else:
-            pool = pool if pool is not None else self.pool(detached=how.detached)
-            self._check(pool, meshes, how)
-            hosts = self._start_hosts(pool, "+".join(bounds), how)
-        for mesh_name, mesh in meshes.items():
-            if mesh.size != hosts.size:
-                raise ConfigError(f"mesh {mesh_name!r} is {mesh} of {mesh.size} ranks; the group has {hosts.size}")
-        handles: dict[str, WorkerHandle] = {}
-        try:
-            for worker_name, bound in bounds.items():
-                hosts.construct(worker_name, bound, meshes, returns)
-                group = WorkerGroup(hosts, worker_name, bound.cls, meshes, timeout_s)
-                self._groups[worker_name] = group
-                handles[worker_name] = WorkerHandle(group)
-            if how.detached:
-                hosts.keep_record({name: (bound.cls, meshes, timeout_s) for name, bound in bounds.items()})
-        except BaseException:
-            if into is None:
-                self._abandon(hosts, list(bounds))
-            raise
-        return Colocated(handles) if isinstance(worker, ColocatedBound) else next(iter(handles.values()))
+        meshes = meshes or {}
+        how = StartOptions(
+            env=dict(env or {}),
+            start_timeout_s=start_timeout_s,
+            distributed=distributed,
+            options=dict(options or {}),
+            detached=detached,
+        )
+        with self._named(worker, name) as bounds:
+            if into is not None:
+                processes = self._processes_of(into, pool, how)
+                _check_sizes(meshes, processes.size)
+            else:
+                pool = pool if pool is not None else self.pool(detached=detached)
+                self._check(pool, how)
+                _check_sizes(meshes, len(pool))
+                processes = self._start_processes(pool, "+".join(bounds), how)
+            handles: dict[str, WorkerHandle] = {}
+            try:
+                for worker_name, bound in bounds.items():
+                    processes.construct(worker_name, bound, meshes, returns)
+                    group = WorkerGroup(processes, worker_name, bound.cls, meshes, timeout_s)
+                    self._groups[worker_name] = group
+                    handles[worker_name] = WorkerHandle(group)
+                if detached:
+                    processes.keep_record({name: (bound.cls, meshes, timeout_s) for name, bound in bounds.items()})
+            except BaseException:
+                if into is None:
+                    for worker_name in bounds:
+                        self._groups.pop(worker_name, None)
+                    processes.stop(timeout_s=0.0)
+                    processes.leave_pool()
+                raise
+        return cast(T, Colocated(handles) if isinstance(worker, ColocatedBound) else next(iter(handles.values())))
 
     def start_replicas(
         self, worker: Bound[W], count: int, slots: Sequence[int] = (1,), *, name: str | None = None,
@@ -314,11 +307,11 @@ class Cluster:
         """Start ``count`` independent groups of one worker, ``NAME-0`` and so on, each on a pool of its own.
 
         Args:
-            slots, cpus, gpus, memory, resources, wait_s: of each replica, as in :meth:`pool`.
-            how: of each replica, as in :meth:`start`.
+            slots, cpus, gpus, memory, resources, wait_s: As in :meth:`pool`, for each replica.
+            how: Further arguments of :meth:`start`, for each replica.
 
         Raises:
-            PlacementError, WorkerStartError, ConfigError: all replicas or none; what had started is ended.
+            PlacementError, WorkerStartError, ConfigError: A replica could not be started. What had started is ended.
         """
         if count < 1:
             raise ConfigError(f"start_replicas(count={count}): at least one")
@@ -341,40 +334,42 @@ class Cluster:
         return Replicas(handles, self.release)
 
     def attach(self, name: str) -> Any:
-        """The handle of a group that another script started with ``detached=True``; a ``Colocated`` if it holds several
-        workers (its name is theirs, joined by "+"). Closing it, or this cluster, leaves it running.
+        """The handle of a group that another script started with ``detached=True``.
+
+        The group goes on when the handle or this cluster is closed. The name of a group of colocated workers is their
+        names joined by "+", and its handle is a ``Colocated``.
 
         Raises:
-            ConfigError: there is none of this name, it has lost ranks, or this backend has no detached groups.
+            ConfigError: There is no group of this name, it has lost ranks, or this backend has no detached groups.
         """
         self._refuse_if_closed()
         self._refuse_unless_detached(True, "attach")
-        hosts, record = HostSet.attach(self._backend, self._watch, name)
-        if (alive := len(hosts.pids)) < hosts.size:
-            hosts.close()
+        processes, record = ProcessSet.attach(self._backend, self._watch, name)
+        if (alive := len(processes.pids)) < processes.size:
+            processes.close()
             raise ConfigError(
-                f"group {name!r} has lost {hosts.size - alive} of its {hosts.size} ranks; end it with "
+                f"group {name!r} has lost {processes.size - alive} of its {processes.size} ranks; end it with "
                 f"cluster.stop({name!r})"
             )
         handles: dict[str, WorkerHandle] = {}
         for worker, (cls, meshes, timeout_s) in record.workers.items():
-            self._groups[worker] = WorkerGroup(hosts, worker, cls, meshes, timeout_s)
+            self._groups[worker] = WorkerGroup(processes, worker, cls, meshes, timeout_s)
             handles[worker] = WorkerHandle(self._groups[worker])
         return Colocated(handles) if len(handles) > 1 else next(iter(handles.values()))
 
     def stop(self, name: str) -> None:
-        """End a detached group, whoever started it, and give its pool back.
+        """End a detached group, whoever started it, and release its pool.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: There is no group of this name.
         """
         self._refuse_if_closed()
         self._refuse_unless_detached(True, "stop")
-        hosts, record = HostSet.attach(self._backend, self._watch, name)
+        processes, record = ProcessSet.attach(self._backend, self._watch, name)
         for group in self._groups.values():
-            if group.hosts.name == name and group.hosts.options.detached:
+            if group.processes.name == name and group.processes.options.detached:
                 group.close()  # or its end would be told as a loss
-        hosts.stop()
+        processes.stop()
         self._inventory.stopped(record.token)
 
     def close(self) -> None:
@@ -384,18 +379,30 @@ class Cluster:
         self._closed = True
         atexit.unregister(self.close)
         try:
-            for hosts in reversed(list({id(group.hosts): group.hosts for group in self._groups.values()}.values())):
-                hosts.close()
+            for processes in dict.fromkeys(group.processes for group in reversed(self._groups.values())):
+                processes.close()
             self._groups.clear()
         finally:
             self._watch.close()
             self._backend.close()
 
-    def _bounds(self, worker: Bound[Any] | ColocatedBound, name: str | None) -> dict[str, Bound[Any]]:
+    @contextmanager
+    def _named(self, worker: Startable[Any], name: str | None) -> Generator[dict[str, Bound[Any]]]:
+        """The workers to start by their names, which nobody else takes meanwhile."""
+        with self._names:
+            bounds = self._bounds(worker, name)
+            self._starting |= bounds.keys()
+        try:
+            yield bounds
+        finally:
+            with self._names:
+                self._starting -= bounds.keys()
+
+    def _bounds(self, worker: Startable[Any], name: str | None) -> dict[str, Bound[Any]]:
         if isinstance(worker, ColocatedBound):
             bounds = dict(worker.workers)
         else:
-            bounds = {name or self._free_name(worker): worker}
+            bounds = {name or self._free_name(worker): cast("Bound[Any]", worker)}
         for role, bound in bounds.items():
             if not isinstance(bound, Bound):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
@@ -418,14 +425,16 @@ class Cluster:
         numbers = (f"{base}_{number}" for number in range(2, len(taken) + 3))
         return base if base not in taken else next(name for name in numbers if name not in taken)
 
-    def _hosts_of(self, into: Any, pool: ResourcePool | None, how: StartOptions) -> HostSet:
+    def _processes_of(self, into: Any, pool: ResourcePool | None, how: StartOptions) -> ProcessSet:
         if pool is not None or how.env or how.options or how.detached:
-            raise ConfigError("start(into=group): the hosts run already, so pool, env, options and detached are theirs")
+            raise ConfigError(
+                "start(into=group): the processes run already, so pool, env, options and detached are theirs"
+            )
         if not isinstance(into, WorkerHandle):
             raise ConfigError(f"start(into=...): expected a handle that start() returned, not {type(into).__name__}")
-        return into.group.hosts
+        return into.group.processes
 
-    def _check(self, pool: ResourcePool, meshes: Mapping[str, Mesh], options: StartOptions) -> None:
+    def _check(self, pool: ResourcePool, options: StartOptions) -> None:
         can = self._backend.capabilities
         if options.distributed and len(pool) > 1 and not can.collectives:
             raise ConfigError(f"backend {self.backend_name!r} has no collectives over several ranks; use 'local'")
@@ -440,38 +449,27 @@ class Cluster:
         held = [slot.reservation for slot in pool if slot.resources]
         if options.detached and not all(reservation.detached for reservation in held):
             raise ConfigError("start(detached=True): its pool holds resources, so reserve it with pool(detached=True)")
-        for mesh_name, mesh in meshes.items():
-            if mesh.size != len(pool):
-                raise ConfigError(f"mesh {mesh_name!r} is {mesh} of {mesh.size} ranks; the pool has {len(pool)} slots")
 
-    def _start_hosts(self, pool: ResourcePool, name: str, options: StartOptions) -> HostSet:
+    def _start_processes(self, pool: ResourcePool, name: str, options: StartOptions) -> ProcessSet:
         if not len(pool):
             raise ConfigError("cannot start a group on an empty pool")
         reservations = list({id(slot.reservation): slot.reservation for slot in pool}.values())
         for reservation in reservations:
             if reservation.released:
                 raise ConfigError(f"{pool} has been released; reserve another with cluster.pool(...)")
-        hosts = HostSet(self._backend, self._watch, pool, name, self._threads(pool), options)
+        processes = ProcessSet(self._backend, self._watch, pool, name, self._threads(pool), options)
         for reservation in reservations:
             reservation.holders.append(name)
-        return hosts
+        return processes
 
     def _threads(self, pool: ResourcePool) -> list[int]:
-        """Compute threads of each slot: its own cores, or its share of the node's. More threads than cores on one node
-        made training steps 15 times slower."""
+        """Number of threads for computing of each slot: its own cores, or its share of the node's. More threads than
+        cores on one node made training steps 15 times slower."""
         cores = {node.name: node.resources.get("cpu", 1) for node in self._backend.nodes()}
         return [
             max(1, int(slot.resources.get("cpu", 0) or cores[slot.node] // max(1, self._inventory.slots_on(slot.node))))
             for slot in pool
         ]
-
-    def _abandon(self, hosts: HostSet, names: Sequence[str]) -> None:
-        for worker_name in names:
-            self._groups.pop(worker_name, None)
-        hosts.stop(timeout_s=0.0)
-        for slot in hosts.pool:
-            if hosts.name in slot.reservation.holders:
-                slot.reservation.holders.remove(hosts.name)
 
     def _refuse_unless_detached(self, wanted: bool, what: str) -> None:
         if wanted and not self._backend.capabilities.detached:
@@ -484,3 +482,9 @@ class Cluster:
 
 def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:120]
+
+
+def _check_sizes(meshes: Mapping[str, Mesh], ranks: int) -> None:
+    for name, mesh in meshes.items():
+        if mesh.size != ranks:
+            raise ConfigError(f"mesh {name!r} is {mesh} of {mesh.size} ranks; the group has {ranks}")

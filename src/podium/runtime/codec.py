@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 import threading
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
+from podium.data import Rows
 from podium.errors import DataError, RefLostError, SerializationError, StoreFullError
+from podium.runtime.rows import kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +41,9 @@ Opener = Callable[["BlockInfo"], "Block"]
 """Makes the block that came beside a message."""
 
 
+_PLAIN = (int, float, str, bool, bytes, type(None))
+
+
 class _Here(threading.local):
     """How this thread reads references, and the blocks that came with what it reads just now."""
 
@@ -46,7 +52,7 @@ class _Here(threading.local):
         self.blocks: Sequence[Opener] = ()
         self.made: dict[int, Block] = {}
         self.opened: dict[tuple[int, bool], tuple[Block, Any]] = {}
-        self.taken: tuple[list[int], list[int]] = [], []  # where the tensors that are views of blocks begin and end
+        self.taken: list[tuple[int, int]] = []  # where the tensors that are views of blocks begin and end, in order
         self.lent: list[tuple[Block, Any]] = []
 
 
@@ -58,17 +64,29 @@ class _Encoder(cloudpickle.CloudPickler):
     places: dict[int, int]
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor):
-            return _reduce_tensor(obj) or NotImplemented
-        data = sys.modules.get("podium.data")
-        if data is not None and type(obj) is data.TensorRef:
-            return _reduce_ref(obj, self.blocks, self.places)
-        return cast(Any, super()).reducer_override(obj)
+        match _reduction(obj.__class__):
+            case "default":
+                return NotImplemented
+            case "code":
+                return cast(Any, super()).reducer_override(obj)
+            case "tensor":
+                return _reduce_tensor(obj) or NotImplemented
+            case _:
+                return _reduce_ref(obj, self.blocks, self.places)
+
+
+@lru_cache(maxsize=1024)
+def _reduction(cls: type[Any]) -> Literal["default", "code", "tensor", "ref"]:
+    """How values of a type are pickled. It is asked for every object of a message."""
+    if cls is FunctionType or issubclass(cls, type):
+        return "code"
+    if kind_of(cls) != "tensor":
+        return "default"
+    return "ref" if issubclass(cls, Rows) else "tensor"
 
 
 def read_as(mode: Reading, read: Callable[[], T]) -> T:
-    """What ``read()`` gives where references are read so. Elsewhere, as in the controller, they stay references."""
+    """The result of ``read()``, during which references become ``mode``. Elsewhere they stay references."""
     before, _here.mode = _here.mode, mode
     _here.lent = []
     try:
@@ -95,12 +113,14 @@ def encode(
     """``value`` as pickle bytes and the buffers that belong to it, each of them contiguous.
 
     Args:
-        blocks: receives the blocks that ``value`` refers to, each once; they must be carried beside the message, in
-            this order. None where a backend has no store of its own: its blocks are plain, and travel inside.
+        blocks: Receives the blocks that ``value`` refers to, each once. They must be carried beside the message, in
+            this order. None where a backend has no store of its own: its blocks are plain and travel inside.
 
     Raises:
-        SerializationError: it does not pickle; names ``where`` and the part of the value that fails.
+        SerializationError: The value does not pickle. The message names ``where`` and the part that fails.
     """
+    if type(value) in _PLAIN:
+        return pickle.dumps(value, 5), []
     buffers: list[pickle.PickleBuffer] = []
     try:
         return _dump(value, buffers, blocks), buffers
@@ -122,11 +142,12 @@ def decode(
     """The value again. Tensors share memory with ``buffers``, which must be writable.
 
     Args:
-        blocks: what makes each of the blocks that came beside it, in the order in which ``encode`` gave them.
+        blocks: Functions that make the blocks which came beside the message, in the order in which ``encode`` gave
+            them.
 
     Raises:
-        SerializationError: it does not unpickle; names ``where``.
-        RefLostError, StoreFullError, DataError: a reference in it cannot be read.
+        SerializationError: The value does not unpickle. The message names ``where``.
+        RefLostError, StoreFullError, DataError: A reference in the value cannot be read.
     """
     if blocks:
         _here.blocks = blocks
@@ -141,7 +162,7 @@ def decode(
             _here.blocks = ()
             _here.made.clear()
             _here.opened.clear()
-            _here.taken = [], []
+            _here.taken.clear()
 
 
 def _blame(value: object, depth: int = 4) -> str:
@@ -178,10 +199,11 @@ def _reduce_ref(ref: TensorRef, blocks: list[Block] | None, places: dict[int, in
 
 
 def _ref(parts: Sequence[tuple[Any, ...]], runs: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    from podium.data import TensorRef
-    from podium.data.refs import Part
+    from podium.data.refs import Part, TensorRef
 
-    found = TensorRef([Part(_block(at, info), offset, rows) for at, info, offset, rows in parts], runs, dtype, shape)
+    found = TensorRef(
+        [Part(_block(at, info), offset, rows) for at, info, offset, rows in parts], runs, dtype=dtype, shape=shape
+    )
     if _here.mode == "ref":
         return found
     tensor = found.assemble(_opened, readonly=_here.mode == "readonly")
@@ -189,15 +211,12 @@ def _ref(parts: Sequence[tuple[Any, ...]], runs: Any, dtype: torch.dtype, shape:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy of it if it shares memory with another one of this message: they are the reader's to write
-    to, each by itself."""
-    starts, ends = _here.taken
+    """``tensor``, or a copy if it shares memory with another tensor of this message: the reader may write to each."""
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    at = bisect_right(ends, start)
-    if at < len(starts) and starts[at] < end:
+    at = bisect_left(_here.taken, (start, end))
+    if any(begins < end and start < ends for begins, ends in _here.taken[max(0, at - 1) : at + 1]):
         return tensor.clone()
-    starts.insert(at, start)
-    ends.insert(at, end)
+    _here.taken.insert(at, (start, end))
     return tensor
 
 
@@ -222,34 +241,18 @@ def _opened(block: Block, readonly: bool) -> Any:
 def _reduce_tensor(tensor: torch.Tensor) -> Rebuild | None:
     import torch
 
-    from podium.data.refs import flat_bytes, is_plain
+    from podium.data.memory import flat_bytes, is_plain
 
     if not is_plain(tensor):
         return None
+    raw = pickle.PickleBuffer(flat_bytes(tensor).data) if tensor.numel() else None
     parameter = type(tensor) is torch.nn.Parameter
-    if tensor.numel() == 0:
-        return _empty_tensor, (tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad)
-    raw = pickle.PickleBuffer(flat_bytes(tensor).data)
     return _tensor, (raw, tensor.dtype, tuple(tensor.shape), parameter, tensor.requires_grad and tensor.is_leaf)
 
 
-def _tensor(
-    raw: Any,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    parameter: bool,
-    requires_grad: bool,
-) -> torch.Tensor:
+def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: bool, requires_grad: bool) -> torch.Tensor:
     import torch
 
-    tensor = torch.frombuffer(raw, dtype=dtype).reshape(shape)
-    if parameter:
-        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    return tensor.requires_grad_(requires_grad)
-
-
-def _empty_tensor(dtype: torch.dtype, shape: tuple[int, ...], parameter: bool, requires_grad: bool) -> torch.Tensor:
-    import torch
-
-    tensor = torch.empty(shape, dtype=dtype)
-    return torch.nn.Parameter(tensor, requires_grad=requires_grad) if parameter else tensor
+    flat = torch.empty(0, dtype=dtype) if raw is None else torch.frombuffer(raw, dtype=dtype)
+    tensor = flat.reshape(shape)
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)

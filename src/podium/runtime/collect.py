@@ -1,18 +1,20 @@
-"""How the ranks' results become one: small objects; a user's own is a subclass of :class:`Collect`.
+"""How the ranks' results become one. A user's own way is a subclass of :class:`Collect`.
 
 The factories are the classes themselves, so that a type checker knows what each one returns.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
 
-from podium.errors import ConfigError
+from podium.data import Rows
+from podium.errors import ConfigError, DataError
 from podium.runtime.dispatch import RowPlan, Split
-from podium.runtime.rows import concat_rows, count_rows, slice_rows, take_rows
+from podium.runtime.rows import concat_rows, count_rows, kind_of, open_rows, slice_rows, take_rows
 
 __all__ = ["Collect", "Concat", "First", "Gather", "Nothing", "Reduce"]
 __all__ += ["concat", "first", "gather", "nothing", "reduce"]
@@ -25,12 +27,12 @@ class Collect(ABC, Generic[Ret, Out]):
     """Joins results. ``Ret`` is what one rank returns, ``Out`` what the caller receives."""
 
     def ranks(self, split: Split) -> Sequence[int]:
-        """The ranks whose results travel to the controller; the others only say that they are done."""
+        """The ranks whose results travel to the controller. The others only say that they are done."""
         return split.collectors
 
     @abstractmethod
     def collect(self, method: str, results: Sequence[Ret], split: Split) -> Out:
-        """Join ``results``, which are in the order of :meth:`ranks`; ``method`` serves the errors."""
+        """Join ``results``, which are in the order of :meth:`ranks`. Errors begin with ``method``."""
 
 
 class Gather(Collect[Any, list[Any]]):
@@ -51,7 +53,7 @@ class First(Collect[Any, Any]):
 
 
 class Nothing(Collect[Any, None]):
-    """None; the call still waits for every rank."""
+    """None. The call still waits for every rank."""
 
     def ranks(self, split: Split) -> Sequence[int]:
         return ()
@@ -61,33 +63,28 @@ class Nothing(Collect[Any, None]):
 
 
 class Concat(Collect[Any, Any]):
-    """Results joined row-wise, in the caller's row order; padding rows taken off."""
+    """Results joined row-wise, in the caller's row order, without padding rows."""
 
     def collect(self, method: str, results: Sequence[Any], split: Split) -> Any:
-        plan = split.plan
-        if plan is None:
-            return concat_rows(results, method)
-        if any(plan.padding):
-            results = [self._unpadded(method, part, plan, at) for at, part in enumerate(results)]
-        joined = concat_rows(results, method)
-        if plan.contiguous:
-            return joined
-        order = [row for rows, short in zip(plan.rows, plan.padding, strict=True) for row in rows[: len(rows) - short]]
-        if count_rows(joined, method) != len(order):
-            raise ConfigError(
-                f"{method} got {len(order)} rows and returned {count_rows(joined, method)}: with balance='tokens' an "
-                "endpoint returns as many rows as it got; use balance='rows' or gather()"
-            )
-        back = [0] * len(order)
-        for place, row in enumerate(order):
-            back[row] = place
-        return take_rows(joined, back)
+        names = [f"the result of rank {rank}" for rank in self.ranks(split)]
+        try:
+            plan = split.plan
+            if plan is not None and (any(plan.padding) or not plan.contiguous):
+                results = [self._unpadded(*part, plan, at) for at, part in enumerate(zip(names, results, strict=True))]
+            joined = concat_rows(results, names)
+        except DataError as error:
+            raise ConfigError(f"{method}: {error}; gather() returns a list with the result of every rank") from error
+        return joined if plan is None or plan.contiguous else take_rows(joined, plan.back())
 
-    def _unpadded(self, method: str, part: Any, plan: RowPlan, at: int) -> Any:
-        sent, got = len(plan.rows[at]), count_rows(part, method)
+    def _unpadded(self, name: str, result: Any, plan: RowPlan, at: int) -> Any:
+        part = open_rows(result, name)
+        sent, got = len(plan.rows[at]), count_rows(part)
         if got != sent:
-            raise ConfigError(f"{method} got {sent} rows and returned {got}: pad=True needs as many rows back as sent")
-        return slice_rows(part, 0, sent - plan.padding[at])
+            raise DataError(
+                f"{name} has {got} rows for the {sent} rows that it got; with pad=True and with balance='tokens' an "
+                "endpoint returns a row for every row"
+            )
+        return slice_rows(part, 0, plan.sizes[at]) if plan.padding[at] else part
 
 
 class Reduce(Collect[Any, Any]):
@@ -95,8 +92,8 @@ class Reduce(Collect[Any, Any]):
 
     Args:
         how: "sum", "mean", "min" or "max".
-        weight: for "mean" after ``shard``: weigh each part by its "rows" or "tokens" (tokens need
-            ``balance="tokens"``). None: every part counts the same. A part of weight 0 is left out.
+        weight: For "mean" after ``shard``, weigh each part by its "rows" or "tokens" (tokens need
+            ``balance="tokens"``). None gives every part the same weight. A part of weight 0 is left out.
     """
 
     def __init__(
@@ -112,29 +109,26 @@ class Reduce(Collect[Any, Any]):
 
     def collect(self, method: str, results: Sequence[Any], split: Split) -> Any:
         weights = self._weights(method, results, split)
-        if len({isinstance(result, Mapping) for result in results}) > 1:
-            raise ConfigError(f"{method}: ranks returned different kinds: {[type(r).__name__ for r in results]}")
-        if not isinstance(results[0], Mapping):
+        if all(kind_of(result.__class__) != "dict" for result in results):
             return self._reduce(method, results, weights)
-        keys = cast(Mapping[Any, Any], results[0]).keys()
-        if any(result.keys() != keys for result in results):
-            raise ConfigError(f"{method}: ranks returned different keys: {[sorted(result) for result in results]}")
-        return {key: self._reduce(f"{method}[{key!r}]", [result[key] for result in results], weights) for key in keys}
+        keys = [sorted(map(str, r)) if kind_of(r.__class__) == "dict" else type(r).__name__ for r in results]
+        if any(other != keys[0] for other in keys):
+            raise ConfigError(f"{method}: ranks returned different entries: {keys}")
+        return {
+            key: self._reduce(f"{method}[{key!r}]", [result[key] for result in results], weights) for key in results[0]
+        }
 
     def _weights(self, method: str, results: Sequence[Any], split: Split) -> list[float]:
         if self.weight is None:
             return [1.0] * len(results)
         if split.plan is None:
             raise ConfigError(f"{method}: reduce(weight={self.weight!r}) needs an endpoint that shards")
-        if self.weight == "tokens":
-            if not split.plan.tokens:
-                raise ConfigError(f"{method}: reduce(weight='tokens') needs shard(balance='tokens')")
-            return [float(count) for count in split.plan.tokens]
-        plan = split.plan
-        return [float(len(rows) - short) for rows, short in zip(plan.rows, plan.padding, strict=True)]
+        if self.weight == "tokens" and not split.plan.tokens:
+            raise ConfigError(f"{method}: reduce(weight='tokens') needs shard(balance='tokens')")
+        return [float(size) for size in (split.plan.tokens if self.weight == "tokens" else split.plan.sizes)]
 
     def _reduce(self, method: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
-        values = [_fetched(value) for value in values]
+        values = [value.fetch() if isinstance(value, Rows) else value for value in values]  # a sum needs the bytes
         try:
             if self.how == "mean":
                 pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
@@ -142,25 +136,22 @@ class Reduce(Collect[Any, Any]):
                 return sum(value * weight for value, weight in pairs) / total if total else float("nan")
             if self.how == "sum":
                 return sum(values[1:], start=values[0])
-            result = values[0]
-            for value in values[1:]:
-                result = _extreme(result, value, largest=self.how == "max")
-            return result
+            return functools.reduce(partial(_extreme, largest=self.how == "max"), values)
         except TypeError as error:
             raise ConfigError(
                 f"{method}: reduce({self.how!r}) cannot reduce {type(values[0]).__name__}: {error}"
             ) from None
 
 
-def _fetched(value: Any) -> Any:
-    """The tensor itself: a sum needs its bytes, also in a group that returns references."""
-    data = sys.modules.get("podium.data")
-    return value.get() if data is not None and isinstance(value, data.TensorRef) else value
-
-
 def _extreme(a: Any, b: Any, *, largest: bool) -> Any:
-    if hasattr(a, "maximum"):
+    """The larger or smaller of two values; of tensors and arrays, in each element."""
+    kind = kind_of(a.__class__)
+    if kind == "tensor":
         return a.maximum(b) if largest else a.minimum(b)
+    if kind == "array":
+        import numpy as np
+
+        return np.maximum(a, b) if largest else np.minimum(a, b)
     return max(a, b) if largest else min(a, b)
 
 

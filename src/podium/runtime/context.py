@@ -1,4 +1,4 @@
-"""What a worker knows about its place in the world."""
+"""The place of a worker among the others."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class WorkerContext:
     """A worker's place, fixed for its life.
 
     Attributes:
-        rank, world_size: place among the hosts of the group.
-        local_rank, local_world_size: place among those on the same node.
-        node: name of the node.
-        devices: indices of the accelerators this worker owns, valid in its own process; empty on a CPU.
-        role: name under which the worker was started.
-        threads: compute threads that are this worker's share of the node's cores.
-        rendezvous: URL by which the hosts of the group find each other (torch.distributed's ``init_method``); ""
+        rank, world_size: Place among the processes of the group.
+        local_rank, local_world_size: Place among those on the same node.
+        node: Name of the node.
+        devices: Indices of the accelerators that this worker owns, valid in its own process; empty on a CPU.
+        role: Name under which the worker was started.
+        threads: Number of threads for computing, this worker's share of the node's cores.
+        rendezvous: URL by which the processes of the group find each other (torch.distributed's ``init_method``); ""
             where the backend has no collectives.
-        meshes: named meshes; "default" is always there, ``Mesh(dp=world_size)`` unless given.
-        colocated: the other workers in the same host process, by name, as plain objects.
+        meshes: Meshes by name. "default" is always there, and is ``Mesh(dp=world_size)`` unless given.
+        colocated: The other workers in the same worker process, by name, as plain objects.
     """
 
     rank: int = 0
@@ -48,4 +48,4 @@ class WorkerContext:
 
 
 current_context: ContextVar[WorkerContext | None] = ContextVar("podium_worker_context", default=None)
-"""Set by the host while it builds or runs a worker, so that workers made inside inherit their maker's place."""
+"""The place of the worker that is made or runs just now. Workers that it makes itself get the same place."""

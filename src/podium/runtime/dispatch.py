@@ -1,4 +1,4 @@
-"""How a call's arguments reach the ranks: small objects; a user's own is a subclass of :class:`Dispatch`."""
+"""How a call's arguments reach the ranks. A user's own way is a subclass of :class:`Dispatch`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import heapq
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.runtime.markers import PerRank
 from podium.runtime.mesh import Mesh
-from podium.runtime.rows import count_rows, slice_rows, take_rows, token_lengths
+from podium.runtime.rows import count_rows, open_rows, slice_rows, take_rows, token_lengths
 
 __all__ = ["Arguments", "Broadcast", "Dispatch", "Only", "RowPlan", "Scatter", "Shard", "Split", "World"]
 __all__ += ["broadcast", "only", "scatter", "shard"]
@@ -29,46 +28,41 @@ class World:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call by parameter name, in the order of the signature; ``method`` serves the errors."""
+    """The arguments of one call by parameter name, in the order of the signature."""
 
-    method: str
+    method: str  # what errors call the endpoint
     values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows went where.
+    """Which rows went where."""
 
-    Attributes:
-        rows: for each part, the rows sent, in the order sent, padding rows at the end.
-        padding: for each part, how many rows at its end are repetitions.
-        contiguous: the parts in order are the caller's rows in order.
-        tokens: for each part, its tokens without padding; empty where nothing counts tokens.
-    """
+    rows: tuple[Sequence[int], ...]  # for each part, the rows sent, in the order sent, padding rows at the end
+    padding: tuple[int, ...]  # for each part, how many rows at its end are repetitions
+    contiguous: bool  # the parts in order are the caller's rows in order
+    tokens: tuple[int, ...] = ()  # for each part, its tokens without padding; empty where nothing counts tokens
 
-    rows: tuple[Sequence[int], ...]
-    padding: tuple[int, ...]
-    contiguous: bool
-    tokens: tuple[int, ...] = ()
+    @property
+    def sizes(self) -> list[int]:
+        """For each part, how many rows it has without padding."""
+        return [len(rows) - short for rows, short in zip(self.rows, self.padding, strict=True)]
+
+    def back(self) -> list[int]:
+        """Where each of the caller's rows is, once the parts are joined without their padding."""
+        sent = [row for rows, size in zip(self.rows, self.sizes, strict=True) for row in rows[:size]]
+        return sorted(range(len(sent)), key=sent.__getitem__)
 
 
 @dataclass(frozen=True)
 class Split:
-    """One call's arguments, split.
+    """One call's arguments, split."""
 
-    Attributes:
-        ranks: the ranks that are called.
-        shared: arguments by name that all of them receive; they are packed once.
-        own: for each of ``ranks``, its own arguments by name; None if there are none.
-        collectors: the ranks whose results count, in the order in which to join them.
-        plan: which rows went to each of ``collectors``; None if no rows were split.
-    """
-
-    ranks: Sequence[int]
-    shared: Mapping[str, Any]
-    own: Sequence[Mapping[str, Any]] | None
-    collectors: Sequence[int]
-    plan: RowPlan | None = field(default=None)
+    ranks: Sequence[int]  # the ranks that are called
+    shared: Mapping[str, Any]  # arguments by name that all of them receive; they are packed once
+    own: Sequence[Mapping[str, Any]] | None  # for each of ``ranks``, its own arguments by name; None if there are none
+    collectors: Sequence[int]  # the ranks whose results count, in the order in which they are joined
+    plan: RowPlan | None = None  # which rows went to each of ``collectors``; None if no rows were split
 
 
 class Dispatch(ABC):
@@ -76,7 +70,7 @@ class Dispatch(ABC):
 
     @abstractmethod
     def split(self, arguments: Arguments, world: World) -> Split:
-        """Split ``arguments``; raises ConfigError that names the method and the argument."""
+        """Split ``arguments``. Raises a ConfigError that names the method and the argument."""
 
 
 class Broadcast(Dispatch):
@@ -103,37 +97,32 @@ class Only(Dispatch):
 
 
 class Scatter(Dispatch):
-    """Arguments given as ``per_rank([...])`` go one to a rank; the others to every rank."""
+    """Arguments given as ``per_rank([...])`` go one to each rank, and the others go to every rank."""
 
     def split(self, arguments: Arguments, world: World) -> Split:
-        own: list[dict[str, Any]] = [{} for _ in range(world.size)]
-        shared: dict[str, Any] = {}
-        for name, value in arguments.values.items():
-            if not isinstance(value, PerRank):
-                shared[name] = value
-                continue
-            if len(value.values) != world.size:
-                raise ConfigError(
-                    f"{arguments.method}: argument {name!r} has {len(value.values)} values for {world.size} ranks"
-                )
-            for mine, item in zip(own, value.values, strict=True):
-                mine[name] = item
-        ranks = range(world.size)
-        if len(shared) == len(arguments.values):
+        apart = {name: value.values for name, value in arguments.values.items() if isinstance(value, PerRank)}
+        if not apart:
             raise ConfigError(f"{arguments.method} scatters: wrap at least one argument in per_rank([...])")
-        return Split(ranks, shared, own, ranks)
+        for name, values in apart.items():
+            if len(values) != world.size:
+                raise ConfigError(
+                    f"{arguments.method}: argument {name!r} has {len(values)} values for {world.size} ranks"
+                )
+        ranks = range(world.size)
+        shared = {name: value for name, value in arguments.values.items() if name not in apart}
+        return Split(ranks, shared, [{name: values[rank] for name, values in apart.items()} for rank in ranks], ranks)
 
 
 class Shard(Dispatch):
-    """Rows are split over the coordinates of a mesh axis; ranks along the other axes receive the same rows.
+    """Rows are split over the coordinates of a mesh axis, and ranks along the other axes receive the same rows.
 
     Args:
-        mesh: name of the group's mesh.
-        axis: the axis over which rows are split.
-        balance: "rows" gives contiguous parts whose sizes differ by at most one; "tokens" gives parts of about equal
+        mesh: Name of the group's mesh.
+        axis: Axis over which rows are split.
+        balance: "rows" gives contiguous parts whose sizes differ by at most one. "tokens" gives parts of about equal
             numbers of tokens (longest row first to the lightest part), each in the caller's order.
-        pad: repeat rows so that every part has the same number, at least one; ``concat`` takes them off again.
-        args: names of the arguments to split; the others are broadcast. None: all of them are split.
+        pad: Repeat rows so that every part has the same number, at least one. ``concat`` takes them off again.
+        args: Names of the arguments to split; the others go to every rank. None splits all arguments.
 
     Rows that do not divide are split unevenly, and a part may be empty unless ``pad``.
     """
@@ -161,19 +150,25 @@ class Shard(Dispatch):
         plan = self._plan(arguments.method, sharded, mesh.axis_size(self.axis))
         parts = [{name: _part(value, plan, at) for name, value in sharded.items()} for at in range(len(plan.rows))]
         shared = {name: value for name, value in arguments.values.items() if name not in sharded}
-        own = [parts[at] for at in _along(mesh, self.axis)]
-        return Split(range(mesh.size), shared, own, _collectors(mesh, self.axis), plan)
+        own = [parts[at] for at in mesh.along(self.axis)]
+        return Split(range(mesh.size), shared, own, mesh.collectors(self.axis), plan)
 
     def _sharded(self, arguments: Arguments) -> dict[str, Any]:
         _refuse_per_rank(arguments)
         names = tuple(arguments.values) if self.args is None else tuple(self.args)
-        sharded = {name: arguments.values[name] for name in names if arguments.values.get(name) is not None}
-        if not sharded:
+        given = {name: arguments.values[name] for name in names if arguments.values.get(name) is not None}
+        if not given:
             raise ConfigError(f"{arguments.method} shards its arguments, but none of {list(names)} was given")
-        return sharded
+        try:
+            return {name: open_rows(value, f"argument {name!r}") for name, value in given.items()}
+        except DataError as error:
+            raise ConfigError(
+                f"{arguments.method} cannot shard: {error}. shard(args=(...,)) names the arguments to split, and the "
+                "others go to every rank"
+            ) from error
 
     def _plan(self, method: str, sharded: Mapping[str, Any], parts: int) -> RowPlan:
-        counts = {name: count_rows(value, f"{method}: argument {name!r}") for name, value in sharded.items()}
+        counts = {name: count_rows(value) for name, value in sharded.items()}
         if len(set(counts.values())) > 1:
             raise ConfigError(f"{method}: arguments to shard have unequal numbers of rows: {counts}")
         total = next(iter(counts.values()))
@@ -182,7 +177,12 @@ class Shard(Dispatch):
             rows = _even(total, parts)
         else:
             name, value = next(iter(sharded.items()))
-            lengths = token_lengths(value, f"{method}: argument {name!r}")
+            lengths = token_lengths(value)
+            if lengths is None:
+                raise ConfigError(
+                    f"{method}: argument {name!r} has no jagged column whose tokens balance='tokens' could count; use "
+                    "balance='rows'"
+                )
             rows = _balanced(lengths, parts)
             tokens = tuple(sum(lengths[row] for row in part) for part in rows)
         contiguous = self.balance == "rows" or parts == 1
@@ -229,16 +229,6 @@ def _balanced(lengths: Sequence[int], parts: int) -> Sequence[Sequence[int]]:
         chosen[part].append(row)
         heapq.heappush(loads, (load + lengths[row], count + 1, part))
     return [sorted(rows) for rows in chosen]
-
-
-@lru_cache(maxsize=256)
-def _along(mesh: Mesh, axis: str) -> tuple[int, ...]:
-    return mesh.along(axis)
-
-
-@lru_cache(maxsize=256)
-def _collectors(mesh: Mesh, axis: str) -> tuple[int, ...]:
-    return mesh.collectors(axis)
 
 
 broadcast = Broadcast

@@ -1,4 +1,4 @@
-"""``@endpoint``: the declaration of what a controller may call, and what it calls it with."""
+"""Endpoints: the methods of a worker that a controller can call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import (
 )
 
 from podium.errors import ConfigError
-from podium.runtime.call import Call
+from podium.runtime.calls import Call
 from podium.runtime.codec import Reading
 from podium.runtime.collect import Collect, Concat, First, Gather, Nothing, Reduce
 from podium.runtime.dispatch import Arguments, Broadcast, Dispatch, Shard
@@ -33,7 +33,7 @@ __all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "Returns", "endpoint", 
 
 TAKEN = ("bind", "ctx", "group")
 Returns = Literal["value", "ref"]
-"""Whether a result's tensors come to the controller, or stay with the worker that made them."""
+"""Whether the tensors of a result come to the controller, or stay with the worker that made them."""
 
 P = ParamSpec("P")
 Ret = TypeVar("Ret")
@@ -42,10 +42,12 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """What was declared: the method's name and parameters, and how its calls are split and joined.
+    """The declaration of an endpoint: the method's name and parameters, and how its calls are split and joined.
 
-    ``names`` are the parameters without ``self``; ``open_ended`` says that it takes ``**kwargs``; ``returns`` is None
-    where the group decides.
+    Attributes:
+        names: The parameters without ``self``.
+        open_ended: The method takes ``**kwargs``.
+        returns: None where ``cluster.start(returns=...)`` decides.
     """
 
     name: str
@@ -62,7 +64,7 @@ class EndpointSpec:
         """Name the arguments of one call.
 
         Raises:
-            ConfigError: they do not fit the method's signature; raised at the call, before anything is sent.
+            ConfigError: The arguments do not fit the method's signature. Raised before anything is sent.
         """
         values = dict(zip(self.names, args, strict=False))
         wrong = ""
@@ -81,7 +83,7 @@ class EndpointSpec:
 
 
 class Submits(Protocol):
-    """What an endpoint needs of its group."""
+    """The part of a group that an endpoint uses."""
 
     def submit(
         self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
@@ -97,7 +99,7 @@ class Window:
         self._lock = threading.Lock()
 
     def submit(self, send: Callable[[], Call[Any]]) -> Call[Any]:
-        """``send()``, once there is room."""
+        """Call ``send()`` as soon as there is room."""
         with self._lock:
             self._unfinished = deque(call for call in self._unfinished if not call.done())
             while len(self._unfinished) >= self._size:
@@ -108,7 +110,7 @@ class Window:
 
 
 class Endpoint(Generic[P, Out]):
-    """An endpoint as the controller holds it. Calling it waits; :meth:`submit` does not."""
+    """An endpoint on the controller's handle. To call it is to wait for the result; :meth:`submit` does not wait."""
 
     __slots__ = ("_group", "_timeout_s", "_window", "spec")
 
@@ -121,7 +123,7 @@ class Endpoint(Generic[P, Out]):
         self._window = window
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
-        """Call and wait. Raises what the call raises: see :class:`~podium.runtime.Call`."""
+        """Call and wait. Raises what :meth:`Call.result() <podium.runtime.Call.result>` raises."""
         return self.submit(*args, **kwargs).result()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[Out]:
@@ -137,8 +139,9 @@ class Endpoint(Generic[P, Out]):
         return Endpoint(self._group, self.spec, timeout_s, self._window)
 
     def at_most(self, calls: int) -> Endpoint[P, Out]:
-        """The same endpoint with at most so many of its calls unfinished: the next ``submit`` waits for the oldest one.
-        At the end of a chain of calls it bounds the whole chain, and with it what the chain keeps in memory.
+        """The same endpoint with at most ``calls`` unfinished calls. The next ``submit`` waits for the oldest one.
+
+        At the end of a chain of calls this bounds the whole chain, and the memory that the chain takes.
 
         >>> train = trainers.update.at_most(4)  # doctest: +SKIP
         >>> for batch in batches:  # doctest: +SKIP
@@ -153,9 +156,9 @@ class Endpoint(Generic[P, Out]):
 
 
 class EndpointMethod(Generic[P, Ret, Out]):
-    """The marked method in its class. On a worker it is the plain method; on a group's handle an :class:`Endpoint`.
+    """A marked method in its class. On a worker it is the plain method, and on a handle an :class:`Endpoint`.
 
-    A type checker sees an :class:`Endpoint` in both places: Python's types cannot tell the two apart.
+    A type checker sees an :class:`Endpoint` in both places, since Python's types cannot tell the two apart.
     """
 
     def __init__(self, function: Callable[..., Any], spec: EndpointSpec) -> None:
@@ -238,18 +241,17 @@ def endpoint(
     """Mark a worker's method, sync or async, as callable from the controller.
 
     Args:
-        dispatch: how arguments reach the ranks; ``broadcast()`` unless given.
-        collect: how results become one; ``gather()`` unless given.
-        concurrent: may run while another call runs in the same host process (on a thread of its own, or in the host's
-            event loop if async). Otherwise calls run one at a time, in the order submitted.
-        returns: "ref" leaves the tensors of the result where they were made; the controller receives the same value
-            with a :class:`podium.TensorRef` in the place of each. None: as ``cluster.start(returns=...)`` says, which
-            is "value" unless given.
-        receives: "ref" hands references on as they are, to keep or to return; otherwise they arrive as tensors.
-        readonly: the method does not write to the tensors it receives by reference, so that no store need copy them.
+        dispatch: How arguments reach the ranks. Default: ``broadcast()``.
+        collect: How the ranks' results become one. Default: ``gather()``.
+        concurrent: The endpoint may run while another call runs in the same worker process, in a thread of its own, or
+            in the event loop if it is async. Other calls run one at a time, in the order submitted.
+        returns: "ref" leaves the tensors of the result where they were made. The controller receives the same value
+            with a :class:`podium.TensorRef` in the place of each. Default: ``cluster.start(returns=...)``.
+        receives: "ref" passes references as they are, to keep or to return. By default they arrive as tensors.
+        readonly: The method does not write to tensors that it receives by reference, so no store need copy them.
 
     Raises:
-        ConfigError: the method has positional-only parameters or ``*args``, or an argument here is of a wrong kind.
+        ConfigError: The method has positional-only parameters or ``*args``, or an argument here is of a wrong kind.
     """
     if function is not None:
         return _declare(function, Broadcast(), Gather(), {})
@@ -310,7 +312,7 @@ def _declare(
 
 
 def endpoints_of(cls: type) -> dict[str, EndpointSpec]:
-    """The endpoints of a worker class, inherited ones included, by name."""
+    """The endpoints of a worker class by name, inherited ones included."""
     found: dict[str, EndpointSpec] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():

@@ -1,4 +1,4 @@
-"""What an argument can be besides a value: one value a rank, or the result of another call."""
+"""Arguments that stand for other values: one value a rank, or the result of another call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 if TYPE_CHECKING:
-    from podium.runtime.call import Call
+    from podium.runtime.calls import Call
 
 __all__ = ["CallArgument", "PerRank", "per_rank"]
 
@@ -26,7 +26,7 @@ class PerRank:
 
 
 class CallArgument:
-    """Stands for the result of a call that may not be done yet."""
+    """The result of a call that may not be done yet."""
 
     __slots__ = ("call",)
 
@@ -38,5 +38,5 @@ class CallArgument:
 
 
 def per_rank(values: Sequence[T]) -> T:
-    """One value for each rank, for an endpoint with ``dispatch=scatter()``; typed as the value a rank receives."""
+    """One value for each rank, for an endpoint with ``dispatch=scatter()``. Typed as the value that a rank receives."""
     return cast(T, PerRank(values))

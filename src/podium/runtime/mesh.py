@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -13,8 +14,8 @@ __all__ = ["Mesh"]
 class Mesh:
     """World ranks as a grid of named axes, the last axis varying fastest.
 
-    ``output`` says at which coordinate of an axis a result comes out; an axis not named gives it at coordinate 0.
-    A pipeline gives it at its last stage:
+    ``output`` says at which coordinate of an axis a result comes out. Results of the other axes come out at coordinate
+    0. Results of a pipeline come out at its last stage:
 
     >>> mesh = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
     >>> mesh.coordinate(5)
@@ -23,7 +24,7 @@ class Mesh:
     (4, 6)
 
     Raises:
-        ConfigError: no axes, a size below 1, or an ``output`` outside its axis.
+        ConfigError: There are no axes, a size is below 1, or an ``output`` is outside its axis.
     """
 
     def __init__(
@@ -37,15 +38,17 @@ class Mesh:
                 raise ConfigError(f"mesh axis {axis!r} has size {size}; sizes start at 1")
         self.output = {axis: self._output_at(axis, at) for axis, at in (output or {}).items()}
         self.size = math.prod(self.axes.values())
+        grid = itertools.product(*(range(size) for size in self.axes.values()))
+        self._places = [dict(zip(self.axes, place, strict=True)) for place in grid]
+        self._collectors: dict[str, tuple[int, ...]] = {}  # by axis: every call that shards asks
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.axes.items())})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and (list(self.axes.items()), self.output) == (
-            list(other.axes.items()),
-            other.output,
-        )
+        if not isinstance(other, Mesh):
+            return False
+        return (list(self.axes.items()), self.output) == (list(other.axes.items()), other.output)
 
     def __hash__(self) -> int:
         return hash(tuple(self.axes.items()))
@@ -61,27 +64,23 @@ class Mesh:
         """Where ``rank`` stands on each axis."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank {rank} is outside {self} of {self.size} ranks")
-        place: dict[str, int] = {}
-        for axis in reversed(self.axes):
-            rank, place[axis] = divmod(rank, self.axes[axis])
-        return {axis: place[axis] for axis in self.axes}
+        return dict(self._places[rank])
 
     def along(self, axis: str) -> tuple[int, ...]:
         """For each rank in order, its coordinate on ``axis``."""
         self.axis_size(axis)
-        return tuple(self.coordinate(rank)[axis] for rank in range(self.size))
+        return tuple(place[axis] for place in self._places)
 
     def collectors(self, axis: str) -> tuple[int, ...]:
         """One rank for each coordinate of ``axis``, in that order: the ranks whose results are taken."""
-        size = self.axis_size(axis)
-        chosen = [
-            rank
-            for rank in range(self.size)
-            if all(at == self.output.get(name, 0) for name, at in self.coordinate(rank).items() if name != axis)
-        ]
-        if [self.coordinate(rank)[axis] for rank in chosen] != list(range(size)):
-            raise ConfigError(f"{self} does not give one collecting rank for each coordinate of {axis!r}: {chosen}")
-        return tuple(chosen)
+        if axis not in self._collectors:
+            along = self.along(axis)
+            others = {name: self.output.get(name, 0) for name in self.axes if name != axis}
+            chosen = [rank for rank, place in enumerate(self._places) if others.items() <= place.items()]
+            if [along[rank] for rank in chosen] != list(range(self.axes[axis])):
+                raise ConfigError(f"{self} does not give one collecting rank for each coordinate of {axis!r}: {chosen}")
+            self._collectors[axis] = tuple(chosen)
+        return self._collectors[axis]
 
     def _output_at(self, axis: str, at: int) -> int:
         size = self.axis_size(axis)

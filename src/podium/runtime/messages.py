@@ -1,18 +1,32 @@
-"""What passes between the runtime and a backend: places, hosts, requests, replies, deaths."""
+"""Records that pass between the runtime and a backend: places, processes, requests, replies, deaths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from textwrap import indent
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Capabilities", "Death", "HostSpec", "Node", "Packed", "Place", "Reply", "Request"]
+__all__ = [
+    "Capabilities",
+    "Death",
+    "Failure",
+    "Node",
+    "OnDeath",
+    "Packed",
+    "Place",
+    "ProcessSpec",
+    "Reply",
+    "Request",
+    "Status",
+]
 
 Resources = Mapping[str, float]
-"""Amounts by name: "cpu", "gpu" (accelerators of any make), "memory" (bytes), and whatever else a node has."""
+"""Amounts by name: "cpu", "gpu" (accelerators of any make), "memory" (bytes), and a node's custom resources."""
 
 Packed = Any
-"""A value as the backend carries it; the runtime only passes it on. It may be sent to many hosts."""
+"""A value in the form in which the backend carries it. It may be sent to many processes."""
 
 
 def _nothing() -> dict[str, Any]:
@@ -21,9 +35,9 @@ def _nothing() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; tests and the runtime ask this, never a backend's name."""
+    """What a backend can do. Tests and the runtime look at this, and never at a backend's name."""
 
-    processes: bool  # hosts are processes of their own: they can be killed, restarted and given an environment
+    processes: bool  # workers run in processes of their own: these can be killed, restarted and given an environment
     collectives: bool  # torch.distributed works over several ranks
     concurrent: bool  # calls can be in flight while the controller goes on
     exit_status: bool = True  # a death's cause is the exit code or the signal
@@ -32,7 +46,12 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: a name, all it has, reserved or not, and what others than this controller hold of it, by holder."""
+    """One machine.
+
+    Attributes:
+        resources: All that the node has, reserved or not.
+        taken: Resources that others than this controller hold, by holder.
+    """
 
     name: str
     resources: Resources
@@ -41,7 +60,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Room for one host on a node; ``devices`` are indices of the node's accelerators."""
+    """Room for one worker process on a node; ``devices`` are indices of the node's accelerators."""
 
     node: str
     resources: Resources
@@ -49,17 +68,18 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostSpec:
-    """One host to start.
+class ProcessSpec:
+    """One worker process to start.
 
     Attributes:
-        label: its name in logs.
-        place: where; the backend makes ``place.devices``, and only them, visible before the worker's code is imported.
-        token: what ``Backend.reserve`` gave for the reservation, of which this is place number ``slot``.
-        threads: for computing.
-        env: set before anything is imported.
-        options: the backend's own, from ``cluster.start(options=...)``.
-        detached: it outlives this controller; its group's name.
+        label: Name of the process in logs.
+        place: Where it runs. The backend makes ``place.devices``, and no others, visible before the worker's code is
+            imported.
+        token: The token of ``Backend.reserve`` for the reservation whose place number ``slot`` this is.
+        threads: Number of threads for computing.
+        env: Environment variables, which are set before anything is imported.
+        options: The backend's own options, from ``cluster.start(options=...)``.
+        detached: Name of the group if the process outlives this controller, else "".
     """
 
     label: str
@@ -74,23 +94,31 @@ class HostSpec:
 
 
 class Death(NamedTuple):
-    """How a host ended: "signal SIGKILL" or "exit code 3", and the last lines of its stderr."""
+    """How a worker process ended: "signal SIGKILL" or "exit code 3", and the last lines of its stderr."""
 
     cause: str
     last_words: tuple[str, ...] = ()
 
 
+OnDeath = Callable[[int, Death], None]
+"""A function that is called with the rank of a worker process and how it ended."""
+
+
 @dataclass(slots=True)
 class Request:
-    """One call for one host: ``Host.execute(call_id, target, method, arguments)``, the arguments being ``shared`` and
-    ``own`` merged.
+    """One call for one worker process, to be run by ``WorkerProcess.execute(number, target, method, arguments)``.
 
-    ``wants_result`` is False where only the end of the call matters. A ``concurrent`` request runs at once, beside
-    others (``Host.execute_concurrently``); the rest run one at a time in the order sent. ``wire`` is the backend's to
-    use: the same request goes to many hosts.
+    Attributes:
+        number: The call's number, by which it can be cancelled.
+        target: Name of the worker; "" for a method of the worker process itself.
+        shared, own: Arguments, which are merged. Many processes receive the same ``shared``.
+        wants_result: Whether the result is needed, or only the end of the call.
+        concurrent: The request runs at once, beside others, by ``WorkerProcess.execute_concurrently``. Other requests
+            run one at a time in the order sent.
+        wire: Free for the backend to use. The same request may go to many processes.
     """
 
-    call_id: int
+    number: int
     target: str
     method: str
     shared: Packed
@@ -101,12 +129,55 @@ class Request:
 
 
 class Reply(NamedTuple):
-    """What came of a request. ``payload`` is Packed: the result, or for "error" a ``host.Failure``.
+    """The answer to a request. The payload is the packed result, or the packed Failure if the status is "error".
 
-    Times are CLOCK_MONOTONIC nanoseconds of the host's machine.
+    Times are CLOCK_MONOTONIC nanoseconds of the worker process's machine.
     """
 
     status: Literal["ok", "error", "cancelled"]
     payload: Packed
     started_ns: int = 0
     ended_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that leaves a worker process, as the payload of a reply with status "error".
+
+    Attributes:
+        exception: The exception, or its pickle where it leaves the process, or None where it does not pickle. To
+            unpickle it runs a user's code, which must not stand in the way of the other fields.
+        secondary: The exception looks like the consequence of another rank's failure: a broken collective.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    exception: BaseException | bytes | None
+    secondary: bool
+
+    def original(self) -> BaseException | None:
+        """The exception, or None where it does not survive the way."""
+        if not isinstance(self.exception, bytes):
+            return self.exception
+        try:
+            found = pickle.loads(self.exception)
+        except Exception:  # noqa: BLE001 - a class may raise anything when it is made anew; the text is there already
+            return None
+        return found if isinstance(found, BaseException) else None
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a worker process is doing: the label, seconds, and stack of each request that runs."""
+
+    running: tuple[tuple[str, float, str], ...]
+
+    def __str__(self) -> str:
+        """The status as a line of the message of a deadline."""
+        if not self.running:
+            return "idle: the request is queued or lost"
+        return "; ".join(
+            f"runs {label} since {seconds:.1f} s, at\n{indent(stack.rstrip(), '      ')}"
+            for label, seconds, stack in self.running
+        )

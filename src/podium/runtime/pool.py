@@ -1,11 +1,11 @@
-"""Slots of a cluster's resources: reserved together, ordered, and sliceable."""
+"""Pools of slots: how they are placed on a cluster's nodes, reserved together, and cut into parts."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -16,9 +16,11 @@ from podium.runtime.messages import Node, Place
 
 __all__ = ["Inventory", "Reservation", "ResourcePool", "Slot"]
 
+EPSILON = 1e-9  # sums of fractions miss whole numbers by less
+
 
 class Reservation:
-    """What one ``cluster.pool(...)`` holds, and the groups that run on it."""
+    """The slots of one ``cluster.pool(...)``, and the names of the groups that run on them."""
 
     def __init__(self, token: Any, places: Sequence[Place], *, detached: bool = False) -> None:
         self.token = token
@@ -30,7 +32,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one host: its node, what it holds there, and which of the node's accelerators."""
+    """A place for one worker process: its node, what it holds there, and which of the node's accelerators."""
 
     place: Place
     reservation: Reservation = field(repr=False, compare=False)
@@ -50,8 +52,10 @@ class Slot:
 
 
 class ResourcePool:
-    """An ordered sequence of slots, node by node. ``pool[0:2]``, ``pool.split([1, 3])`` and ``a + b`` make others of
-    the same slots; they hold nothing of their own."""
+    """An ordered sequence of slots, node by node.
+
+    ``pool[0:2]``, ``pool.split([1, 3])`` and ``a + b`` make other pools of the same slots, which reserve nothing more.
+    """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
@@ -77,10 +81,10 @@ class ResourcePool:
         return f"<ResourcePool {', '.join(f'{node}: {count}' for node, count in nodes.items())}>"
 
     def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
-        """Consecutive parts of the sizes given, which must add up to the whole.
+        """Cut the pool into consecutive parts.
 
         Raises:
-            ConfigError: they do not add up, or one is below 1.
+            ConfigError: The sizes do not add up to the pool's slots, or one of them is below 1.
         """
         if sum(sizes) != len(self) or any(size < 1 for size in sizes):
             raise ConfigError(f"split({list(sizes)}): sizes from 1 up that add to the pool's {len(self)} slots")
@@ -89,43 +93,61 @@ class ResourcePool:
 
 
 class Inventory:
-    """What is free on each node, and who holds the rest. All or nothing, decided before anything waits."""
+    """Counts what is free on each node and who holds the rest, for every pool of this controller.
+
+    A reservation takes all of its slots or none, and is decided before anything waits.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._lock = threading.Lock()
         self._reservations: list[Reservation] = []
 
-    def reserve(self, counts: Sequence[int], want: Mapping[str, float], *, detached: bool = False) -> ResourcePool:
-        """Reserve ``counts[i]`` slots of ``want`` each, every entry on a node of its own.
+    def reserve(self, slots: Sequence[int] | int, want: Mapping[str, float], *, detached: bool = False) -> ResourcePool:
+        """Reserve slots that hold ``want`` each.
+
+        Args:
+            slots: Number of slots on each node, where every entry gets a node of its own. An integer is a total: its
+                slots go to as few nodes as have room for all of them, in parts as equal as the room allows.
 
         Raises:
-            PlacementError: it cannot be had now; says what was asked, what is free where and who holds the rest.
-            ConfigError: a count below 1 or a negative amount.
+            PlacementError: There is no room now. The message says what was asked, what is free where, and who holds
+                the rest.
+            ConfigError: A number of slots is below 1, or an amount is negative.
         """
-        if not counts or any(count < 1 for count in counts):
-            raise ConfigError(f"pool({list(counts)}): one number of slots, from 1 up, for each node")
+        numbers = [slots] if isinstance(slots, int) else slots
+        if not numbers or any(number < 1 or number % 1 for number in numbers):
+            raise ConfigError(f"pool({slots}): numbers of slots are whole, from 1 up, and one for each node")
         if any(amount < 0 or not math.isfinite(amount) for amount in want.values()):
             raise ConfigError(f"pool(): amounts of resources are numbers from 0 up; got {dict(want)}")
-        if want.get("gpu", 0) % 1 and want["gpu"] > 1:
-            raise ConfigError(f"pool(gpus={want['gpu']}): a slot has whole accelerators, or a fraction of one")
+        gpus = want.get("gpu", 0.0)
+        if gpus % 1 and gpus > 1:
+            raise ConfigError(f"pool(gpus={gpus}): a slot has whole accelerators, or a fraction of one")
+        want = {name: amount for name, amount in want.items() if amount}
         with self._lock:
             nodes = self._backend.nodes()
-            free = self._free(nodes)
-            chosen = self._place(counts, want, nodes, free)
-            devices = self._devices(counts, chosen, want.get("gpu", 0), nodes)
-            flat = [node for node, count in zip(chosen, counts, strict=True) for _ in range(count)]
-            places = [Place(node, dict(want), own) for node, own in zip(flat, devices, strict=True)]
+            free, shares = self._free(nodes), self._shares(nodes)
+            rooms = {node: _room(has, shares[node], want, max(numbers)) for node, has in free.items()}
+            counts = _spread(slots, rooms) if isinstance(slots, int) else slots
+            fullness = {node: sum(has.get(name, 0.0) for name in want) for node, has in free.items()}
+            chosen = _choose(counts, rooms, fullness)
+            if not chosen:
+                raise PlacementError(self._refusal(slots, want, nodes, free))
+            places = [
+                Place(node, want, _deal(shares[node], gpus))
+                for node, count in zip(chosen, counts, strict=True)
+                for _ in range(count)
+            ]
             token, places = self._backend.reserve(places, detached)
             reservation = Reservation(token, places, detached=detached)
             self._reservations.append(reservation)
             return ResourcePool(reservation.slots)
 
     def release(self, pool: ResourcePool) -> None:
-        """Give back the reservations that ``pool`` is made of; slices of them end with it.
+        """Give back the reservations that ``pool`` is made of. Slices of them end with it.
 
         Raises:
-            PlacementError: a group still runs on one of them.
+            PlacementError: A group still runs on one of them.
         """
         with self._lock:
             for reservation in {id(slot.reservation): slot.reservation for slot in pool}.values():
@@ -137,7 +159,7 @@ class Inventory:
                     self._backend.release(reservation.token)
 
     def stopped(self, token: Any) -> None:
-        """A detached group was stopped: give its reservation back, whoever reserved it."""
+        """Give back the reservation of a detached group that was stopped, whoever reserved it."""
         with self._lock:
             for reservation in [held for held in self._reservations if held.detached and held.token == token]:
                 reservation.released = True
@@ -145,98 +167,101 @@ class Inventory:
             self._backend.release(token)
 
     def slots_on(self, node: str) -> int:
-        """Slots reserved on ``node``, by all pools."""
+        """Number of slots that all pools have on ``node``."""
         with self._lock:
-            return sum(slot.node == node for held in self._reservations for slot in held.slots)
+            return sum(slot.node == node for slot in self._slots())
+
+    def _slots(self) -> Iterator[Slot]:
+        return (slot for reservation in self._reservations for slot in reservation.slots)
 
     def _free(self, nodes: Sequence[Node]) -> dict[str, dict[str, float]]:
+        """Amounts on each node that neither others nor this controller's pools hold."""
         free = {node.name: dict(node.resources) for node in nodes}
-        for node in nodes:
-            for held in node.taken.values():
-                for name, amount in held.items():
-                    free[node.name][name] = free[node.name].get(name, 0.0) - amount
-        for reservation in self._reservations:
-            for slot in reservation.slots:
-                for name, amount in slot.resources.items():
-                    if slot.node in free:
-                        free[slot.node][name] = free[slot.node].get(name, 0.0) - amount
+        held = [(node.name, amounts) for node in nodes for amounts in node.taken.values()]
+        for where, amounts in [*held, *((slot.node, slot.resources) for slot in self._slots() if slot.node in free)]:
+            for name, amount in amounts.items():
+                free[where][name] = free[where].get(name, 0.0) - amount
         return free
 
-    def _place(
-        self,
-        counts: Sequence[int],
-        want: Mapping[str, float],
-        nodes: Sequence[Node],
-        free: Mapping[str, Mapping[str, float]],
-    ) -> list[str]:
-        """A node for each entry: the largest entries choose first, each the fullest node that still has room."""
-        chosen: dict[int, str] = {}
-        for at in sorted(range(len(counts)), key=lambda at: -counts[at]):
-            fits = [
-                node
-                for node, has in free.items()
-                if node not in chosen.values()
-                and all(amount * counts[at] <= has.get(name, 0.0) + 1e-9 for name, amount in want.items() if amount)
-            ]
-            if not fits:
-                raise PlacementError(self._refusal(counts, want, nodes, free))
-            chosen[at] = min(fits, key=lambda node: sum(free[node].get(name, 0.0) for name in want))
-        return [chosen[at] for at in range(len(counts))]
-
-    def _devices(
-        self, counts: Sequence[int], chosen: Sequence[str], gpus: float, nodes: Sequence[Node]
-    ) -> list[tuple[int, ...]]:
-        """Accelerator indices for each slot: whole ones apart, fractions packed onto shared ones."""
-        total = {node.name: int(node.resources.get("gpu", 0)) for node in nodes}
-        load: dict[tuple[str, int], float] = {}
-        for reservation in self._reservations:
-            for slot in reservation.slots:
-                for device in slot.devices:
-                    load[slot.node, device] = load.get((slot.node, device), 0.0) + min(
-                        1.0, slot.resources.get("gpu", 0)
-                    )
-        result: list[tuple[int, ...]] = []
-        for node, count in zip(chosen, counts, strict=True):
-            for _ in range(count):
-                share = min(1.0, gpus)
-                room = [d for d in range(total[node]) if load.get((node, d), 0.0) + share <= 1 + 1e-9]
-                mine = tuple(room[: math.ceil(gpus)])
-                if len(mine) < math.ceil(gpus):
-                    raise PlacementError(f"no accelerator of {node} has {gpus} free: fractions on it do not add up")
-                for device in mine:
-                    load[node, device] = load.get((node, device), 0.0) + share
-                result.append(mine)
-        return result
+    def _shares(self, nodes: Sequence[Node]) -> dict[str, list[float]]:
+        """How much of each accelerator of each node this controller's pools leave."""
+        shares = {node.name: [1.0] * int(node.resources.get("gpu", 0)) for node in nodes}
+        for slot in self._slots():
+            for device in slot.devices:
+                if device < len(shares.get(slot.node, ())):
+                    shares[slot.node][device] -= min(1.0, slot.resources.get("gpu", 0.0))
+        return shares
 
     def _refusal(
         self,
-        counts: Sequence[int],
+        slots: Sequence[int] | int,
         want: Mapping[str, float],
         nodes: Sequence[Node],
         free: Mapping[str, Mapping[str, float]],
     ) -> str:
-        wanted = {name: amount for name, amount in want.items() if amount}
-        asked = " + ".join(
-            ", ".join([f"{amount * count:g} {name}" for name, amount in wanted.items()] or [f"{count} slots"])
-            for count in counts
-        )
-        where = f"{len(counts)} node{'s' * (len(counts) > 1)}"
+        if isinstance(slots, int):
+            each = ", ".join(f"{amount:g} {name}" for name, amount in want.items())
+            asked = f"{slots} slots of {each or 'nothing'} each, on any nodes"
+        else:
+            parts = [", ".join(f"{amount * count:g} {name}" for name, amount in want.items()) for count in slots]
+            sizes = [part or f"{count} slots" for part, count in zip(parts, slots, strict=True)]
+            asked = f"{' + '.join(sizes)} on {len(slots)} node{'s' * (len(slots) > 1)}"
         has = ", ".join(
-            f"{' and '.join(f'{has.get(name, 0):g} {name}' for name in wanted) or 'room'} free on {node}"
-            for node, has in free.items()
+            f"{' and '.join(f'{amounts.get(name, 0):g} {name}' for name in want) or 'room'} free on {node}"
+            for node, amounts in free.items()
         )
-        held: dict[str, float] = {}
+        if want.get("gpu", 1) < 1:
+            has += " (a fraction of an accelerator is a part of one)"
+        held: defaultdict[str, float] = defaultdict(float)
         for reservation in self._reservations:
-            amount = sum(
-                max((slot.resources.get(kind, 0.0) for kind in wanted), default=0.0) for slot in reservation.slots
-            )
-            if amount:
-                name = "+".join(reservation.holders) or "a pool without a group"
-                held[name] = held.get(name, 0.0) + amount
+            name = "+".join(reservation.holders) or "a pool without a group"
+            held[name] += sum(_most(slot.resources, want) for slot in reservation.slots)
         for node in nodes:
-            for name, resources in node.taken.items():
-                amount = max((resources.get(kind, 0.0) for kind in wanted), default=0.0)
-                if amount:
-                    held[name] = held.get(name, 0.0) + amount
-        holders = ", ".join(f"{name} ({count:g})" for name, count in held.items()) or "nobody"
-        return f"asked for {asked} on {where}; {has}; held by: {holders}"
+            for name, amounts in node.taken.items():
+                held[name] += _most(amounts, want)
+        holders = ", ".join(f"{name} ({amount:g})" for name, amount in held.items() if amount) or "nobody"
+        return f"asked for {asked}; {has}; held by: {holders}"
+
+
+def _most(amounts: Mapping[str, float], want: Mapping[str, float]) -> float:
+    """The largest of the amounts that are wanted."""
+    return max((amounts.get(name, 0.0) for name in want), default=0.0)
+
+
+def _room(free: Mapping[str, float], shares: Sequence[float], want: Mapping[str, float], limit: int) -> int:
+    """How many slots of ``want`` fit on a node, up to ``limit``."""
+    fits = [free.get(name, 0.0) / amount for name, amount in want.items()]
+    if gpus := want.get("gpu", 0.0):
+        fits.append(sum(int(share / min(1.0, gpus) + EPSILON) for share in shares) / max(1.0, gpus))
+    return max(0, min([limit, *(int(min(limit, fit + EPSILON)) for fit in fits)]))
+
+
+def _spread(slots: int, rooms: Mapping[str, int]) -> list[int]:
+    """Slots on each of as few nodes as have room for all of them; none if all nodes together have too little."""
+    largest = sorted(rooms.values(), reverse=True)
+    used = next((count for count in range(1, len(largest) + 1) if sum(largest[:count]) >= slots), 0)
+    counts: list[int] = []
+    for left in range(used, 0, -1):  # the node with the least room first: what it cannot take goes to the others
+        counts.insert(0, min(largest[left - 1], (slots - sum(counts)) // left))
+    return counts
+
+
+def _choose(counts: Sequence[int], rooms: Mapping[str, int], fullness: Mapping[str, float]) -> list[str]:
+    """A node for each entry; none if they do not fit. The largest entries choose first, and each takes the node with
+    the least left that has room for it."""
+    chosen: dict[int, str] = {}
+    for at in sorted(range(len(counts)), key=lambda at: -counts[at]):
+        fits = [node for node, room in rooms.items() if room >= counts[at] and node not in chosen.values()]
+        if not fits:
+            return []
+        chosen[at] = min(fits, key=lambda node: fullness[node])
+    return [chosen[at] for at in range(len(counts))]
+
+
+def _deal(shares: list[float], gpus: float) -> tuple[int, ...]:
+    """The accelerators of one slot, taken off ``shares``: whole ones apart, fractions together on one."""
+    share = min(1.0, gpus)
+    mine = [device for device, left in enumerate(shares) if left + EPSILON >= share][: math.ceil(gpus)]
+    for device in mine:
+        shares[device] -= share
+    return tuple(mine)

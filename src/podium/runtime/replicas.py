@@ -1,4 +1,4 @@
-"""Independent copies of a worker, such as inference engines: each with a reservation and a life of its own."""
+"""Independent copies of a worker, such as inference engines, which are placed and restarted one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 from podium.errors import ConfigError
-from podium.runtime.call import Call
+from podium.runtime.calls import Call
 from podium.runtime.pool import ResourcePool
 
 __all__ = ["Replicas"]
@@ -17,8 +17,8 @@ W = TypeVar("W")
 class Replicas(Sequence[W], Generic[W]):
     """The handles of ``cluster.start_replicas``, in order: ``replicas[0].generate(prompts)``.
 
-    A replica that dies takes no other with it: calls on it raise WorkerDied, those on the others go on, and
-    ``restart(number)`` makes it anew in its own slots.
+    Where a replica has lost a process, calls on it raise WorkerDied until ``restart(number)``, and the other replicas
+    work on.
     """
 
     def __init__(self, handles: Sequence[W], release: Callable[[ResourcePool], None]) -> None:
@@ -38,24 +38,24 @@ class Replicas(Sequence[W], Generic[W]):
     @property
     def alive(self) -> list[int]:
         """Numbers of the replicas that have lost no rank and are not broken."""
-        hosts = [_group(handle).hosts for handle in self._handles]
-        return [number for number, own in enumerate(hosts) if not own.dead and not own.broken]
+        processes = [_group(handle).processes for handle in self._handles]
+        return [number for number, own in enumerate(processes) if not own.calls.lost and not own.calls.broken]
 
     def restart(self, number: int) -> None:
-        """Make one replica anew; the others go on. What WorkerGroup.restart raises."""
+        """Restart one replica. Raises what WorkerGroup.restart raises."""
         if not 0 <= number < len(self):
             raise ConfigError(f"restart({number}): there are {len(self)} replicas, from 0")
         _group(self._handles[number]).restart()
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Call[Any]]:
-        """Call the endpoint ``method`` on every replica that is alive, with the same arguments; in order."""
+        """Submit a call of the endpoint ``method`` to every replica that is alive, with the same arguments."""
         return [getattr(self._handles[number], method).submit(*args, **kwargs) for number in self.alive]
 
     def close(self) -> None:
-        """End all of them and give their slots back. Idempotent."""
+        """Close all replicas and release their slots. Idempotent."""
         for handle in self._handles:
             _group(handle).close()
-            self._release(_group(handle).hosts.pool)
+            self._release(_group(handle).processes.pool)
 
 
 def _group(handle: Any) -> Any:

@@ -1,123 +1,146 @@
-"""Row operations on everything that can be sharded: Batch, Jagged, tensor, reference, list, and dicts of them.
+"""Row operations on everything that can be split and joined: Rows, tensors, arrays, lists, and dicts of them.
 
-torch is imported only when it is already loaded: a value of another module cannot be a tensor before that.
+The kind of a value follows from its type. It is found by the type's name, so that neither torch nor numpy is imported
+for it.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
-from podium.errors import ConfigError, DataError
+from podium.data import Rows, fields
+from podium.data.rows import alike
+from podium.errors import DataError
 
-__all__ = ["concat_rows", "count_rows", "slice_rows", "take_rows", "token_lengths"]
+__all__ = ["concat_rows", "count_rows", "kind_of", "open_rows", "slice_rows", "take_rows", "token_lengths"]
+
+NO_ROWS = "which has no rows; a Batch, a Jagged, a tensor, an array, a list and a dict of them have rows"
+
+_KINDS = {
+    "builtins.list": "list",
+    "numpy.ndarray": "array",
+    "torch.Tensor": "tensor",
+    "podium.data.refs.TensorRef": "tensor",  # the two are joined with one another
+}
 
 
-def count_rows(value: object, where: str) -> int:
-    """Number of rows of ``value``; ``where`` names the argument in the error.
+@lru_cache(maxsize=256)
+def kind_of(cls: type) -> str:
+    """The kind of a type: list, array, tensor (a reference too), dict (any mapping), rows, or "" if it has no rows."""
+    if issubclass(cls, Mapping):
+        return "dict"
+    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return next((_KINDS[name] for name in names if name in _KINDS), "rows" if issubclass(cls, Rows) else "")
+
+
+def open_rows(value: Any, where: str) -> Any:
+    """``value`` in the form in which its rows are cut: itself, but a Jagged for a nested tensor.
 
     Raises:
-        ConfigError: ``value`` has no rows, or a dict's entries have unequal numbers of them.
+        DataError: It has no rows, or a dict's entries have unequal numbers of them. The message begins with ``where``.
     """
-    if isinstance(value, Mapping):
-        entries = cast(Mapping[Any, Any], value)
-        counts = {key: count_rows(entry, f"{where}[{key!r}]") for key, entry in entries.items()}
+    kind = kind_of(value.__class__)
+    if kind == "dict":
+        entries = {key: open_rows(entry, f"{where}[{key!r}]") for key, entry in value.items()}
+        counts = {key: count_rows(entry) for key, entry in entries.items()}
         if len(set(counts.values())) != 1:
-            raise ConfigError(f"{where} cannot be sharded: its entries have {counts or 'no'} rows")
-        return next(iter(counts.values()))
-    if isinstance(value, list) or _has_rows(value):
-        return len(cast(Sequence[Any], value))
-    raise ConfigError(
-        f"{where} cannot be sharded: it is {type(value).__name__}, and only a Batch, Jagged, tensor, list or a dict of "
-        "them has rows; name the arguments to split with shard(args=(...,)), and the others are broadcast"
-    )
+            raise DataError(f"{where} has entries with unequal numbers of rows: {counts or 'it is empty'}")
+        return entries
+    if not kind:
+        raise DataError(f"{where} is {type(value).__name__}, {NO_ROWS}")
+    if kind in ("tensor", "array") and not value.shape:
+        number = "a tensor" if kind == "tensor" else "an array"
+        raise DataError(f"{where} is a single number, {number} without dimensions, which has no rows")
+    return _jagged(value) if kind == "tensor" and value.is_nested else value
+
+
+def _jagged(nested: Any) -> Any:
+    from podium.data import Jagged
+
+    return Jagged.from_nested(nested)
+
+
+def count_rows(value: Any) -> int:
+    """Number of rows of an opened value."""
+    return len(value) if kind_of(value.__class__) != "dict" else count_rows(next(iter(value.values())))
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:
-    """Rows ``start:stop``; tensors are views, and of a reference no byte is touched."""
-    if isinstance(value, Mapping):
-        return {key: slice_rows(entry, start, stop) for key, entry in cast(Mapping[Any, Any], value).items()}
-    return value.slice(start, stop) if hasattr(value, "slice") else value[start:stop]
+    """Rows ``start:stop`` of an opened value. Tensors and arrays are views, and no byte of a reference is touched."""
+    kind = kind_of(value.__class__)
+    if kind == "dict":
+        return {key: slice_rows(entry, start, stop) for key, entry in value.items()}
+    return value.slice(start, stop) if kind == "rows" else value[start:stop]
 
 
 def take_rows(value: Any, index: Sequence[int]) -> Any:
-    """Rows in the order of ``index``."""
-    if isinstance(value, Mapping):
-        return {key: take_rows(entry, index) for key, entry in cast(Mapping[Any, Any], value).items()}
-    if isinstance(value, list):
-        return [value[row] for row in index]
-    if _is_table(value):
-        return value.take(index)
-    return value[list(index)]
+    """Rows of an opened value in the order of ``index``."""
+    match kind_of(value.__class__):
+        case "dict":
+            return {key: take_rows(entry, index) for key, entry in value.items()}
+        case "list":
+            return [value[row] for row in index]
+        case "rows":
+            return value.take(index)
+        case _:
+            return value[list(index)]
 
 
-def concat_rows(parts: Sequence[Any], where: str) -> Any:
-    """Join ``parts`` row-wise; ``where`` names the endpoint in the error.
+def concat_rows(parts: Sequence[Any], names: Sequence[str]) -> Any:
+    """Join values of one kind row-wise.
+
+    Args:
+        names: What errors call each part, such as "the result of rank 2".
 
     Raises:
-        ConfigError: parts without rows, or of different kinds.
+        DataError: The parts have no rows, or differ in their kinds, entries, columns, dtypes or shapes of rows.
     """
     first = parts[0]
-    if all(map(_is_values, parts)):
-        return _concat_with(_data().concat_values, parts, where)
-    if any(type(part) is not type(first) for part in parts):
-        raise ConfigError(f"{where}: ranks returned different kinds: {[type(part).__name__ for part in parts]}")
-    if isinstance(first, Mapping):
-        try:
+    kind = kind_of(first.__class__)
+    for part, name in zip(parts, names, strict=True):
+        if kind_of(part.__class__) != kind or (kind == "rows" and type(part) is not type(first)):
+            raise DataError(f"{names[0]} is {type(first).__name__} and {name} is {type(part).__name__}")
+        if kind == "dict" and (odd := part.keys() ^ first.keys()):
+            raise DataError(f"{names[0]} and {name} differ in their entries: only one of them has {[*odd]}")
+    match kind:
+        case "":
+            raise DataError(f"{names[0]} is {type(first).__name__}, {NO_ROWS}")
+        case "dict":
             return {
-                key: concat_rows([part[key] for part in parts], f"{where}[{key!r}]")
-                for key in cast(Mapping[Any, Any], first)
+                key: concat_rows([part[key] for part in parts], [f"{name}[{key!r}]" for name in names]) for key in first
             }
-        except KeyError as error:
-            raise ConfigError(f"{where}: not every rank returned the entry {error}") from None
-    if isinstance(first, list):
-        return [row for part in parts for row in part]
-    if _is_table(first):
-        return first if len(parts) == 1 else _concat_with(cast(Any, type(first)).concat, parts, where)
-    raise ConfigError(f"{where} returned {type(first).__name__}, which has no rows for concat() to join; use gather()")
+        case "list":
+            return [row for part in parts for row in part]
+        case "array":
+            return _concat_arrays(parts, names)
+        case "tensor" if not first.is_nested:
+            from podium.data import concat_values
+
+            return concat_values(parts, names)
+        case "tensor":
+            parts = [_jagged(part) for part in parts]
+        case _:
+            pass
+    return parts[0] if len(parts) == 1 else parts[0].concat(parts, names)
 
 
-def token_lengths(value: Any, where: str) -> list[int]:
-    """Tokens of each row: lengths of the column ``tokens``, or of the only kind of jagged rows there is.
+def _concat_arrays(parts: Sequence[Any], names: Sequence[str]) -> Any:
+    import numpy as np
 
-    Raises:
-        ConfigError: nothing jagged to count.
+    if all(part.dtype.kind == "U" for part in parts):  # texts: their dtypes differ by the longest one
+        parts = [part.astype(np.result_type(*parts)) for part in parts]
+    return np.concatenate(alike(parts, names))
+
+
+def token_lengths(value: Any) -> list[int] | None:
+    """Tokens of each row of an opened value: the lengths of the column ``tokens``, or of the first jagged column.
+
+    None if there is no jagged column.
     """
-    if hasattr(value, "lengths"):
-        return value.lengths.tolist()
-    columns = cast("Mapping[str, Any]", value if isinstance(value, Mapping) or _is_table(value) else {})
-    names = [name for name in columns if hasattr(columns[name], "lengths")]
-    if not names:
-        raise ConfigError(f"{where}: balance='tokens' needs a jagged column to count tokens of; use balance='rows'")
-    return columns["tokens" if "tokens" in names else names[0]].lengths.tolist()
-
-
-def _concat_with(join: Callable[[Sequence[Any]], Any], parts: Sequence[Any], where: str) -> Any:
-    try:
-        return join(parts)
-    except DataError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _is_values(value: Any) -> bool:
-    """Whether it is a tensor with rows, here or elsewhere."""
-    torch = sys.modules.get("torch")
-    if torch is None or (not isinstance(value, torch.Tensor) and not hasattr(value, "places")):
-        return False
-    return isinstance(value, torch.Tensor | _data().TensorRef) and value.dim() > 0
-
-
-def _is_table(value: object) -> bool:
-    return "podium.data" in sys.modules and isinstance(value, _data().Batch | _data().Jagged)
-
-
-def _has_rows(value: Any) -> bool:
-    return _is_table(value) or _is_values(value)
-
-
-def _data() -> Any:
-    """The module with Batch and its kin, which loads torch."""
-    import podium.data
-
-    return podium.data
+    kind = kind_of(value.__class__)
+    if kind == "dict":
+        entries = sorted(value.items(), key=lambda entry: entry[0] != fields.TOKENS)
+        return next((lengths for _, entry in entries if (lengths := token_lengths(entry)) is not None), None)
+    return value.token_lengths() if kind == "rows" else None

@@ -1,4 +1,4 @@
-"""One thread a cluster that looks at the clock: deadlines, stalls, and things to do a little later."""
+"""The thread of a cluster that watches deadlines and runs delayed actions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TICK_S = 0.2
 
 
 class Watch:
-    """Calls every registered ``tick(now)`` five times a second, and delayed actions when they are due.
+    """Calls every registered ``tick(now)`` five times a second, and runs delayed actions when they are due.
 
-    Actions and ticks run on the watch's thread: they return quickly.
+    Ticks and actions run in the watch's thread, so they must return quickly.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Watch:
         self._thread.start()
 
     def every_tick(self, tick: Callable[[float], None]) -> Callable[[], None]:
-        """Register ``tick``; the function returned takes it off again."""
+        """Register ``tick``. The function that is returned removes it again."""
         with self._wake:
             self._ticks.append(tick)
         return lambda: self._ticks.remove(tick) if tick in self._ticks else None
@@ -43,7 +43,7 @@ class Watch:
             self._wake.notify()
 
     def close(self) -> None:
-        """Stop; nothing runs after this returns."""
+        """Stop. Nothing runs after this returns."""
         with self._wake:
             self._closed = True
             self._wake.notify()

@@ -13,16 +13,20 @@ from podium.runtime.context import WorkerContext, current_context
 if TYPE_CHECKING:
     from podium.runtime.group import WorkerGroup
 
-__all__ = ["Bound", "Worker"]
+__all__ = ["Bound", "Startable", "Worker"]
 
 P = ParamSpec("P")
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
 
 
+class Startable(Generic[W_co]):
+    """An argument of ``cluster.start``, which returns a handle that is typed as ``W_co``."""
+
+
 @dataclass(frozen=True)
-class Bound(Generic[W_co]):
-    """A worker class with its constructor's arguments: what ``cluster.start`` takes. Made by :meth:`Worker.bind`."""
+class Bound(Startable[W_co]):
+    """A worker class with its constructor's arguments, for ``cluster.start``. Made by :meth:`Worker.bind`."""
 
     cls: type[W_co]
     args: tuple[Any, ...]
@@ -36,11 +40,12 @@ class Bound(Generic[W_co]):
 class Worker:
     """Subclass it, mark methods with :func:`~podium.runtime.endpoint`, and start it on a pool.
 
-    A worker knows no backend and reads no environment variables. ``self.ctx`` is there before ``__init__`` runs and
-    needs no ``super().__init__()``. Made by hand (in a test, or inside another worker) it is an ordinary object: it
-    takes the place of the worker that made it, or that of a single rank, and its endpoints are ordinary methods.
+    A worker knows no backend and reads no environment variables. ``self.ctx`` is there before ``__init__`` runs, and
+    ``super().__init__()`` need not be called. A worker that is made by hand, in a test or inside another worker, is an
+    ordinary object, and its endpoints are ordinary methods. Its place is that of the worker that made it, or that of a
+    single rank.
 
-    A worker may define ``close(self)``: it is called when its group is closed, not when its process is killed.
+    A worker may define ``close(self)``, which is called when its group is closed, and not when its process is killed.
     """
 
     ctx: WorkerContext
@@ -54,10 +59,10 @@ class Worker:
 
     @classmethod
     def bind(cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Bound[W]:  # pyright: ignore[reportGeneralTypeIssues]
-        """The class with its constructor's arguments, checked against its signature at once.
+        """The class with its constructor's arguments, which are checked against its signature at once.
 
         Raises:
-            ConfigError: the arguments do not fit the constructor.
+            ConfigError: The arguments do not fit the constructor.
         """
         worker = cast("type[W]", cls)
         plain = worker.__init__ is object.__init__

@@ -1,10 +1,10 @@
-"""From whoever emits an event to whoever listens, in the emitting thread.
+"""The bus hands an event to every listener, in the thread that emits it.
 
     emit(event) ──▶ snapshot of the listeners (a tuple, replaced and never changed) ──▶ each callback in turn
 
-``emit`` and ``active`` take no lock; ``subscribe`` and its undo take one and replace the tuple. So a callback may
-be called by several threads at once, and once more just after it was unsubscribed: sinks hold a lock of their own.
-A callback that raises is unsubscribed and reported once through ``logging``; the run goes on.
+``emit`` and ``active`` take no lock. ``subscribe`` and its undo take one and replace the tuple. So a callback may be
+called by several threads at once, and once more just after it was unsubscribed: sinks hold a lock of their own. A
+callback that raises is unsubscribed and reported once through ``logging``, and the run goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -23,63 +24,54 @@ __all__ = ["Bus", "active", "emit", "subscribe"]
 class Bus:
     """A list of listeners. A program has one, behind the functions of this module; tests may make their own."""
 
-    __slots__ = ("_callbacks", "_lock")
+    __slots__ = ("_listeners", "_lock")
 
     def __init__(self) -> None:
-        self._callbacks: tuple[Callable[[Event], None], ...] = ()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop every listener, with a fresh lock. A forked child does so first, since the sinks are its parent's."""
         self._lock = threading.Lock()
+        self._listeners: tuple[partial[None], ...] = ()
 
     def active(self) -> bool:
-        """Whether anybody listens: ask before building an event on a hot path."""
-        return self._callbacks != ()
+        """Whether anybody listens. Ask before building an event on a hot path."""
+        return self._listeners != ()
 
     def emit(self, event: Event) -> None:
         """Hand ``event`` to every listener, in the order in which they subscribed. Never raises an Exception."""
-        for callback in self._callbacks:
+        for listener in self._listeners:
             try:
-                callback(event)
+                listener(event)
             except Exception as error:  # noqa: BLE001 - whatever a listener raises, the run must go on
-                if self._remove(callback):
-                    _report(callback, event, error)
+                if self._remove(listener):
+                    _report(listener.func, event, error)
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``callback`` with every event from now on; the function returned ends that and may be called twice."""
-
-        def listener(event: Event) -> None:
-            callback(event)
-
-        # A wrapper of its own makes each subscription distinct, although the same callback may subscribe twice.
-        listener.__wrapped__ = callback  # pyright: ignore[reportFunctionMemberAccess]
-        with self._lock:
-            self._callbacks = (*self._callbacks, listener)
+        """Call ``callback`` with every event from now on. The function returned ends that and may be called twice."""
+        listener = partial(callback)  # an object of its own, although the same callback may subscribe twice
 
         def unsubscribe() -> None:
             self._remove(listener)
 
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
         return unsubscribe
 
-    def _remove(self, callback: Callable[[Event], None]) -> bool:
+    def _remove(self, listener: partial[None]) -> bool:
         with self._lock:
-            left = tuple(one for one in self._callbacks if one is not callback)
-            removed = len(left) < len(self._callbacks)
-            self._callbacks = left
+            left = tuple(one for one in self._listeners if one is not listener)
+            removed = len(left) < len(self._listeners)
+            self._listeners = left
         return removed
 
-    def forget(self) -> None:
-        """Drop every listener, with a fresh lock: what a forked child does first, since the sinks are its parent's."""
-        self._lock = threading.Lock()
-        self._callbacks = ()
 
-
-def _report(callback: Callable[[Event], None], event: Event, error: Exception) -> None:
+def _report(callback: object, event: Event, error: Exception) -> None:
     import logging  # imported here: it would be a third of this package's import time
 
-    target: object = getattr(callback, "__wrapped__", callback)
-    owner: object = getattr(target, "__self__", None)
-    name = type(owner).__name__ if owner is not None else getattr(target, "__qualname__", repr(target))
     logging.getLogger("podium.telemetry").error(
         "%s failed on %s and gets no more events; the run goes on: %s: %s",
-        name,
+        getattr(callback, "__qualname__", type(callback).__name__),
         type(event).__name__,
         type(error).__name__,
         error,

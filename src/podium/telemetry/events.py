@@ -1,4 +1,4 @@
-"""What can happen in a run, as frozen records.
+"""The events of a run, as frozen records.
 
 Times ending in ``_ns`` are CLOCK_MONOTONIC nanoseconds (``time.monotonic_ns``): on Linux that clock is shared by all
 processes of one machine, so a worker's times and the controller's times lie on one axis.
@@ -9,25 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = [
-    "CallFinished",
-    "CheckpointSaved",
-    "CompletionsSampled",
-    "EvalFinished",
-    "Event",
-    "Note",
-    "PhaseStarted",
-    "Sample",
-    "StageFinished",
-    "Stalled",
-    "StepFinished",
-    "WorkerLost",
-    "WorkerStarted",
-]
+__all__ = ["CallFinished", "CheckpointSaved", "CompletionsSampled", "EvalFinished", "Event", "Note", "PhaseStarted"]
+__all__ += ["Sample", "StageFinished", "Stalled", "StepFinished", "WorkerLost", "WorkerStarted"]
+
+
+class Event:
+    """Anything that can happen in a run."""
 
 
 @dataclass(frozen=True)
-class CallFinished:
+class CallFinished(Event):
     """One rank answered one call. ``submitted_ns`` was taken in the controller, the other two in the worker.
 
     ``call_id`` is the same for all ranks of a call.
@@ -45,7 +36,7 @@ class CallFinished:
 
 
 @dataclass(frozen=True)
-class WorkerStarted:
+class WorkerStarted(Event):
     """A worker's constructor returned on ``rank``."""
 
     role: str
@@ -55,7 +46,7 @@ class WorkerStarted:
 
 
 @dataclass(frozen=True)
-class WorkerLost:
+class WorkerLost(Event):
     """A worker's process ended although nobody had asked it to. ``cause`` reads "signal SIGKILL"."""
 
     role: str
@@ -65,7 +56,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True)
-class Stalled:
+class Stalled(Event):
     """A call has been waiting for ``seconds``; ``waiting_for`` are the ranks that have not answered."""
 
     role: str
@@ -75,7 +66,7 @@ class Stalled:
 
 
 @dataclass(frozen=True)
-class PhaseStarted:
+class PhaseStarted(Event):
     """The steps that follow belong to ``name`` ("sft", "grpo", "ppo"); the last of them is number ``total_steps``.
 
     ``first_step`` is above 1 when the run was resumed.
@@ -87,17 +78,21 @@ class PhaseStarted:
 
 
 @dataclass(frozen=True)
-class StageFinished:
-    """One stage of a step ("generate", "update") ended in the controller."""
+class StageFinished(Event):
+    """One stage of a step ("generate", "update") ended in the controller.
+
+    ``half`` is the half of the step that the stage belongs to: "collect" or "learn". Stages of one half never overlap.
+    """
 
     name: str
     step: int
     started_ns: int
     ended_ns: int
+    half: str = "learn"
 
 
 @dataclass(frozen=True)
-class StepFinished:
+class StepFinished(Event):
     """A training step ended. The names in ``metrics`` are those of `podium.telemetry.metrics`, and any others."""
 
     step: int
@@ -105,7 +100,7 @@ class StepFinished:
 
 
 @dataclass(frozen=True)
-class EvalFinished:
+class EvalFinished(Event):
     """A held-out evaluation ended: ``accuracy`` in 0..1 over ``items`` prompts."""
 
     step: int
@@ -115,7 +110,7 @@ class EvalFinished:
 
 
 @dataclass(frozen=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     """A complete checkpoint of ``step`` lies at ``path``."""
 
     step: int
@@ -133,7 +128,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class CompletionsSampled:
+class CompletionsSampled(Event):
     """A few completions of ``step``, emitted when the user asked to see them."""
 
     step: int
@@ -141,22 +136,7 @@ class CompletionsSampled:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Event):
     """A sentence for the person who watches."""
 
     text: str
-
-
-Event = (
-    CallFinished
-    | WorkerStarted
-    | WorkerLost
-    | Stalled
-    | PhaseStarted
-    | StageFinished
-    | StepFinished
-    | EvalFinished
-    | CheckpointSaved
-    | CompletionsSampled
-    | Note
-)

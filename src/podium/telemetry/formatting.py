@@ -1,4 +1,4 @@
-"""Numbers and foreign text as a person reads them in a terminal."""
+"""Numbers and foreign text, as a person reads them in a terminal."""
 
 from __future__ import annotations
 
@@ -8,35 +8,32 @@ import unicodedata
 __all__ = ["compact", "duration", "percent", "plain", "visible"]
 
 
+def _three(value: float) -> str:
+    """Three digits of a number below 999.5."""
+    size = abs(value)
+    return f"{value:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
+
+
 def plain(value: float) -> str:
     """Four characters or so, whatever the size: 0.3127 -> "0.313", 12.34 -> "12.3", 0.0042 -> "4.2e-3"."""
-    if not math.isfinite(value):
-        return str(value)
     size = abs(value)
-    if size == 0:
-        return "0"
+    if size == 0 or not size < 99.95:
+        return compact(value)
     if size < 0.01:
         digits, exponent = f"{value:.1e}".split("e")
         return f"{digits}e{int(exponent)}"
-    if size < 9.995:
-        return f"{value:.3f}"
-    if size < 99.95:
-        return f"{value:.1f}"
-    return compact(value)
+    return f"{value:.3f}" if size < 9.995 else _three(value)
 
 
 def compact(value: float) -> str:
     """With a unit prefix: 950 -> "950", 12345 -> "12.3k", 4.2e6 -> "4.20M"."""
     if not math.isfinite(value):
         return str(value)
-    size = abs(value)
-    for limit, scale, unit in ((999.5, 1.0, ""), (999.5e3, 1e3, "k"), (999.5e6, 1e6, "M"), (math.inf, 1e9, "G")):
-        if size < limit:
-            scaled = value / scale
-            if not unit:
-                return f"{scaled:.0f}"
-            return f"{scaled:.{2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0}f}{unit}"
-    raise AssertionError("unreachable: the last limit is infinite")
+    if abs(value) < 999.5:
+        return f"{value:.0f}"
+    scaled = ((value / scale, unit) for scale, unit in ((1e3, "k"), (1e6, "M")))
+    shown, unit = next((one for one in scaled if abs(one[0]) < 999.5), (value / 1e9, "G"))
+    return _three(shown) + unit
 
 
 def percent(share: float) -> str:
@@ -48,21 +45,16 @@ def duration(seconds: float) -> str:
     """0.084 -> "84ms", 1.536 -> "1.54s", 72 -> "1m12s", 7500 -> "2h05m"."""
     if not math.isfinite(seconds):
         return str(seconds)
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f}ms"
     if seconds < 59.95:
-        return f"{seconds:.{2 if seconds < 9.995 else 1}f}s"
+        return f"{1000 * seconds:.0f}ms" if seconds < 0.9995 else f"{_three(seconds)}s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 def visible(text: str, limit: int | None = None) -> str:
     """`text` with control characters spelled out, so that what a model wrote cannot move the cursor or hide itself.
 
-    Newlines and tabs stay. ``limit`` characters at most: the middle of a longer text is left out and counted.
+    Newlines and tabs stay. Of a text longer than ``limit`` characters, the middle is left out and counted.
     """
     if limit is not None and len(text) > limit:
         head = max(1, limit * 2 // 3)

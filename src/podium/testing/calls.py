@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,12 +22,13 @@ SOON_S = 20.0  # "does not wait for the minute that a sibling sleeps", with room
 class CallContract:
     @pytest.fixture
     @classmethod
-    def sleeper(cls, cluster: Cluster) -> Iterator[Sleeper]:
-        sleeper = cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
-        yield sleeper
-        sleeper.group.close()
+    def sleeper(cls, cluster: Cluster) -> Sleeper:
+        return cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
 
-    # -- waiting -----------------------------------------------------------------------------------------------------
+    @pytest.fixture
+    @classmethod
+    def producer(cls, cluster: Cluster) -> _Producer:
+        return cluster.start(_Producer.bind(), name="producer", distributed=False)
 
     def test_submit_gives_a_call_and_result_its_value(self, sleeper: Sleeper) -> None:
         call = sleeper.double.submit(4)
@@ -84,15 +84,9 @@ class CallContract:
 
     def test_the_synchronous_api_works_inside_a_running_loop(self, cluster: Cluster) -> None:
         async def main() -> list[int]:
-            counter = cluster.start(Counter.bind(), cluster.pool([2]), distributed=False)
-            try:
-                return counter.add(2)
-            finally:
-                counter.group.close()
+            return cluster.start(Counter.bind(), cluster.pool([2]), distributed=False).add(2)
 
         assert asyncio.run(main()) == [2, 2]
-
-    # -- order and overlap -------------------------------------------------------------------------------------------
 
     def test_calls_run_in_the_order_submitted(self, sleeper: Sleeper) -> None:
         calls = [sleeper.note.submit(str(at)) if at % 3 else sleeper.nap.submit(0.0, str(at)) for at in range(200)]
@@ -105,11 +99,8 @@ class CallContract:
             for call in [sleeper.note.submit(f"{name}{at}") for at in range(100)]:
                 call.result()
 
-        threads = [threading.Thread(target=submit, args=(name,)) for name in "abcd"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(submit, "abcd"))
         first_rank, second_rank = sleeper.history()
         assert first_rank == second_rank, "ranks that see calls in different orders deadlock in their collectives"
         for name in "abcd":
@@ -133,8 +124,6 @@ class CallContract:
     def test_concurrent_endpoints_answer_without_overlap_too(self, sleeper: Sleeper) -> None:
         sleeper.note("a")
         assert sleeper.peek() == [["a"], ["a"]]
-
-    # -- cancelling and deadlines ------------------------------------------------------------------------------------
 
     def test_a_queued_call_is_dropped(self, cluster: Cluster, sleeper: Sleeper) -> None:
         need(cluster, "concurrent")
@@ -172,13 +161,9 @@ class CallContract:
             sleeper.sleep.within(timeout_s=0.3)(1.5)
         assert time.monotonic() - started < 1.4
         assert isinstance(caught.value, TimeoutError)
-        assert caught.value.running == (0, 1)
-        assert caught.value.method == "sleep"
-        text = str(caught.value)
-        assert "deadline of 0.3 s" in text
-        assert "rank 1" in text
-        assert "time.sleep(seconds)" in text
-        assert "sleeper" in text
+        assert (caught.value.method, caught.value.running) == ("sleep", (0, 1))
+        for said in ("deadline of 0.3 s", "rank 1", "time.sleep(seconds)", "sleeper"):
+            assert said in str(caught.value)
 
     def test_a_deadline_cancels_an_async_endpoint(self, cluster: Cluster, sleeper: Sleeper) -> None:
         need(cluster, "concurrent")
@@ -210,22 +195,20 @@ class CallContract:
             with pytest.raises(ConfigError, match="positive number of seconds"):
                 sleeper.sleep.within(timeout_s=wrong)
 
-    # -- calls as arguments ------------------------------------------------------------------------------------------
-
     def test_a_finished_call_is_an_argument(self, sleeper: Sleeper) -> None:
         done = sleeper.double.submit([1])
         done.result()
         assert sleeper.double(done.arg()) == [[[1, 1], [1, 1]] * 2] * 2
 
-    def test_an_unfinished_call_is_an_argument_and_order_holds_behind_it(self, cluster: Cluster) -> None:
-        producer = cluster.start(_Producer.bind(), cluster.pool([1]), name="producer", distributed=False)
-        consumer = cluster.start(Sleeper.bind(), cluster.pool([2]), name="consumer", distributed=False)
+    def test_an_unfinished_call_is_an_argument_and_order_holds_behind_it(
+        self, sleeper: Sleeper, producer: _Producer
+    ) -> None:
         made = producer.make.submit(0.2, "from the producer")
-        calls = [consumer.note.submit(made.arg()), consumer.note.submit("behind it")]
-        calls.append(consumer.note.submit(label=producer.make.submit(0.0, "third").arg()))
+        calls = [sleeper.note.submit(made.arg()), sleeper.note.submit("behind it")]
+        calls.append(sleeper.note.submit(label=producer.make.submit(0.0, "third").arg()))
         for call in calls:
             call.result(30.0)
-        assert consumer.history() == [["from the producer", "behind it", "third"]] * 2
+        assert sleeper.history() == [["from the producer", "behind it", "third"]] * 2
 
     def test_what_stays_in_the_controller_says_how_to_pass_it(self, cluster: Cluster, sleeper: Sleeper) -> None:
         call = sleeper.double.submit(1)
@@ -238,8 +221,7 @@ class CallContract:
             with pytest.raises(SerializationError, match=says):
                 sleeper.double(value)
 
-    def test_calls_can_form_a_chain(self, cluster: Cluster) -> None:
-        producer = cluster.start(_Producer.bind(), distributed=False)
+    def test_calls_can_form_a_chain(self, producer: _Producer) -> None:
         call = producer.make.submit(0.05, "x")
         for _ in range(20):
             call = producer.make.submit(0.0, call.arg())
@@ -254,28 +236,31 @@ class CallContract:
             consumer.result(30.0)
         assert sleeper.double(3) == [6, 6]
 
-    def test_a_slow_producer_does_not_stretch_its_consumers_deadline(self, cluster: Cluster, sleeper: Sleeper) -> None:
+    def test_a_slow_producer_does_not_stretch_its_consumers_deadline(
+        self, cluster: Cluster, sleeper: Sleeper, producer: _Producer
+    ) -> None:
         need(cluster, "concurrent")
-        producer = cluster.start(_Producer.bind(), name="slow", distributed=False)
         slow = producer.make.submit(2.0, "late")
         started = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match=r"\.double.*slow\.make"):
+        with pytest.raises(DeadlineExceeded, match=r"\.double.*producer\.make"):
             sleeper.double.within(timeout_s=0.2)(slow.arg())
         assert time.monotonic() - started < 1.8
         assert sleeper.double("x") == ["xx", "xx"]
         assert slow.result() == "late"
 
-    def test_a_consumer_that_is_cancelled_lets_those_behind_it_go(self, cluster: Cluster, sleeper: Sleeper) -> None:
+    def test_a_consumer_that_is_cancelled_lets_those_behind_it_go(
+        self, cluster: Cluster, sleeper: Sleeper, producer: _Producer
+    ) -> None:
         need(cluster, "concurrent")
-        producer = cluster.start(_Producer.bind(), distributed=False)
         slow = producer.make.submit(2.0, "late")
         consumer, behind = sleeper.double.submit(slow.arg()), sleeper.double.submit(1)
         assert consumer.cancel()
         assert behind.result(1.5) == [2, 2]
 
-    def test_wrong_arguments_behind_an_unfinished_call_fail_the_call(self, cluster: Cluster, sleeper: Sleeper) -> None:
+    def test_wrong_arguments_behind_an_unfinished_call_fail_the_call(
+        self, cluster: Cluster, sleeper: Sleeper, producer: _Producer
+    ) -> None:
         need(cluster, "concurrent")
-        producer = cluster.start(_Producer.bind(), distributed=False)
         slow = producer.make.submit(0.2, "late")
         wrong = sleeper.double.submit(slow.arg(), 2)  # pyright: ignore[reportCallIssue] - the point: one too many
         with pytest.raises(ConfigError, match=r"\.double\(\) takes 1 positional"):
@@ -289,8 +274,6 @@ class CallContract:
         with pytest.raises(EndpointError, match="the cause"):
             behind.result(30.0)
 
-    # -- errors ------------------------------------------------------------------------------------------------------
-
     def test_an_error_names_method_and_rank_and_brings_its_traceback(self, cluster: Cluster) -> None:
         probe = cluster.start(Probe.bind(), cluster.pool([3]), name="probe_e", distributed=False)
         with pytest.raises(EndpointError) as caught:
@@ -300,14 +283,10 @@ class CallContract:
         assert isinstance(error.__cause__, KeyError)
         assert error.__cause__.args == ("the cause",)
         assert "raise error" in error.remote_traceback
-        assert "host.py" not in error.remote_traceback, "the runtime's own frames are no help"
+        assert "worker_process.py" not in error.remote_traceback, "the runtime's own frames are no help"
         again = pickle.loads(pickle.dumps(error))
-        assert (again.method, again.rank, again.remote_traceback, str(again)) == (
-            error.method,
-            error.rank,
-            error.remote_traceback,
-            str(error),
-        )
+        assert vars(again).items() >= {(name, vars(error)[name]) for name in ("method", "rank", "remote_traceback")}
+        assert str(again) == str(error)
 
     def test_a_group_whose_ranks_all_raise_alike_stays_usable(self, cluster: Cluster) -> None:
         probe = cluster.start(Probe.bind(), cluster.pool([3]))
@@ -328,8 +307,6 @@ class CallContract:
                 (leaver.leave if where == "sync" else leaver.leave_async)(3)
             assert isinstance(caught.value.__cause__, SystemExit)
         assert leaver.still_here.within(timeout_s=10.0)() == [True]
-
-    # -- nested workers and shipped functions -------------------------------------------------------------------------
 
     def test_a_worker_inside_a_worker_is_an_ordinary_object(self, cluster: Cluster) -> None:
         keeper = cluster.start(Keeper.bind(10), cluster.pool([2]), distributed=False)

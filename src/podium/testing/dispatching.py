@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from podium.data import Batch, Jagged, fields
+from podium.data import Batch, Jagged, Rows as HasRows, fields
 from podium.errors import ConfigError
 from podium.runtime import Cluster, Mesh, per_rank
+from podium.testing.values import make_batch, same_batch
 from podium.testing.workers import Probe, Rows
 
 __all__ = ["DispatchContract"]
 
 
-def make_batch(lengths: list[int]) -> Batch:
-    """A batch with every kind of column; row i holds only the number i."""
-    rows = [torch.full((length,), at) for at, length in enumerate(lengths)]
-    return Batch(
-        {
-            fields.TOKENS: Jagged.from_rows(rows),
-            fields.REWARDS: torch.arange(len(lengths), dtype=torch.float32),
-            fields.FINISH_REASON: [f"row {at}" for at in range(len(lengths))],
-        },
-        {"temperature": 0.5},
-    )
+class Letters(HasRows):
+    """A user's own rows: the letters of a text."""
 
+    def __init__(self, text: str) -> None:
+        self.text = text
 
-def same_batch(left: Batch, right: Batch) -> bool:
-    """Whether two batches hold the same rows in the same order."""
-    return (
-        set(left.keys()) == set(right.keys())
-        and torch.equal(left.jagged(fields.TOKENS).values, right.jagged(fields.TOKENS).values)
-        and torch.equal(left.jagged(fields.TOKENS).offsets, right.jagged(fields.TOKENS).offsets)
-        and torch.equal(left.dense(fields.REWARDS), right.dense(fields.REWARDS))
-        and left.python(fields.FINISH_REASON) == right.python(fields.FINISH_REASON)
-    )
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def slice(self, start: int, stop: int) -> Letters:
+        return Letters(self.text[start:stop])
+
+    def take(self, index: Sequence[int]) -> Letters:
+        return Letters("".join(self.text[row] for row in index))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Letters], names: Sequence[str] = ()) -> Letters:
+        return Letters("".join(part.text for part in parts))
 
 
 class DispatchContract:
@@ -58,8 +57,6 @@ class DispatchContract:
             Rows.bind(), cluster.pool([8]), name="shared_grid", meshes={"grid": mesh}, distributed=False
         )
 
-    # -- broadcast, only, scatter ----------------------------------------------------------------------------------
-
     def test_broadcast_reaches_every_rank_and_gathers_in_rank_order(self, probe: Probe) -> None:
         assert probe.rank() == [0, 1, 2]
         assert probe.echo({"a": [1, (2, None)]}) == [{"a": [1, (2, None)]}] * 3
@@ -78,8 +75,6 @@ class DispatchContract:
     def test_open_ended_endpoints_take_any_keyword(self, probe: Probe) -> None:
         assert probe.options(x=1, y=2) == [{"x": 1, "y": 2}] * 3
 
-    # -- collect -----------------------------------------------------------------------------------------------------
-
     def test_first_nothing_and_reduce(self, probe: Probe) -> None:
         assert probe.echo_once("one") == "one"
         assert probe.silent() is None
@@ -96,8 +91,6 @@ class DispatchContract:
     def test_a_users_own_dispatch_and_collect(self, probe: Probe) -> None:
         assert probe.backwards() == [(2, 0), (1, 1), (0, 2)]
         assert probe.spread() == 4.0
-
-    # -- shard -------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 12])
     def test_rows_are_split_evenly_and_joined_in_order(self, rows: Rows, count: int) -> None:
@@ -125,6 +118,27 @@ class DispatchContract:
         assert torch.equal(mixed["a"], tensor)
         assert mixed["b"] == list("abcdefg")
         assert torch.equal(rows.summed(torch.ones(5), {"x": torch.arange(5.0)}), torch.arange(5.0) + 1)
+
+    def test_arrays_stay_arrays_and_nested_tensors_become_jagged(self, rows: Rows) -> None:
+        array = np.arange(14.0, dtype=np.float32).reshape(7, 2)
+        for same in (rows.same, rows.same_padded):
+            got = same(array)
+            assert got.dtype == np.float32
+            assert np.array_equal(got, array)
+        assert rows.same(np.array(["a", "bcd", "ef", "g"])).tolist() == ["a", "bcd", "ef", "g"]
+        assert len(rows.same(np.zeros((0, 2)))) == 0
+        batch = rows.joined(Batch({"x": array}))
+        assert torch.equal(batch.dense("x"), torch.from_numpy(array))
+        nested = torch.nested.nested_tensor([torch.arange(at) for at in (3, 1, 4, 2)], layout=torch.jagged)
+        for same in (rows.same, rows.same_by_tokens, rows.same_padded):
+            jagged = same(nested)
+            assert isinstance(jagged, Jagged)
+            assert [row.tolist() for row in jagged.unbind()] == [list(range(at)) for at in (3, 1, 4, 2)]
+        assert isinstance(rows.same({"a": [1, 2, 3, 4], "b": nested})["b"], Jagged)
+
+    def test_a_users_own_rows_are_split_and_joined(self, rows: Rows) -> None:
+        for same in (rows.same, rows.same_padded):
+            assert same(Letters("abcdefg")).text == "abcdefg"
 
     def test_tokens_are_balanced_over_the_ranks(self, rows: Rows) -> None:
         counts = rows.token_counts(make_batch([100, 1, 1, 1, 50, 50, 97]))
@@ -174,8 +188,6 @@ class DispatchContract:
         assert same_batch(batch, kept)
         assert batch.meta == kept.meta
 
-    # -- errors ------------------------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize(
         ("method", "args", "kwargs", "says"),
         [
@@ -201,14 +213,15 @@ class DispatchContract:
     @pytest.mark.parametrize(
         ("method", "args", "says"),
         [
-            ("same", (5,), r"shared_rows\.same: argument 'rows' cannot be sharded: it is int"),
-            ("same", ("abc",), r"argument 'rows' cannot be sharded: it is str"),
-            ("same", (torch.tensor(1.0),), r"argument 'rows' cannot be sharded"),
-            ("same", ({"a": [1], "b": [1, 2]},), r"argument 'rows' cannot be sharded: its entries have"),
+            ("same", (5,), r"shared_rows\.same cannot shard: argument 'rows' is int, which has no rows"),
+            ("same", ("abc",), r"argument 'rows' is str, which has no rows"),
+            ("same", (torch.tensor(1.0),), r"argument 'rows' is a single number, a tensor without dimensions"),
+            ("same", ({"a": [1], "b": np.array(2)},), r"argument 'rows'\['b'\] is a single number, an array without"),
+            ("same", ({"a": [1], "b": [1, 2]},), r"argument 'rows' has entries with unequal numbers of rows: \{'a': 1"),
             ("summed", (torch.ones(2), {"x": torch.ones(3)}), r"unequal numbers of rows: \{'left': 2, 'right': 3\}"),
             ("same", (per_rank([1, 2, 3]),), r"argument 'rows' is per_rank"),
             ("scaled", (torch.ones(3), per_rank([1.0, 2.0, 3.0])), r"argument 'factor' is per_rank"),
-            ("same_by_tokens", ([1, 2],), r"balance='tokens' needs a jagged column"),
+            ("same_by_tokens", ([1, 2],), r"argument 'rows' has no jagged column whose tokens"),
             ("over_grid", ([1],), r"no mesh 'grid' in this group; it has \['default'\]"),
         ],
     )
@@ -216,9 +229,46 @@ class DispatchContract:
         with pytest.raises(ConfigError, match=says):
             getattr(rows, method).submit(*args)
 
-    def test_results_that_cannot_be_joined_are_named(self, rows: Rows) -> None:
-        with pytest.raises(ConfigError, match=r"shared_rows\.no_rows returned int, which has no rows"):
+    def test_results_without_rows_are_named(self, rows: Rows) -> None:
+        with pytest.raises(ConfigError, match=r"shared_rows\.no_rows: the result of rank 0 is int, which has no rows"):
             rows.no_rows([1, 2, 3])
+
+    @pytest.mark.parametrize(
+        ("given", "odd", "says"),
+        [
+            (torch.ones(3), torch.tensor(1.0), "rank 2 is a single number, without dimensions"),
+            (torch.ones(3), [1.0], "rank 0 is Tensor and the result of rank 2 is list"),
+            (
+                torch.ones(3),
+                torch.ones(1).long(),
+                r"rank 0 has rows of float32\[\] and .* rank 2 has rows of int64\[\]",
+            ),
+            (torch.ones(3, 2), torch.ones(1, 3), r"rank 0 has rows of float32\[2\] and .* rank 2 .* float32\[3\]"),
+            (np.ones(3), np.ones(1, np.float32), r"rank 0 has rows of float64\[\] and .* rank 2 .* float32\[\]"),
+            ({"a": [1, 2, 3]}, {"b": [1]}, r"rank 0 and the result of rank 2 differ in their entries: only one .*'a'"),
+            (
+                {"a": torch.ones(3)},
+                {"a": torch.ones(1).half()},
+                r"rank 0\['a'\] has rows of float32.*rank 2\['a'\] .*16",
+            ),
+            (
+                make_batch([1, 2, 3]),
+                Batch({fields.TOKENS: [1]}),
+                r"rank 0 has the column 'finish_reason' .*rank 2 has not",
+            ),
+            (
+                make_batch([1, 2, 3]),
+                make_batch([1]).with_columns(rewards=torch.ones(1).double()),
+                r"column 'rewards': the result of rank 0 has rows of float32\[\] and the result of rank 2 .* float64",
+            ),
+        ],
+    )
+    def test_results_that_do_not_fit_together_are_named_with_their_ranks(
+        self, rows: Rows, given: Any, odd: Any, says: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=says) as caught:
+            rows.with_odd_last(given, odd)
+        assert str(caught.value).startswith("shared_rows.with_odd_last: ")
 
     def test_what_is_no_endpoint_is_named_with_what_there_is(self, probe: Probe) -> None:
         with pytest.raises(AttributeError, match=r"'helper' is no endpoint of Probe; its endpoints are .*'echo'"):

@@ -73,11 +73,9 @@ class LifetimeContract:
             counters = [where.start(Counter.bind(at), distributed=False) for at, where in enumerate((cluster, other))]
             assert [counter.add(0) for counter in counters] == [[0], [1]]
 
-    # -- restart and death -------------------------------------------------------------------------------------------
-
     def test_what_cannot_be_killed_says_so(self, cluster: Cluster) -> None:
         if cluster.capabilities.processes:
-            pytest.skip("its hosts are processes")
+            pytest.skip("its workers have processes of their own")
         counter = cluster.start(Counter.bind(), distributed=False)
         with pytest.raises(ConfigError, match="'local'"):
             counter.group.restart()
@@ -94,8 +92,6 @@ class LifetimeContract:
         assert not set(before) & set(both.bank.group.pids)
         assert both.bank.add(0) == [10, 10], "no call is repeated"
         assert both.keeper.add_to_neighbour("bank", 1) == [11, 11]
-        both.bank.group.close()
-        both.keeper.group.close()
 
     def test_a_death_is_named_now_and_later_until_restart(self, cluster: Cluster) -> None:
         need(cluster, "processes")
@@ -111,16 +107,12 @@ class LifetimeContract:
         assert later.value.cause == caught.value.cause
         counter.group.restart()
         assert counter.add(1) == [1, 1]
-        counter.group.close()
 
     def test_workers_get_their_environment(self, cluster: Cluster) -> None:
         need(cluster, "processes")
         place = cluster.start(Place.bind(), env={"PODIUM_CONTRACT": "yes", "OMP_NUM_THREADS": "3"}, distributed=False)
         assert place.group.run(_environment, "PODIUM_CONTRACT") == ["yes"]
         assert place.group.run(_environment, "OMP_NUM_THREADS") == ["3"]
-        place.group.close()
-
-    # -- collectives -------------------------------------------------------------------------------------------------
 
     def test_collectives_work_in_constructors_and_endpoints(self, cluster: Cluster) -> None:
         need(cluster, "collectives")
@@ -128,12 +120,10 @@ class LifetimeContract:
         assert gatherer.at_start() == [[0.0, 1.0, 2.0]] * 3
         for value in (1.0, 2.0):
             assert gatherer.gather_all(value) == [[value, value + 1, value + 2]] * 3
-        gatherer.group.close()
 
     def test_collectives_of_one_rank_work_everywhere(self, cluster: Cluster) -> None:
         gatherer = cluster.start(Gatherer.bind(), distributed=True)
         assert gatherer.gather_all(4.0) == [[4.0]]
-        gatherer.group.close()
 
     def test_without_collectives_the_error_names_where_there_are_some(self, cluster: Cluster) -> None:
         if cluster.capabilities.collectives:
@@ -150,8 +140,6 @@ class LifetimeContract:
         assert both.two.gather_all(5.0) == [[5.0, 6.0]] * 2
         both.one.group.restart()
         assert both.two.gather_all(5.0) == [[5.0, 6.0]] * 2
-        both.one.group.close()
-        both.two.group.close()
 
     def test_a_rank_that_fails_frees_its_siblings_from_a_collective(self, cluster: Cluster) -> None:
         need(cluster, "collectives", "processes")
@@ -161,15 +149,13 @@ class LifetimeContract:
         assert caught.value.rank == 1
         gatherer.group.restart()
         assert gatherer.gather_all(1.0) == [[1.0, 2.0, 3.0]] * 3
-        gatherer.group.close()
 
     def test_what_a_failure_broke_does_not_reach_the_workers_of_a_restart(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         need(cluster, "collectives", "processes")
-        monkeypatch.setattr(
-            "podium.runtime.exchange.BREAK_S", 1.0
-        )  # siblings are freed when the new workers are at work
+        # Siblings are freed while the new workers are at work.
+        monkeypatch.setattr("podium.runtime.calls.process_calls.BREAK_S", 1.0)
         gatherer = cluster.start(Gatherer.bind(), cluster.pool([2]))
         with pytest.raises(EndpointError, match="ValueError: I am the cause"):
             gatherer.gather_unless(rank=1)
@@ -177,7 +163,6 @@ class LifetimeContract:
         gatherer.group.restart()
         while time.monotonic() < until:
             assert gatherer.gather_all(1.0) == [[1.0, 2.0]] * 2
-        gatherer.group.close()
 
 
 class RaisesOn(Worker):

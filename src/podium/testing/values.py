@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.data import Batch, Jagged
+from podium.data import Batch, Jagged, fields
 from podium.errors import EndpointError, SerializationError
 from podium.runtime import Cluster
 from podium.testing.workers import Probe
@@ -57,6 +60,31 @@ def tensors() -> dict[str, Tensor]:
         "expanded": torch.ones(1).expand(4, 5),
         "large": torch.arange(float(LARGE)).reshape(-1, 100),
     }
+
+
+def make_batch(lengths: Sequence[int]) -> Batch:
+    """A batch with every kind of column. Row i holds only the number i."""
+    rows = [torch.full((length,), at) for at, length in enumerate(lengths)]
+    return Batch(
+        {
+            fields.TOKENS: Jagged.from_rows(rows),
+            fields.REWARDS: torch.arange(len(lengths), dtype=torch.float32),
+            fields.FINISH_REASON: [f"row {at}" for at in range(len(lengths))],
+        },
+        {"temperature": 0.5},
+    )
+
+
+def same_batch(left: Batch, right: Batch) -> bool:
+    """Whether two batches hold the same rows in the same order. Columns that are elsewhere are fetched."""
+    left, right = left.fetch(), right.fetch()
+    return {*left} == {*right} and all(_same(left[name], right[name]) for name in left)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Jagged):
+        return torch.equal(left.values, right.values) and torch.equal(left.offsets, right.offsets)
+    return torch.equal(left, right) if isinstance(left, Tensor) else left == right
 
 
 class ValueContract:
@@ -154,8 +182,6 @@ class ValueContract:
             _, value = echo.echo_once(("x" * length, torch.arange(4.0, dtype=torch.float64)))
             assert value.data_ptr() % value.element_size() == 0
 
-    # -- what cannot travel ------------------------------------------------------------------------------------------
-
     def test_an_argument_that_does_not_pickle_is_named_and_not_sent(self, cluster: Cluster) -> None:
         probe = cluster.start(Probe.bind(), cluster.pool([2]), name="picky")
         for value, place in ((Unpicklable(), "'value'"), ({"deep": [1, Unpicklable()]}, "'deep'")):
@@ -205,16 +231,10 @@ class _UnpicklesOnce(Exception):
     """Unpickles in the process (or thread) that made it, and nowhere else."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        import os
-        import threading
-
         return _only_at_home, (os.getpid(), threading.get_ident(), str(self))
 
 
 def _only_at_home(pid: int, thread: int, message: str) -> Exception:
-    import os
-    import threading
-
     if (pid, thread) != (os.getpid(), threading.get_ident()):
         raise RuntimeError("this class cannot be made here")
     return _UnpicklesOnce(message)

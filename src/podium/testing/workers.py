@@ -216,12 +216,13 @@ class Rows(Worker):
         return [(self.ctx.rank, row) for row in rows]
 
     @endpoint(dispatch=shard(), collect=concat())
-    def too_few(self, rows: list[int]) -> list[int]:
-        return rows[:1]
-
-    @endpoint(dispatch=shard(), collect=concat())
     def no_rows(self, rows: list[int]) -> int:
         return len(rows)
+
+    @endpoint(dispatch=shard(args=("rows",)), collect=concat())
+    def with_odd_last(self, rows: Any, odd: Any) -> Any:
+        """The rows, but ``odd`` from the last rank."""
+        return odd if self.ctx.rank == self.ctx.world_size - 1 else rows
 
 
 class Sleeper(Worker):

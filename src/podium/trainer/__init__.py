@@ -1,52 +1,44 @@
 """The loops: they alone know the order of things. Configuration, checkpoints, evaluation and reports belong to them."""
 
-from podium.trainer.config import GRPOConfig, InferenceConfig, PPOConfig, SFTConfig, config_class
-from podium.trainer.evaluate import evaluate_model, open_sampler
-from podium.trainer.loading import Key, build_config, config_to_yaml, keys_of, load_config, read_values
-from podium.trainer.plan import describe_plan
-from podium.trainer.ppo import PPOTrainer
-from podium.trainer.report import Accuracy
-from podium.trainer.run_dir import Summary
-from podium.trainer.sections import (
-    CriticConfig,
-    EvalConfig,
-    ExampleBatch,
-    PlacementConfig,
-    PromptBatch,
-    RunConfig,
-    SaveConfig,
-)
-from podium.trainer.session import PRELOAD, run_config_path
-from podium.trainer.sft import SFTTrainer
-from podium.trainer.state import Evaluation
+from __future__ import annotations
 
-__all__ = [
-    "PRELOAD",
-    "Accuracy",
-    "CriticConfig",
-    "EvalConfig",
-    "Evaluation",
-    "ExampleBatch",
-    "GRPOConfig",
-    "InferenceConfig",
-    "Key",
-    "PPOConfig",
-    "PPOTrainer",
-    "PlacementConfig",
-    "PromptBatch",
-    "RunConfig",
-    "SFTConfig",
-    "SFTTrainer",
-    "SaveConfig",
-    "Summary",
-    "build_config",
-    "config_class",
-    "config_to_yaml",
-    "describe_plan",
-    "evaluate_model",
-    "keys_of",
-    "load_config",
-    "open_sampler",
-    "read_values",
-    "run_config_path",
-]
+from typing import TYPE_CHECKING
+
+from podium.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from podium.config import (
+        Key as Key,
+        build_config as build_config,
+        config_to_yaml as config_to_yaml,
+        keys_of as keys_of,
+        load_config as load_config,
+        read_values as read_values,
+    )
+    from podium.trainer.config import (
+        CriticConfig as CriticConfig,
+        EvalConfig as EvalConfig,
+        ExampleBatch as ExampleBatch,
+        GRPOConfig as GRPOConfig,
+        InferenceConfig as InferenceConfig,
+        PlacementConfig as PlacementConfig,
+        PPOConfig as PPOConfig,
+        PromptBatch as PromptBatch,
+        RunConfig as RunConfig,
+        SaveConfig as SaveConfig,
+        SFTConfig as SFTConfig,
+        config_class as config_class,
+        run_config_path as run_config_path,
+    )
+    from podium.trainer.evaluate import (
+        Evaluation as Evaluation,
+        evaluate_model as evaluate_model,
+        open_sampler as open_sampler,
+    )
+    from podium.trainer.ppo import PPOTrainer as PPOTrainer
+    from podium.trainer.preflight import describe_plan as describe_plan
+    from podium.trainer.run_dir import Summary as Summary
+    from podium.trainer.session import PRELOAD as PRELOAD
+    from podium.trainer.sft import SFTTrainer as SFTTrainer
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,6 +1,6 @@
-"""From a generator's batch to text and grades, and to the Parquet files of a run.
+"""A step's completions with their prompts and grades, and the Parquet files that keep them.
 
-Tokens and texts of a step may be more than this process should hold, so they stay with the workers that made them and
+Tokens and texts of a step may be more than this process should hold. They stay with the workers that made them, and
 come here a chunk at a time: to be graded, and again to be written once the advantages are known.
 
 Legend: B rows (completions), prompt-major, n a prompt.
@@ -9,40 +9,111 @@ Legend: B rows (completions), prompt-major, n a prompt.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from podium.algorithms import flat_groups
 from podium.data import Batch, Jagged, fields
-from podium.rewards import Grade
-from podium.telemetry import Sample
-from podium.trainer.run_dir import CompletionRecord, CompletionsWriter
+from podium.rewards import Grade, Grader
+from podium.telemetry import Sample, metrics as names
+from podium.trainer.files import step_name
+from podium.trainer.prompts import Prompts
 from podium.workers import completion_texts, sampled_tokens
 
-__all__ = ["CompletionsLog", "Judged"]
+__all__ = ["CompletionsLog", "ScoredBatch"]
 
-_WRITTEN_TOKENS: Final = 1 << 16  # that are here together to be written; prompts count, too
+_GRADED_TOKENS: Final = 1 << 19  # of the rows whose texts are here together: enough to keep all graders busy
+_WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be written; prompts count, too
 
 
-@dataclass(frozen=True)
-class Judged:
-    """Completions with what they were asked and what they got; all lists are ``[B]``.
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch:
+    """The completions of one step: what ``collect`` returns and ``learn`` consumes.
 
-    ``batch`` is the generator's, with ``group`` here and its other tensors wherever they are. ``grades`` is None where
-    the reward itself failed and the run ends.
+    Attributes:
+        step: The training step that they are for.
+        batch: The generator's columns for B rows. ``group`` is here, and ``rewards`` once graded; the other tensors
+            are wherever they were made.
+        prompts: The step's prompts. Row i answers prompt ``group[i]``.
+        tokenizer: Decodes completions whose generator sent no text.
+        grades: One a row; None until ``graded``.
     """
 
+    step: int
     batch: Batch
-    prompts: list[str]
-    answers: Sequence[str | None]
+    prompts: Prompts
     tokenizer: PreTrainedTokenizerBase
     grades: Sequence[Grade] | None = None
+
+    def graded(self, grader: Grader, data: Sequence[str] = ()) -> ScoredBatch:
+        """The same with grades, ``rewards``, the rewards' parts and the columns ``data`` of the data.
+
+        Raises:
+            RewardError: As the grader raises it.
+        """
+        grades: list[Grade] = []
+        for rows in self.chunks(_GRADED_TOKENS):
+            examples = [self.prompts.examples[group].row for group in self.groups[rows.start : rows.stop]]
+            grades += grader.grade(self.texts(rows), examples)
+        rewards_B = torch.tensor([grade.score for grade in grades], dtype=torch.float32)
+        columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B}
+        for name in sorted({name for grade in grades for name in grade.parts}):
+            parts = [grade.parts.get(name, math.nan) for grade in grades]
+            columns[fields.PART + name] = torch.tensor(parts, dtype=torch.float32)
+        for name in data:
+            columns[fields.DATA + name] = [self.prompts.examples[group].row[name] for group in self.groups]
+        return replace(self, grades=grades, batch=self.batch.with_columns(columns))
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """The prompt of each row, as its place in ``prompts``."""
+        return self.batch.dense(fields.GROUP).tolist()
+
+    @property
+    def rewards_B(self) -> Tensor:
+        """The score of each row: float32 ``[B]``."""
+        return self.batch.dense(fields.REWARDS)
+
+    @property
+    def correct_B(self) -> Tensor:
+        """Whether each row was graded correct: bool ``[B]``."""
+        return torch.tensor([grade.correct for grade in self.grades or ()], dtype=torch.bool)
+
+    def metrics(self) -> dict[str, float]:
+        """Rewards, accuracy, groups without variance and tokens: the metrics that need no tensor from a worker."""
+        reasons = self.batch.python(fields.FINISH_REASON)
+        return {
+            names.REWARD_MEAN: float(self.rewards_B.mean()),
+            names.REWARD_STD: float(self.rewards_B.std(correction=0)),
+            names.ACCURACY: float(self.correct_B.float().mean()),
+            names.FLAT_GROUPS: flat_groups(self.rewards_B, self.batch.dense(fields.GROUP)),
+            names.TRUNCATED: reasons.count("length") / len(reasons),
+            names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
+        }
+
+    def samples(self, count: int) -> tuple[Sample, ...]:
+        """The first completion of each of the first ``count`` prompts."""
+        firsts = [row for row, group in enumerate(self.groups) if row == 0 or group != self.groups[row - 1]][:count]
+        return tuple(
+            Sample(
+                self.prompts.texts[self.groups[row]],
+                self.texts(range(row, row + 1))[0],
+                self.grades[row].score if self.grades else math.nan,
+                self.prompts.examples[self.groups[row]].answer,
+            )
+            for row in firsts
+        )
 
     def chunks(self, most: int) -> Iterator[range]:
         """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""
@@ -60,56 +131,35 @@ class Judged:
         columns = (fields.TEXT,) if fields.TEXT in self.batch else (fields.TOKENS, fields.LOSS_MASK)
         return completion_texts(self.batch.select(*columns).slice(rows.start, rows.stop), self.tokenizer)
 
-    @property
-    def rewards_B(self) -> Tensor:
-        """float32 ``[B]``."""
-        return torch.tensor([grade.score for grade in self.grades or ()], dtype=torch.float32)
-
-    @property
-    def correct_B(self) -> Tensor:
-        """bool ``[B]``."""
-        return torch.tensor([grade.correct for grade in self.grades or ()], dtype=torch.bool)
-
-    def samples(self, count: int) -> tuple[Sample, ...]:
-        """The first completion of each of the first ``count`` prompts."""
-        groups = self.batch.dense(fields.GROUP).tolist()
-        firsts = [row for row, group in enumerate(groups) if row == 0 or group != groups[row - 1]][:count]
-        return tuple(
-            Sample(
-                self.prompts[row],
-                self.texts(range(row, row + 1))[0],
-                self.grades[row].score if self.grades else math.nan,
-                self.answers[row],
-            )
-            for row in firsts
-        )
-
 
 class CompletionsLog:
-    """Writes each step's completions in a thread of its own, so that the next step need not wait for the disk.
+    """Writes each step's completions to a Parquet file in ``folder``, in a thread of its own.
 
-    At most one step is being written: its tokens are kept by their workers until then. ``flush()`` waits until
-    everything is written and raises what went wrong; a checkpoint is only taken after it.
+    At most one step waits to be written: its tokens are kept by their workers until then. ``flush()`` waits until all
+    is written and raises what went wrong; a checkpoint is taken only after it.
     """
 
-    def __init__(self, writer: CompletionsWriter) -> None:
-        self._writer = writer
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="completions")
         self._pending: Future[None] | None = None
+        self._lock = threading.Lock()
 
-    def write(self, step: int, judged: Judged, advantages: Jagged | None) -> None:
-        """Write ``judged`` with the mean advantage of each completion's tokens."""
-        self.flush()
-        self._pending = self._thread.submit(self._write, step, judged, advantages)
+    def write(self, scored: ScoredBatch, advantages: Jagged | None) -> None:
+        """Write ``scored`` with the mean advantage of each completion's tokens, in place of a file of the same step."""
+        with self._lock:
+            self._wait()
+            self._pending = self._thread.submit(_write, self._folder, scored, advantages)
 
     def flush(self) -> None:
+        """Wait until everything is written. Raises what the writing raised."""
+        with self._lock:
+            self._wait()
+
+    def _wait(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-
-    def _write(self, step: int, judged: Judged, advantages: Jagged | None) -> None:
-        parts = {name for grade in judged.grades or () for name in grade.parts}
-        self._writer.write(step, (_records(judged, advantages, rows) for rows in judged.chunks(_WRITTEN_TOKENS)), parts)
 
     def __enter__(self) -> Self:
         return self
@@ -122,39 +172,60 @@ class CompletionsLog:
             self.flush()
 
 
-def _records(judged: Judged, advantages: Jagged | None, rows: range) -> list[CompletionRecord]:
-    """Of some of the rows, with the mean advantage of each one's tokens."""
-    columns = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.GROUP, fields.FINISH_REASON)
-    batch = judged.batch.select(*columns).slice(rows.start, rows.stop).fetch()
+def _write(folder: Path, scored: ScoredBatch, advantages: Jagged | None) -> None:
+    import pyarrow.parquet as pq  # a third of a second, which a dry run need not wait
+
+    path = folder / f"{step_name(scored.step)}.parquet"
+    aside = path.with_name(f".{path.name}.tmp")
+    parts = sorted({name for grade in scored.grades or () for name in grade.parts})
+    with ExitStack() as stack:
+        file = None
+        for rows in scored.chunks(_WRITTEN_TOKENS):
+            table = _table(scored, advantages, rows, parts)
+            if file is None:
+                file = stack.enter_context(pq.ParquetWriter(aside, table.schema, compression="zstd"))
+            file.write_table(table)
+    aside.replace(path)
+
+
+def _table(scored: ScoredBatch, advantages: Jagged | None, rows: range, parts: Sequence[str]) -> Any:
+    """A pyarrow.Table of some of the rows."""
+    import pyarrow as pa
+
+    columns = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.FINISH_REASON)
+    batch = scored.batch.select(*columns).slice(rows.start, rows.stop).fetch()
     tokens = sampled_tokens(batch)
     lasts = (batch.jagged(fields.TOKENS).offsets[1:] - 1).clamp(min=0)
-    versions = batch.jagged(fields.VERSIONS).values[lasts].tolist()
-    means: Sequence[float | None] = [None] * len(rows)
-    if advantages is not None:
-        advantages = advantages.slice(rows.start, rows.stop).fetch()
-        row_N = torch.repeat_interleave(torch.arange(len(rows)), advantages.lengths)
-        sums_B = torch.zeros(len(rows)).index_add(0, row_N, advantages.values.float())
-        means = (sums_B / tokens.lengths.clamp(min=1)).tolist()
-    grades: Sequence[Grade | None] = judged.grades[rows.start : rows.stop] if judged.grades else [None] * len(rows)
-    reasons, groups = batch.python(fields.FINISH_REASON), batch.dense(fields.GROUP).tolist()
-    texts = judged.texts(rows)
-    return [
-        CompletionRecord(
-            group=groups[at],
-            prompt=judged.prompts[row],
-            completion=texts[at],
-            reward=math.nan if grade is None else grade.score,
-            finish_reason=reasons[at],
-            version=versions[at],
-            tokens=ids.numpy(),
-            parts=_parts(grade),
-            advantage=means[at],
-            correct=None if grade is None else grade.correct,
-            expected=judged.answers[row],
-        )
-        for at, (row, grade, ids) in enumerate(zip(rows, grades, tokens.unbind(), strict=True))
-    ]
+    groups = scored.groups[rows.start : rows.stop]
+    grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
+    part_of = [grade.parts if grade else {} for grade in grades]
+    table: Mapping[str, Any] = {
+        "step": pa.array([scored.step] * len(rows), pa.int64()),
+        "group": pa.array(groups, pa.int64()),
+        "prompt": pa.array([_utf8(scored.prompts.texts[group]) for group in groups], pa.string()),
+        "completion": pa.array([_utf8(text) for text in scored.texts(rows)], pa.string()),
+        "expected": pa.array([_utf8(scored.prompts.examples[group].answer) for group in groups], pa.string()),
+        "correct": pa.array([grade.correct if grade else None for grade in grades], pa.bool_()),
+        "reward": pa.array([float(grade.score) if grade else math.nan for grade in grades], pa.float64()),
+        "advantage": pa.array(_means(advantages, tokens, rows), pa.float64()),
+        "finish_reason": pa.array(batch.python(fields.FINISH_REASON), pa.string()),
+        "version": pa.array(batch.jagged(fields.VERSIONS).values[lasts].tolist(), pa.int64()),
+        "tokens": pa.array([ids.int().numpy() for ids in tokens.unbind()], pa.list_(pa.int32())),
+        **{f"reward_{name}": pa.array([own.get(name) for own in part_of], pa.float64()) for name in parts},
+    }
+    return pa.table(table)
 
 
-def _parts(grade: Grade | None) -> Mapping[str, float]:
-    return {} if grade is None else grade.parts
+def _means(advantages: Jagged | None, tokens: Jagged, rows: range) -> Sequence[float | None]:
+    """The mean advantage of each row's sampled tokens."""
+    if advantages is None:
+        return [None] * len(rows)
+    own = advantages.slice(rows.start, rows.stop).fetch()
+    row_N = torch.repeat_interleave(torch.arange(len(rows)), own.lengths)
+    sums_B = torch.zeros(len(rows)).index_add(0, row_N, own.values.float())
+    return (sums_B / tokens.lengths.clamp(min=1)).tolist()
+
+
+def _utf8(text: str | None) -> str | None:
+    # Lone surrogates, which a tokenizer's bytes can decode to, have no UTF-8.
+    return None if text is None else text.encode("utf-8", "replace").decode()

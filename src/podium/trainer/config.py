@@ -1,57 +1,192 @@
-"""The whole configuration of a run. Each section sits beside the class that it configures; this only joins them."""
+"""The configuration of a whole run: the trainer's own sections, and each recipe's choice of sections.
+
+Other sections stand beside the classes that they configure. This module imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Literal
 
-from podium.algorithms import AlgorithmConfig, needs_values
+from pydantic import Field
+
+from podium.algorithms import AlgorithmConfig, advantage_declaration
+from podium.config import prefer, section
 from podium.errors import ConfigError
+from podium.functions import check_function_name
 from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
-from podium.trainer.sections import (
-    CriticConfig,
-    EvalConfig,
-    ExampleBatch,
-    PlacementConfig,
-    PromptBatch,
-    RunConfig,
-    SaveConfig,
-)
+from podium.trainer.schedules import SCHEDULES
 from podium.workers import ModelConfig, OptimConfig, ParallelConfig
 
-__all__ = ["RECIPES", "GRPOConfig", "InferenceConfig", "PPOConfig", "SFTConfig", "config_class"]
+__all__ = [
+    "RECIPES",
+    "CriticConfig",
+    "EvalConfig",
+    "ExampleBatch",
+    "GRPOConfig",
+    "InferenceConfig",
+    "PPOConfig",
+    "PlacementConfig",
+    "PromptBatch",
+    "RunConfig",
+    "SFTConfig",
+    "SaveConfig",
+    "config_class",
+    "run_config_path",
+]
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
 
-def _default_model() -> ModelConfig:
-    return ModelConfig(path=DEFAULT_MODEL)
+@section("run")
+class RunConfig:
+    """The run: its name, its length, and where it reports."""
+
+    dir: str = "runs"
+    """This directory holds the directories of runs."""
+    name: str = ""
+    """The run's directory has this name. An empty name is made from the recipe and the time."""
+    seed: int = Field(default=0, ge=0, le=10**18)
+    """Everything random in the run follows from this seed: prompts, samples and the order of rows."""
+    steps: int = Field(default=200, ge=0, le=10**9)
+    """The run ends after this many training steps. Steps before a resume count."""
+    schedule: str = "sync"
+    """This function arranges the two halves of steps, collect and learn, in time: sync, module:function, or
+    path/file.py:function."""
+    resume: str = ""
+    """The run in this directory goes on from its latest checkpoint."""
+    timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
+    """A call to workers fails when it takes longer than this many seconds."""
+    show_samples: int = Field(default=0, ge=0, le=10**6)
+    """The terminal shows this many completions after each step."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Metrics also go to these trackers. metrics.jsonl is always written."""
+
+    def __post_init__(self) -> None:
+        check_function_name(self.schedule, key="run.schedule", known=SCHEDULES)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("batch")
+class PromptBatch:
+    """The amount of data in a GRPO or PPO step. Each of a prompt's sampling.n completions is a row."""
+
+    prompts: int = Field(default=16, ge=1, le=10**9)
+    """A step takes this many prompts."""
+
+
+@section("batch")
+class ExampleBatch:
+    """The amount of data in an SFT step."""
+
+    examples: int = Field(default=32, ge=1, le=10**9)
+    """A step takes this many examples, all in one optimizer step."""
+
+
+@section("critic")
+class CriticConfig:
+    """The critic, for advantages that need values. It shares all other settings with the policy."""
+
+    path: str = ""
+    """The critic's model is loaded from this directory or hub name. An empty value means the policy's initial model."""
+    lr: float = Field(default=1e-5, ge=0, le=10)
+    """The critic trains with this learning rate."""
+
+
+@section("placement")
+class PlacementConfig:
+    """The worker processes, and which roles each of them holds."""
+
+    layout: Literal["colocated", "split"] = "colocated"
+    """The generator shares the policy's processes (colocated) or has its own (split)."""
+    delta_sync: bool = False
+    """Only the weights that changed are sent to a generator in processes of its own."""
+    ranks: int = Field(default=1, ge=1, le=65536)
+    """The policy, and the roles that share its processes, have this many data-parallel ranks."""
+    generator_ranks: int | None = Field(default=None, ge=1, le=65536)
+    """A generator with processes of its own has this many ranks. null means 1."""
+    cpus: int | None = Field(default=None, ge=1, le=512)
+    """Each process reserves this many cores and uses as many threads. null means an equal share, which is not
+    reserved."""
+    wait_s: float = Field(default=0.0, ge=0, le=1e7)
+    """The run waits this many seconds for resources that others hold. The log says which."""
+
+    def __post_init__(self) -> None:
+        for name in ("generator_ranks", "delta_sync"):
+            if getattr(self, name) and self.layout == "colocated":
+                raise ConfigError(
+                    f"placement.{name} = {getattr(self, name)} with placement.layout = colocated: the generator then "
+                    "shares the policy's ranks; leave it out, or set placement.layout to split"
+                )
+
+    @property
+    def generators(self) -> int:
+        """Number of the generator's ranks in either layout."""
+        return self.ranks if self.layout == "colocated" else self.generator_ranks or 1
+
+    @property
+    def processes(self) -> int:
+        """Number of all worker processes."""
+        return self.ranks if self.layout == "colocated" else self.ranks + self.generators
+
+
+@section("eval")
+class EvalConfig:
+    """Evaluation on held-out prompts."""
+
+    every: int = Field(default=0, ge=0, le=10**9)
+    """Evaluations are this many steps apart. 0 evaluates only before the first and after the last step."""
+    items: int = Field(default=500, ge=0, le=10**12)
+    """An evaluation takes at most this many held-out prompts. 0 turns evaluation off."""
+    temperature: float = Field(default=0.0, ge=0, le=100)
+    """Evaluation samples at this temperature. 0 always takes the most probable token."""
+    at_start: bool = True
+    """The run starts with an evaluation of the initial model."""
+    stop_at: float | None = Field(default=None, gt=0, le=1)
+    """The run ends once an evaluation reaches this accuracy. null never ends it early."""
+
+
+@section("save")
+class SaveConfig:
+    """Checkpoints, from which a run can resume, and the final model."""
+
+    every: int = Field(default=0, ge=0, le=10**9)
+    """Checkpoints are this many steps apart. 0 writes one only when the run ends or is stopped."""
+    keep: int = Field(default=2, ge=0, le=10**9)
+    """The run keeps this many of its newest checkpoints. 0 keeps all."""
+    model: bool = True
+    """The run ends with writing the model and its tokenizer in the format of transformers."""
+
+
+@section()
 class InferenceConfig:
     """A model that is used and not trained: evaluated, or talked to."""
 
-    RECIPE: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 256}}
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=_default_model)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=256))
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig(path=DEFAULT_MODEL))
+    data: DataConfig = Field(default_factory=DataConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    sampling: SamplingParams = prefer(SamplingParams, max_new_tokens=256)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class _TrainingConfig(InferenceConfig):
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    save: SaveConfig = field(default_factory=SaveConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    save: SaveConfig = Field(default_factory=SaveConfig)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles of this run, in the order in which they start."""
+        return ("policy", "generator") if self.eval.items else ("policy",)
 
     @property
     def optimizer_steps(self) -> int:
@@ -61,7 +196,7 @@ class _TrainingConfig(InferenceConfig):
     @property
     def ending_optim(self) -> OptimConfig:
         """``optim`` with a schedule that ends with the run, unless ``optim.total_steps`` ends it elsewhere."""
-        if self.optim.schedule == "constant" or self.optim.total_steps:
+        if self.optim.lr_schedule == "constant" or self.optim.total_steps:
             return self.optim
         return replace(self.optim, total_steps=max(1, self.optimizer_steps))
 
@@ -69,21 +204,19 @@ class _TrainingConfig(InferenceConfig):
         _ = self.ending_optim  # raises where the run is too short for the warm-up
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class PPOConfig(_TrainingConfig):
-    """A run of PPO, with a critic and generalised advantage estimation unless ``algorithm.advantage`` says otherwise.
+    """A run of PPO, with a critic and generalized advantage estimation unless ``algorithm.advantage`` says otherwise.
 
     Raises:
         ConfigError: sections that contradict each other; names the keys and the remedy.
     """
 
-    RECIPE: ClassVar[Mapping[str, Any]] = {
-        "sampling": {"max_new_tokens": 256, "n": 1},
-        "algorithm": {"advantage": "gae", "clip_high": 0.2, "kl_in": "reward", "kl_coef": 0.02, "kl_estimator": "k1"},
-    }
-    batch: PromptBatch = field(default_factory=PromptBatch)
-    algorithm: AlgorithmConfig = field(default_factory=lambda: AlgorithmConfig(**PPOConfig.RECIPE["algorithm"]))
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    batch: PromptBatch = Field(default_factory=PromptBatch)
+    algorithm: AlgorithmConfig = prefer(
+        AlgorithmConfig, advantage="gae", clip_high=0.2, kl_in="reward", kl_coef=0.02, kl_estimator="k1"
+    )
+    critic: CriticConfig = Field(default_factory=CriticConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +231,7 @@ class PPOConfig(_TrainingConfig):
                 f"a minibatch has {rows // cuts} completions (batch.prompts x sampling.n / algorithm.minibatches) for "
                 f"placement.ranks = {self.placement.ranks}: each rank needs at least one"
             )
-        if self.sampling.n < 2 and self.algorithm.advantage in ("grpo", "rloo"):
+        if self.sampling.n < 2 and advantage_declaration(self.algorithm.advantage).needs_groups:
             raise ConfigError(
                 f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
                 "compares the completions of a prompt: expected at least 2"
@@ -117,27 +250,31 @@ class PPOConfig(_TrainingConfig):
     @property
     def has_critic(self) -> bool:
         """Whether the advantage estimator reads a critic's values."""
-        return needs_values(self.algorithm.advantage)
+        return advantage_declaration(self.algorithm.advantage).needs_values
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        optional = {"reference": self.algorithm.needs_reference, "critic": self.has_critic}
+        return ("policy", *(role for role, used in optional.items() if used), "estimator", "generator")
 
     @property
     def optimizer_steps(self) -> int:
         return self.run.steps * self.algorithm.updates
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class GRPOConfig(PPOConfig):
     """A run of GRPO or another estimator without a critic: PPO's loop, several completions a prompt."""
 
-    RECIPE: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 256, "n": 8}}
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(**GRPOConfig.RECIPE["sampling"]))
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sampling: SamplingParams = prefer(SamplingParams, max_new_tokens=256, n=8)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class SFTConfig(_TrainingConfig):
     """A run of supervised fine-tuning. ``sampling``, ``engine`` and ``reward`` serve its evaluation."""
 
-    batch: ExampleBatch = field(default_factory=ExampleBatch)
+    batch: ExampleBatch = Field(default_factory=ExampleBatch)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,5 +295,14 @@ def config_class(recipe: str) -> type[PPOConfig] | type[SFTConfig]:
     return RECIPES[recipe]
 
 
+def run_config_path(run: str) -> Path:
+    """The configuration of the run in directory ``run``. Raises ConfigError if there is none."""
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"no run at {run}: it has no config.yaml; give the directory of a run, such as runs/NAME")
+    return path
+
+
 def _divisor(rows: int, near: int) -> int:
-    return min((cut for cut in range(1, rows + 1) if rows % cut == 0), key=lambda cut: abs(cut - near))
+    """The divisor of ``rows`` that is nearest to ``near``."""
+    return next(cut for away in count() for cut in (near - away, near + away) if cut > 0 and rows % cut == 0)

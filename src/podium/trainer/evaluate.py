@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
+from podium.data import fields
 from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
 from podium.runtime import Cluster
-from podium.trainer.config import InferenceConfig
-from podium.trainer.prompts import PromptSource, encoded, load_held_out
+from podium.telemetry import Sample
+from podium.trainer.completions import ScoredBatch
+from podium.trainer.config import EvalConfig, InferenceConfig
+from podium.trainer.preflight import with_stop_tokens
+from podium.trainer.prompts import PromptSource, completion_seeds, encoded, load_held_out
 from podium.trainer.roles import started_generator
-from podium.trainer.sections import EvalConfig
-from podium.trainer.seeds import completion_seeds
-from podium.trainer.state import Evaluation
-from podium.trainer.stop_tokens import with_stop_tokens
 from podium.workers import Generator, completion_texts, load_tokenizer
 
-__all__ = ["Evaluator", "evaluate_model", "evaluation_sampling", "open_sampler"]
+__all__ = ["Evaluation", "Evaluator", "evaluate_model", "evaluation_sampling", "gain_interval", "open_sampler"]
 
-SAMPLES = 3
+_SAMPLES: Final = 3
+_Z95: Final = 1.959964  # of the normal distribution, two-sided
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One held-out evaluation: ``correct`` of ``items`` prompts after ``step`` steps, and a few completions."""
+
+    step: int
+    correct: int
+    items: int
+    reward_mean: float
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct prompts, in 0..1."""
+        return self.correct / self.items
+
+    def interval(self) -> tuple[float, float]:
+        """The 95 % score interval of the accuracy (Wilson 1927, eq. 3), right also near 0 and 1."""
+        n, p, z2 = self.items, self.accuracy, _Z95**2
+        middle = (p + z2 / (2 * n)) / (1 + z2 / n)
+        half = _Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+        # Rounding must not push a bound past the share itself, where the two meet at 0 and at 1.
+        return min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))
+
+
+def gain_interval(before: Evaluation, after: Evaluation) -> tuple[float, float]:
+    """The 95 % interval of the gain in accuracy for independent samples (Newcombe 1998, method 10).
+
+    Where both were measured on the same prompts, this is wider than need be.
+    """
+    (low_1, high_1), (low_2, high_2) = before.interval(), after.interval()
+    p_1, p_2 = before.accuracy, after.accuracy
+    gain = p_2 - p_1
+    return gain - math.hypot(p_2 - low_2, high_1 - p_1), gain + math.hypot(high_2 - p_2, p_1 - low_1)
 
 
 @dataclass(frozen=True)
@@ -44,13 +82,14 @@ class Evaluator:
         batch = self.generator.generate(
             prompts.batch(completion_seeds(self.seed, None, len(prompts), self.sampling.n)), self.sampling
         )
-        judged = prompts.graded(prompts.judged(batch, self.tokenizer), self.grader)
+        batch = batch.fetch(fields.GROUP)
+        scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=self.tokenizer).graded(self.grader)
         return Evaluation(
             step=step,
-            correct=int(judged.correct_B.sum()),
+            correct=int(scored.correct_B.sum()),
             items=len(batch),
-            reward_mean=float(judged.rewards_B.mean()),
-            samples=judged.samples(SAMPLES),
+            reward_mean=float(scored.rewards_B.mean()),
+            samples=scored.samples(_SAMPLES),
         )
 
 

@@ -1,42 +1,44 @@
-"""GRPO, PPO and their kin: one loop, with or without a critic.
+"""GRPO, PPO and their kin: one training step, whole.
 
-One step, from the controller; each stage is a call to workers:
+    collect   take prompts ─▶ generate ─▶ grade                                              generator, grader
+    learn     log-probabilities ─▶ values ─▶ advantages ─▶ update ─▶ sync weights            policy, reference, critic,
+                                                                                             estimator
+Each stage is a call to workers, and a method that a subclass may replace. Which half runs when is the schedule's:
+podium.trainer.schedules.
 
-    sample prompts ─▶ generate ─▶ score ─▶ log-probabilities ─▶ values ─▶ advantages ─▶ update ─▶ publish
-                      generator   grader   policy, reference    critic    estimator     policy,   generator
-                                                                                        critic
-
-What has an entry for each token stays with the worker that made it: the batch here holds references to it, lengths and
-rewards of rows, and lists. Only texts come here, a chunk at a time, to be graded and written down.
+A value for each token stays with the worker that made it: the batch here holds references to it, lengths and rewards
+of rows, and lists. Only texts come here, a chunk at a time, to be graded and written down.
 
 Legend: B rows (completions) of a step, P prompts, n completions a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Final
 
-from podium.algorithms import make_kl_controller
+from podium.algorithms import Declaration, advantage_declaration, check_functions, make_kl_controller
 from podium.data import Batch, fields
 from podium.errors import RewardError
 from podium.runtime import Call
-from podium.telemetry import CompletionsSampled, emit
-from podium.telemetry import metrics as names
-from podium.trainer.completions import CompletionsLog, Judged
+from podium.telemetry import CompletionsSampled, emit, metrics as names
+from podium.trainer.checkpoints import TrainerState
+from podium.trainer.completions import CompletionsLog, ScoredBatch
 from podium.trainer.config import PPOConfig
-from podium.trainer.fitting import Trainer
-from podium.trainer.metrics import KL_COEF, join_updates, rollout_metrics
-from podium.trainer.prompts import Prompts, PromptSource, load_prompts
-from podium.trainer.seeds import completion_seeds, row_order
-from podium.trainer.state import TrainerState
+from podium.trainer.preflight import check_columns
+from podium.trainer.prompts import Prompts, PromptSource, completion_seeds, load_prompts, row_order
+from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
 
-__all__ = ["PPOTrainer"]
+__all__ = ["KL_COEF", "PPOTrainer"]
+
+KL_COEF: Final = "policy/kl_coef"
+_LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX})
 
 _MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.KEPT_SIZES, fields.KEPT_IDS)
-_ADVANTAGE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES)
+_ADVANTAGE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.FINISH_REASON)
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
 _UPDATE_INPUTS = (
@@ -45,79 +47,91 @@ _UPDATE_INPUTS = (
 )
 
 
-class PPOTrainer(Trainer[PPOConfig, PromptSource]):
+class PPOTrainer(Trainer[PPOConfig, PromptSource, ScoredBatch]):
     """Trains a policy by reinforcement: GRPO and its kin, or PPO where the advantage estimator reads a critic.
 
     >>> PPOTrainer(GRPOConfig(model=..., data=...), cluster="local").fit().accuracy_after  # doctest: +SKIP
 
     Args:
-        config: a :class:`GRPOConfig` or :class:`PPOConfig`.
-        cluster: the name of a backend to connect to for this run, or a connected cluster, which stays open.
-        backend_options: of :func:`podium.connect`, where ``cluster`` is a name: ``{"address": "auto"}`` for Ray's.
-        workers: a class of your own for any role ("policy", "reference", "critic", "estimator", "generator"): it is
-            given what the role's own class is given. ``Mine.bind(...)`` has all its arguments already, and gets no
-            others.
-        reward: a function to use in place of ``config.reward.name``.
-        show: progress on the terminal.
-        report: with ``show``, what the run came to, when it ends.
+        config: A :class:`GRPOConfig` or :class:`PPOConfig`.
+        cluster: The name of a backend to connect to for this run, or a connected cluster, which stays open.
+        backend_options: Options of :func:`podium.connect`, where ``cluster`` is a name: ``{"address": "auto"}`` for
+            Ray's.
+        workers: A class for any role ("policy", "reference", "critic", "estimator", "generator") in place of the
+            role's own. It is given what the role's own class is given. ``Mine.bind(...)`` has all its arguments
+            already, and gets no others.
+        reward: A function to use in place of ``config.reward.name``.
+        show: Whether the terminal shows progress.
+        report: Whether, with ``show``, a summary of the run is printed when it ends.
     """
 
     @property
     def recipe(self) -> str:
         return "ppo" if self.config.has_critic else self.config.algorithm.advantage.rpartition(":")[2]
 
-    # -- one step ------------------------------------------------------------------------------------------------
+    # -- the two halves of a step ----------------------------------------------------------------------------------
 
-    def step(self, step: int) -> Mapping[str, float]:
-        """Train once. Returns the step's metrics, by their names in :mod:`podium.telemetry.metrics`."""
-        stage = self.clock.stage
+    def collect(self, step: int) -> ScoredBatch:
+        """Take prompts, draw completions and grade them. Uses the generator and the grader alone."""
+        stage = self.stage_of(step, "collect")
         with stage("prompts"):
             prompts = self.source.take(self.config.batch.prompts)
         with stage("generate"):
             batch = self.generate(prompts, step)
         with stage("score"):
-            judged = self.score(batch, prompts, step)
-            batch = judged.batch.with_columns({fields.REWARDS: judged.rewards_B})
+            return self.score(batch, prompts, step)
+
+    def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
+        """Train on the completions of a step, and send the new weights to the generator.
+
+        Returns:
+            The step's metrics, by their names in :mod:`podium.telemetry.metrics`.
+        """
+        step, batch = scored.step, scored.batch
+        stage = self.stage_of(step, "learn")
         with stage("logprobs"):
             batch = self.logprobs(batch)
         with stage("values"):
             batch = self.values(batch)
         with stage("advantages"):
             batch = self.advantages(batch)
-        rollout: dict[str, float] = {}
+        figures: dict[str, float] = {}
 
         def record() -> None:
-            self.completions.write(step, judged, batch.jagged(fields.ADVANTAGES))
-            rollout.update(self.describe(batch, judged))
+            self.completions.write(scored, batch.jagged(fields.ADVANTAGES))
+            figures.update(self.describe(scored, batch))
 
         with stage("update"):
             updates = self.update(batch, step, meanwhile=record)
         with stage("publish"):
-            self.roles.publish(step)
+            self.roles.sync_weights(step)
         with stage("record"):
-            metrics = self.measure(rollout, updates)
-        return metrics
+            return self.measure(figures, updates)
+
+    # -- the stages of collect -------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompts, step: int) -> Batch:
-        """``sampling.n`` completions of each prompt, as references to what the generator keeps."""
+        """Draw ``sampling.n`` completions of each prompt. The batch refers to tensors that the generator keeps."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
         return self.generator.generate(prompts.batch(seeds), self.sampling)
 
-    def score(self, batch: Batch, prompts: Prompts, step: int) -> Judged:
-        """Grades of the completions. If the reward fails, they are written before the error ends the run."""
-        ungraded = prompts.judged(batch, self.tokenizer)
+    def score(self, batch: Batch, prompts: Prompts, step: int) -> ScoredBatch:
+        """Grade the completions. If the reward fails, they are written before the error ends the run."""
+        ungraded = ScoredBatch(step=step, batch=batch.fetch(fields.GROUP), prompts=prompts, tokenizer=self.tokenizer)
         try:
-            judged = prompts.graded(ungraded, self.grader)
+            scored = ungraded.graded(self.grader, self._declared.data)
         except RewardError:
-            self.completions.write(step, ungraded, None)
+            self.completions.write(ungraded, None)
             self.completions.flush()
             raise
         if self.config.run.show_samples:
-            emit(CompletionsSampled(step, judged.samples(self.config.run.show_samples)))
-        return judged
+            emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
+        return scored
+
+    # -- the stages of learn ---------------------------------------------------------------------------------------
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Log-probabilities under the policy before its update, and under the reference."""
+        """Add log-probabilities under the policy before its update, and under the reference."""
         inputs = _select(batch, _MODEL_INPUTS)
         pending = [self.roles.policy.logprobs.submit(inputs)] if self._needs_old_logprobs else []
         if self.roles.reference is not None:
@@ -127,19 +141,21 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         return batch
 
     def values(self, batch: Batch) -> Batch:
-        """The critic's value before each token, if there is a critic."""
+        """Add the critic's value before each token, if there is a critic."""
         critic = self.roles.critic
         return batch if critic is None else batch.merge(critic.values(_select(batch, _MODEL_INPUTS)))
 
     def advantages(self, batch: Batch) -> Batch:
-        """Advantages, and with a critic returns, from rewards and the KL that counts as one."""
-        needed = _ADVANTAGE_INPUTS + (_KL_INPUTS if self.config.algorithm.kl_in == "reward" else ())
+        """Add advantages, and with a critic returns, from rewards and the KL that counts as one."""
+        needed = (*_ADVANTAGE_INPUTS, *self._declared.columns)
+        needed += _KL_INPUTS if self.config.algorithm.kl_in == "reward" else ()
+        needed += tuple(name for name in batch if name.startswith((fields.PART, fields.DATA)))
         return batch.merge(self.estimator.advantages(_select(batch, needed), self.kl.coef))
 
     def update(self, batch: Batch, step: int, meanwhile: Callable[[], None] | None = None) -> list[Mapping[str, float]]:
-        """``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one.
+        """Take ``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one.
 
-        ``meanwhile`` is done here while the workers are at the first of them.
+        ``meanwhile`` is called here while the workers are at the first of them.
         """
         updates: list[Mapping[str, float]] = []
         pending: list[Call[dict[str, float]]] = []
@@ -154,7 +170,7 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         return updates + [call.result() for call in pending]
 
     def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
-        """The step's rows in the order in which they train; each minibatch is weighed over the whole of it."""
+        """Cut the step's rows in the order in which they train; the weights of a minibatch are made over all of it."""
         algorithm = self.config.algorithm
         size = len(batch) // algorithm.minibatches
         batch = batch.with_meta(max_new_tokens=self.sampling.max_new_tokens)
@@ -163,18 +179,49 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
             for start in range(0, len(batch), size):
                 yield batch if size == len(batch) else batch.take(order[start : start + size])
 
-    def describe(self, batch: Batch, judged: Judged) -> dict[str, float]:
-        """What can be said of a step's completions before they train."""
+    def describe(self, scored: ScoredBatch, batch: Batch) -> dict[str, float]:
+        """Metrics of a step's completions; ``batch`` has their columns from before the update."""
         needed = (fields.LOSS_MASK, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
         # Without old log-probabilities the update itself tells of the mismatch: no policy has moved yet.
-        return {**rollout_metrics(batch, judged.correct_B), **self.estimator.describe(batch.select(*needed))}
+        return {**scored.metrics(), **self.estimator.describe(batch.select(*needed))}
 
-    def measure(self, rollout: Mapping[str, float], updates: list[Mapping[str, float]]) -> dict[str, float]:
-        """The step's metrics, and the next coefficient of the KL."""
-        metrics = {**join_updates(updates), **rollout}
+    def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """The step's metrics. Also moves the coefficient of the KL to its next value."""
+        metrics = {**join_updates(updates), **figures}
         metrics[KL_COEF] = self.kl.coef
         self.kl = self.kl.next(metrics.get(names.KL, 0.0))
         return metrics
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator, which every run by reinforcement has."""
+        assert self.roles.estimator is not None
+        return self.roles.estimator
+
+    @property
+    def keeps_apart(self) -> str:
+        if self.config.placement.layout != "colocated":
+            return ""
+        return (
+            "with placement.layout = colocated the generator reads the policy's own weights, which an update changes: "
+            "set placement.layout to split"
+        )
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """Whether log-probabilities from before the update are computed in a stage of their own.
+
+        With one optimizer step a batch the policy does not change before it, so the update's own log-probabilities,
+        detached, are the old ones: a forward pass saved. A KL in the reward needs them earlier; an advantage may, too.
+        """
+        declared = {fields.OLD_LOGPROBS, fields.ENTROPY} & set(self._declared.columns)
+        return self.config.algorithm.updates > 1 or self.config.algorithm.kl_in == "reward" or bool(declared)
+
+    @property
+    def _declared(self) -> Declaration:
+        return advantage_declaration(self.config.algorithm.advantage)
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Tokens that each stage of a step dealt with; "generate" counts the sampled ones."""
@@ -186,22 +233,16 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
             **dict.fromkeys(stages, metrics[names.TOKENS]),
         }
 
-    @property
-    def estimator(self) -> Estimator:
-        """The estimator, which every run by reinforcement has."""
-        assert self.roles.estimator is not None
-        return self.roles.estimator
-
-    @property
-    def _needs_old_logprobs(self) -> bool:
-        """With one optimizer step a batch the policy is still the one that sampled, so the update's own
-        log-probabilities, detached, are the old ones: a forward pass saved. A KL in the reward needs them before."""
-        return self.config.algorithm.updates > 1 or self.config.algorithm.kl_in == "reward"
-
-    # -- the run -------------------------------------------------------------------------------------------------
-
     def load_data(self) -> PromptSource:
-        return load_prompts(self.config.data, self.tokenizer, seed=self.config.run.seed)
+        check_functions(self.config.algorithm)
+        source = load_prompts(self.config.data, self.tokenizer, seed=self.config.run.seed)
+        check_columns(source, self._declared.data, self.config.algorithm.advantage)
+        return source
+
+    def prepare(self, stack: ExitStack) -> None:
+        super().prepare(stack)
+        self.kl = make_kl_controller(self.config.algorithm)
+        self.completions = stack.enter_context(CompletionsLog(self.session.directory.completions))
 
     def save(self, step: int) -> None:
         self.completions.flush()
@@ -214,10 +255,14 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource]):
         super().restore(state)
         self.kl = replace(self.kl, coef=state.kl_coef)
 
-    def prepare(self, stack: ExitStack) -> None:
-        super().prepare(stack)
-        self.kl = make_kl_controller(self.config.algorithm)
-        self.completions = stack.enter_context(CompletionsLog(self.session.directory.completions_writer()))
+
+def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One value a metric over a step's optimizer steps: the mean, or the largest of what is a maximum already."""
+    joined: dict[str, float] = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        found = [update[name] for update in updates if name in update]
+        joined[name] = max(found) if name in _LARGEST else sum(found) / len(found)
+    return joined
 
 
 def _select(batch: Batch, columns: tuple[str, ...]) -> Batch:

@@ -1,16 +1,15 @@
-"""What a run came to, for a person: accuracy before and after, completions side by side, the curve, where it all is.
-
-Records in, drawings out: nothing here reads a clock, a model or a terminal's state. `read_curve` alone reads a file.
-"""
+"""The report at the end of a run: accuracy before and after, completions side by side, the learning curve, paths."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.console import Console, Group
@@ -19,23 +18,15 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from podium.telemetry import metrics
+from podium.telemetry import Note, Sample, emit, metrics
 from podium.telemetry.formatting import duration, percent, plain, visible
+from podium.trainer.evaluate import Evaluation, gain_interval
 
-__all__ = [
-    "Accuracy",
-    "Comparison",
-    "Curve",
-    "Report",
-    "draw_curve",
-    "gain_interval",
-    "plot_curve",
-    "read_curve",
-    "render",
-    "smoothed",
-]
+if TYPE_CHECKING:
+    from podium.trainer.run_dir import RunDirectory, Summary
 
-_Z95: Final = 1.959964  # of the normal distribution, two-sided
+__all__ = ["Curve", "draw_curve", "plot_curve", "read_curve", "render", "report", "smoothed"]
+
 _CURVES: Final = {
     metrics.ACCURACY: "accuracy on the training prompts",
     metrics.REWARD_MEAN: "reward on the training prompts",
@@ -45,67 +36,14 @@ _BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8f98"
 _CELL_CHARACTERS: Final = 400
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """``correct`` of ``items`` held-out prompts."""
-
-    correct: int
-    items: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.correct <= self.items or self.items == 0:
-            raise ValueError(f"{self.correct} correct of {self.items}: expected 0 <= correct <= items, and items > 0")
-
-    @property
-    def share(self) -> float:
-        """In 0..1."""
-        return self.correct / self.items
-
-    def interval(self) -> tuple[float, float]:
-        """The 95 % score interval of the share (Wilson 1927, eq. 3), right also near 0 and 1."""
-        n, p, z2 = self.items, self.share, _Z95**2
-        middle = (p + z2 / (2 * n)) / (1 + z2 / n)
-        half = _Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-        # Rounding must not push a bound past the share itself, where the two meet at 0 and at 1.
-        return min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))
-
-
-def gain_interval(before: Accuracy, after: Accuracy) -> tuple[float, float]:
-    """The 95 % interval of ``after.share - before.share`` for independent samples (Newcombe 1998, method 10).
-
-    Where both were measured on the same prompts, this is wider than need be.
-    """
-    (low_1, high_1), (low_2, high_2) = before.interval(), after.interval()
-    p_1, p_2 = before.share, after.share
-    gain = p_2 - p_1
-    return gain - math.hypot(p_2 - low_2, high_1 - p_1), gain + math.hypot(high_2 - p_2, p_1 - low_1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What one held-out prompt was answered before and after training."""
-
-    prompt: str
-    before: str
-    after: str
-    reward_before: float
-    reward_after: float
-    expected: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A metric over steps, and the held-out evaluations as (step, accuracy) with their number of prompts."""
+    """A metric over steps, and the held-out evaluations."""
 
     metric: str
     steps: Sequence[int]
     values: Sequence[float]
-    evaluations: Sequence[tuple[int, Accuracy]] = ()
-
-    @property
-    def title(self) -> str:
-        """What is drawn, in words."""
-        return _CURVES.get(self.metric, self.metric)
+    evaluations: Sequence[Evaluation] = ()
 
     @property
     def is_share(self) -> bool:
@@ -113,62 +51,57 @@ class Curve:
         return self.metric == metrics.ACCURACY
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Everything that `render` shows. ``paths`` are shown under their keys, in their order.
+def report(
+    summary: Summary,
+    first: Evaluation | None,
+    last: Evaluation | None,
+    directory: RunDirectory,
+    title: str,
+    console: Console | None,
+) -> None:
+    """Draw the curve of a run into its directory, and print the report on ``console`` if there is one.
 
-    ``after_step`` is the step after which ``after`` was measured, where that was not the last one.
+    Args:
+        first, last: The run's evaluations; they may be the same one.
     """
+    paths: dict[str, Path | str] = {"run": directory.path, "metrics": directory.metrics_path}
+    curve = read_curve(directory.metrics_path)
+    if missing := [name for name in ("matplotlib", "plotext") if find_spec(name) is None]:
+        curve = None
+        emit(Note(f"the learning curve is not drawn without {missing[0]}: pip install 'podium[plot]'"))
+    if curve is not None:
+        paths["curve"] = plot_curve(curve, directory.curve_path, title)
+    paths |= {"model": summary.model_path} if summary.model_path else {}
+    paths["trace"] = directory.trace_path
+    if console is not None:
+        render(title, summary, first, last, curve, paths, console)
 
-    title: str
-    steps: int
-    wall_s: float
-    before: Accuracy | None = None
-    after: Accuracy | None = None
-    after_step: int | None = None
-    comparisons: Sequence[Comparison] = ()
-    curve: Curve | None = None
-    paths: Mapping[str, Path | str] = field(default_factory=dict[str, Path | str])
 
-
-def read_curve(metrics_path: Path, phase: str | None = None) -> Curve | None:
-    """The learning curve in a run's metrics.jsonl: accuracy if it is there, else reward, else loss.
-
-    Of several phases, the last one is taken unless ``phase`` names another. None if there is no such step.
-    """
+def read_curve(metrics_path: Path) -> Curve | None:
+    """Read the learning curve of a run's metrics.jsonl: accuracy if it is there, else reward, else loss; else None."""
     rows = list(_rows(metrics_path))
-    steps = [row for row in rows if row["kind"] == "step" and phase in (None, row["phase"])]
-    if not steps:
-        return None
-    chosen = steps[-1]["phase"]
-    steps = [row for row in steps if row["phase"] == chosen]
+    steps = [row for row in rows if row["kind"] == "step"]
     metric = next((name for name in _CURVES if any(row.get(name) is not None for row in steps)), None)
     if metric is None:
         return None
     evaluations = [
-        (row["step"], Accuracy(round(row["accuracy"] * row["items"]), row["items"]))
+        Evaluation(
+            step=row["step"],
+            correct=round(row["accuracy"] * row["items"]),
+            items=row["items"],
+            reward_mean=row["reward_mean"],
+        )
         for row in rows
-        if row["kind"] == "eval" and row["phase"] == chosen and row["accuracy"] is not None and row["items"]
+        if row["kind"] == "eval" and row["accuracy"] is not None and row["items"] and metric != metrics.LOSS
     ]
-    points = [(row["step"], row[metric]) for row in steps if row.get(metric) is not None]
-    return Curve(
-        metric=metric,
-        steps=[step for step, _ in points],
-        values=[value for _, value in points],
-        evaluations=evaluations if metric != metrics.LOSS else (),
-    )
+    points = {row["step"]: row[metric] for row in steps if row.get(metric) is not None}
+    return Curve(metric=metric, steps=[*points], values=[*points.values()], evaluations=evaluations)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the half line of a killed run
-        if isinstance(row, dict) and "kind" in row and "step" in row:
-            yield {"phase": None, **row}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # the half line of a killed run
+            yield json.loads(line)
 
 
 def smoothed(values: Sequence[float], window: int | None = None) -> list[float]:
@@ -195,21 +128,21 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
     axes.tick_params(labelcolor=_GREY)
     axes.margins(x=0.02)
     axes.plot(curve.steps, curve.values, color=_BLUE, linewidth=0.7, alpha=0.3)
-    axes.plot(curve.steps, smoothed(curve.values), color=_BLUE, linewidth=2, label=curve.title)
+    axes.plot(curve.steps, smoothed(curve.values), color=_BLUE, linewidth=2, label=_CURVES[curve.metric])
     if curve.evaluations:
         # Beside a reward, whose scale is another, the accuracy has an axis of its own.
         held_out = axes if curve.is_share else axes.twinx()
         if not curve.is_share:
             axes.tick_params(axis="y", labelcolor=_BLUE)
             held_out.tick_params(axis="y", labelcolor=_ORANGE)
-        shares = [accuracy.share for _, accuracy in curve.evaluations]
-        bounds = [accuracy.interval() for _, accuracy in curve.evaluations]
+        shares = [one.accuracy for one in curve.evaluations]
+        bounds = [one.interval() for one in curve.evaluations]
         errors = [
             [share - low for share, (low, _) in zip(shares, bounds, strict=True)],
             [high - share for share, (_, high) in zip(shares, bounds, strict=True)],
         ]
         held_out.errorbar(
-            [step for step, _ in curve.evaluations], shares, yerr=errors, color=_ORANGE, marker="o", markersize=5.5,
+            [one.step for one in curve.evaluations], shares, yerr=errors, color=_ORANGE, marker="o", markersize=5.5,
             linewidth=1.2, linestyle=":", capsize=3, label="held-out accuracy, 95% interval", zorder=5,
         )  # fmt: skip
         _style_shares(held_out, PercentFormatter(1.0, decimals=0))
@@ -223,7 +156,7 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
         each.spines[["top", "left", "right"]].set_visible(False)
         each.spines["bottom"].set_color("#c9ccd1")
         each.tick_params(color=_GREY, length=0)
-    figure.suptitle(title or curve.title, x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
+    figure.suptitle(title or _CURVES[curve.metric], x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -251,14 +184,14 @@ def draw_curve(curve: Curve, width: int = 80, height: int = 16) -> Text:
         figure.draw(figure.signal(list(curve.steps), means, marker=plotext.marker("braille", "cyan")).lines())
         low, high = min(means), max(means)
         if curve.evaluations and curve.is_share:
-            steps = [step for step, _ in curve.evaluations]
-            shares = [accuracy.share for _, accuracy in curve.evaluations]
+            steps = [one.step for one in curve.evaluations]
+            shares = [one.accuracy for one in curve.evaluations]
             figure.draw(figure.signal(steps, shares, marker=plotext.marker("●", "orange")))
             low, high = min(low, *shares), max(high, *shares)
         ticks = _ticks(low, high)
         figure.ruler("y").lim(ticks[0], ticks[-1])
         figure.ruler("y").ticks(ticks, [f"{100 * tick:g}%" if curve.is_share else f"{tick:g}" for tick in ticks])
-        first, last = min([curve.steps[0], *(step for step, _ in curve.evaluations)]), curve.steps[-1]
+        first, last = min([curve.steps[0], *(one.step for one in curve.evaluations)]), curve.steps[-1]
         marks = [round(tick) for tick in _ticks(first, last) if first <= tick <= last and tick == round(tick)]
         figure.ruler("x").ticks(marks, [str(mark) for mark in marks])
         return Text.from_ansi(figure.build().string())
@@ -278,85 +211,87 @@ def _ticks(low: float, high: float) -> list[float]:
 # The report
 
 
-def render(report: Report, console: Console) -> None:
-    """Print the report. Completions are shown as text, whatever they contain."""
+def render(
+    title: str,
+    summary: Summary,
+    first: Evaluation | None,
+    last: Evaluation | None,
+    curve: Curve | None,
+    paths: Mapping[str, Path | str],
+    console: Console,
+) -> None:
+    """Print the report. Completions are shown as text, whatever they contain; ``paths`` in their order."""
     width = min(console.width, 120)
     console.print()
-    title = Text.assemble((report.title, "bold"), f"  {report.steps} steps in {duration(report.wall_s)}")
-    console.print(Rule(title, align="left", style="dim", characters="─"), width=width)
+    heading = Text.assemble((title, "bold"), f"  {summary.steps} steps in {duration(summary.wall_s)}")
+    console.print(Rule(heading, align="left", style="dim", characters="─"), width=width)
     console.print()
-    if report.before is not None or report.after is not None:
-        console.print(Padding(_accuracies(report, width - 4), (0, 0, 0, 2), expand=False), highlight=False)
+    if first is not None and last is not None:
+        accuracies = Group(*_accuracies(first, last, summary.steps, width - 4))
+        console.print(Padding(accuracies, (0, 0, 0, 2), expand=False), highlight=False)
         console.print()
-    if report.comparisons:
-        console.print(
-            Padding(_comparisons(report.comparisons), (0, 0, 0, 2), expand=False), width=width, highlight=False
-        )
-    if report.curve is not None and len(report.curve.steps) > 1:
-        console.print(Padding(_curve(report.curve, width - 4), (0, 0, 0, 2), expand=False), highlight=False)
+        if first.step != last.step and first.samples:
+            table = _comparisons(first.samples, last.samples)
+            console.print(Padding(table, (0, 0, 0, 2), expand=False), width=width, highlight=False)
+    if curve is not None and len(curve.steps) > 1:
+        console.print(Padding(_curve(curve, width - 4), (0, 0, 0, 2), expand=False), highlight=False)
         console.print()
-    _print_paths(report.paths, console)
+    indent = max((len(name) for name in paths), default=0)
+    for name, path in paths.items():
+        # A path that is wrapped or cut cannot be copied.
+        line = Text.assemble("  ", (name.ljust(indent), "dim"), "  ", str(path))
+        console.print(line, soft_wrap=True, highlight=False)
 
 
-def _accuracies(report: Report, width: int) -> Group:
-    before, after = report.before, report.after
-    bar = max(10, min(40, width - 46))
-    rows = [_accuracy_row(name, one, bar) for name, one in (("before", before), ("after", after)) if one is not None]
+def _accuracies(first: Evaluation, last: Evaluation, steps: int, width: int) -> Iterator[Text]:
+    before = first if first.step < last.step or first.step == 0 else None
+    after = last if last.step > 0 else None
     heading = Text.assemble(("held-out accuracy", "bold"), ("  with the 95% interval", "dim"))
-    if after is not None and report.after_step is not None:
-        heading.append(f", last measured after step {report.after_step}", "dim")
-    lines = [heading, *rows]
+    if after is not None and after.step != steps:
+        heading.append(f", last measured after step {after.step}", "dim")
+    yield heading
+    bar = max(10, min(40, width - 46))
+    yield from (_accuracy(name, one, bar) for name, one in (("before", before), ("after", after)) if one is not None)
     if before is not None and after is not None:
         low, high = gain_interval(before, after)
-        points = 100 * (after.share - before.share)
+        points = 100 * (after.accuracy - before.accuracy)
         style = "bold green" if low > 0 else "bold red" if high < 0 else "bold"
         gain = Text.assemble("gain".rjust(6), "  ", (f"{points:+.1f} points", style))
         gain.append(f"  ({100 * low:+.1f} to {100 * high:+.1f})", "dim")
-        if low <= 0 <= high:
-            gain.append("  may be chance", "yellow")
-        lines.append(gain)
-    return Group(*lines)
+        yield gain.append("  may be chance", "yellow") if low <= 0 <= high else gain
 
 
-def _accuracy_row(name: str, accuracy: Accuracy, width: int) -> Text:
-    low, high = accuracy.interval()
+def _accuracy(name: str, found: Evaluation, width: int) -> Text:
+    low, high = found.interval()
     # A cell is solid below the interval, half-toned within it, and empty above.
     solid, shaded = round(low * width), max(1, round(high * width) - round(low * width))
-    row = Text.assemble(name.rjust(6), "  ", (percent(accuracy.share).rjust(6), "bold"), "  ")
+    row = Text.assemble(name.rjust(6), "  ", (percent(found.accuracy).rjust(6), "bold"), "  ")
     row.append("█" * solid, "cyan").append("▒" * shaded, "cyan").append("·" * (width - solid - shaded), "dim")
-    return row.append(f"  {percent(low)} to {percent(high)}, n = {accuracy.items}", "dim")
+    return row.append(f"  {percent(low)} to {percent(high)}, n = {found.items}", "dim")
 
 
-def _comparisons(comparisons: Sequence[Comparison]) -> Table:
+def _comparisons(before: Sequence[Sample], after: Sequence[Sample]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False, header_style="bold")
     table.add_column("prompt", ratio=4, overflow="fold")
     table.add_column("before", ratio=5, overflow="fold")
     table.add_column("after", ratio=5, overflow="fold")
-    for one in comparisons:
-        prompt = Text(visible(one.prompt.strip(), _CELL_CHARACTERS))
-        if one.expected is not None:
-            prompt.append(f"\nexpected {visible(one.expected, 80)}", "dim")
-        table.add_row(prompt, _answer(one.before, one.reward_before), _answer(one.after, one.reward_after))
+    for old, new in zip(before, after, strict=False):
+        prompt = Text(visible(old.prompt.strip(), _CELL_CHARACTERS))
+        if new.expected is not None:
+            prompt.append(f"\nexpected {visible(new.expected, 80)}", "dim")
+        table.add_row(prompt, _answer(old), _answer(new))
     return table
 
 
-def _answer(completion: str, reward: float) -> Text:
-    said = visible(completion.strip(), _CELL_CHARACTERS)
+def _answer(sample: Sample) -> Text:
+    said = visible(sample.completion.strip(), _CELL_CHARACTERS)
     text = Text(said) if said else Text("(nothing)", "dim italic")
-    return text.append(f"\nreward {plain(reward)}", "green" if reward >= 1 else "yellow" if reward > 0 else "red")
+    style = "green" if sample.reward >= 1 else "yellow" if sample.reward > 0 else "red"
+    return text.append(f"\nreward {plain(sample.reward)}", style)
 
 
 def _curve(curve: Curve, width: int) -> Group:
-    heading = Text.assemble((curve.title, "bold"))
+    heading = Text.assemble((_CURVES[curve.metric], "bold"))
     if curve.evaluations and curve.is_share:
         heading.append("    ● ", "orange1").append("held-out", "dim")
     return Group(heading, draw_curve(curve, width=min(width, 100)))
-
-
-def _print_paths(paths: Mapping[str, Path | str], console: Console) -> None:
-    indent = max((len(name) for name in paths), default=0)
-    for name, path in paths.items():
-        # A path that is wrapped or cut cannot be copied.
-        console.print(
-            Text.assemble("  ", (name.ljust(indent), "dim"), "  ", str(path)), soft_wrap=True, highlight=False
-        )

@@ -1,28 +1,38 @@
 """Supervised fine-tuning: the answers of the data, token by token.
 
-take examples ─▶ update
+collect   take examples
+learn     update
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from podium.algorithms import loss_weights
-from podium.data import fields
+from podium.data import Batch, fields
 from podium.telemetry import metrics as names
 from podium.trainer.config import SFTConfig
-from podium.trainer.fitting import Trainer
 from podium.trainer.prompts import PairSource, load_pairs
+from podium.trainer.trainer import Trainer
 
-__all__ = ["SFTTrainer"]
+__all__ = ["Examples", "SFTTrainer"]
 
 
-class SFTTrainer(Trainer[SFTConfig, PairSource]):
+@dataclass(frozen=True)
+class Examples:
+    """The examples of ``step``, with the weights of their tokens."""
+
+    step: int
+    batch: Batch
+
+
+class SFTTrainer(Trainer[SFTConfig, PairSource, Examples]):
     """Trains a policy on prompts with answers; evaluation generates and grades, as everywhere.
 
     Args:
-        config: a :class:`SFTConfig`.
-        cluster, backend_options, workers, reward, show, report: see :class:`PPOTrainer`. The roles are "policy" and,
+        config: A :class:`SFTConfig`.
+        cluster, backend_options, workers, reward, show, report: See :class:`PPOTrainer`. The roles are "policy" and,
             to evaluate, "generator".
     """
 
@@ -30,21 +40,25 @@ class SFTTrainer(Trainer[SFTConfig, PairSource]):
     def recipe(self) -> str:
         return "sft"
 
-    def step(self, step: int) -> Mapping[str, float]:
-        """Train once. Returns the step's metrics, by their names in :mod:`podium.telemetry.metrics`."""
-        with self.clock.stage("examples"):
+    def collect(self, step: int) -> Examples:
+        """Take examples and weigh their tokens."""
+        with self.clock.stage("examples", step, "collect"):
             batch = self.source.take(self.config.batch.examples)
             mask = batch.jagged(fields.LOSS_MASK)
-            batch = batch.with_columns({fields.LOSS_WEIGHTS: mask.like(loss_weights(mask.values, mask.offsets))})
-        with self.clock.stage("update"):
-            metrics = self.roles.policy.update(batch)
-        return {**metrics, names.TOKENS: float(len(mask.values))}
+            weights = mask.like(loss_weights(mask.values, mask.offsets))
+            return Examples(step, batch.with_columns({fields.LOSS_WEIGHTS: weights}))
+
+    def learn(self, examples: Examples) -> Mapping[str, float]:
+        """Take one optimizer step."""
+        with self.clock.stage("update", examples.step, "learn"):
+            metrics = self.roles.policy.update(examples.batch)
+        return {**metrics, names.TOKENS: float(len(examples.batch.jagged(fields.LOSS_MASK).values))}
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return dict.fromkeys(("update", "step"), metrics[names.TOKENS])
 
     def evaluate(self, step: int) -> bool:
-        self.roles.publish(step)  # only here: nothing else is generated
+        self.roles.sync_weights(step)  # only here: nothing else is generated
         return super().evaluate(step)
 
     def load_data(self) -> PairSource:

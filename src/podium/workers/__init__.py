@@ -1,41 +1,33 @@
 """Where models and algorithms meet the runtime: policy, critic, reference, generator and estimator."""
 
-from podium.workers.critic import Critic
-from podium.workers.engine import MicroLoss, StepResult, TrainEngine
-from podium.workers.estimator import Estimator
-from podium.workers.generator import POLICY_ROLE, Generator
-from podium.workers.learner import Learner
-from podium.workers.models import LoraConfig, ModelConfig, load_model
-from podium.workers.optim import OptimConfig, learning_rate
-from podium.workers.parallel import ParallelConfig
-from podium.workers.policy import Policy
-from podium.workers.publication import ColocatedPublication, Publication, StreamedPublication
-from podium.workers.reference import Reference
-from podium.workers.texts import completion_texts, sampled_tokens
-from podium.workers.tokenizers import char_tokenizer, load_tokenizer
+from __future__ import annotations
 
-__all__ = [
-    "POLICY_ROLE",
-    "ColocatedPublication",
-    "Critic",
-    "Estimator",
-    "Generator",
-    "Learner",
-    "LoraConfig",
-    "MicroLoss",
-    "ModelConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "Policy",
-    "Publication",
-    "Reference",
-    "StepResult",
-    "StreamedPublication",
-    "TrainEngine",
-    "char_tokenizer",
-    "completion_texts",
-    "learning_rate",
-    "load_model",
-    "load_tokenizer",
-    "sampled_tokens",
-]
+from typing import TYPE_CHECKING
+
+from podium.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from podium.workers.config import (
+        LoraConfig as LoraConfig,
+        ModelConfig as ModelConfig,
+        OptimConfig as OptimConfig,
+        ParallelConfig as ParallelConfig,
+    )
+    from podium.workers.critic import Critic as Critic
+    from podium.workers.engine import StepResult as StepResult, TrainEngine as TrainEngine
+    from podium.workers.estimator import Estimator as Estimator
+    from podium.workers.generator import POLICY_ROLE as POLICY_ROLE, Generator as Generator
+    from podium.workers.learner import Learner as Learner
+    from podium.workers.models import load_model as load_model
+    from podium.workers.optim import learning_rate as learning_rate
+    from podium.workers.policy import Policy as Policy
+    from podium.workers.reference import Reference as Reference
+    from podium.workers.texts import completion_texts as completion_texts, sampled_tokens as sampled_tokens
+    from podium.workers.tokenizers import char_tokenizer as char_tokenizer, load_tokenizer as load_tokenizer
+    from podium.workers.weight_sync import (
+        ColocatedSync as ColocatedSync,
+        StreamedSync as StreamedSync,
+        WeightSync as WeightSync,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

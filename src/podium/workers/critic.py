@@ -1,31 +1,27 @@
-"""The critic: a language model's body with a scalar head, which says what a state is worth."""
+"""The critic: a language model's body with a scalar head, which estimates the value of each state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-import torch
 from torch import Tensor, nn
 
 from podium.algorithms import (
     AlgorithmConfig,
+    LossInputs,
     TokenLoss,
-    ValueLoss,
-    ValueLossInputs,
     explained_variance,
-    partial_metrics,
+    value_loss,
     value_moments,
 )
 from podium.data import Batch, fields
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import metrics
-from podium.workers.engine import MicroLoss
+from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.learner import Learner
 from podium.workers.micro_batches import MicroBatch
-from podium.workers.models import ModelConfig, load_model, plain_model
-from podium.workers.optim import OptimConfig
-from podium.workers.parallel import ParallelConfig
+from podium.workers.models import load_model, plain_model
 from podium.workers.scoring import run_model
 
 __all__ = ["VALUE_GRAD_NORM", "VALUE_LEARNING_RATE", "Critic"]
@@ -38,10 +34,10 @@ class Critic(Learner):
     """Values of the states before each token. Its head starts at zero, so that all values do.
 
     Args:
-        model: the body; a policy's own model is usual.
-        optim: None makes a critic that is only evaluated.
-        parallel: how model and batches are spread.
-        loss: of a token.
+        model: The body. The policy's own model is usual.
+        optim: The optimizer. None makes a critic that is only evaluated.
+        parallel: How model and batches are spread over ranks.
+        algorithm: Constants of the loss, ``value_clip`` and ``aggregation``.
     """
 
     def __init__(
@@ -49,10 +45,10 @@ class Critic(Learner):
         model: ModelConfig,
         optim: OptimConfig | None = None,
         parallel: ParallelConfig | None = None,
-        loss: ValueLoss | None = None,
+        algorithm: AlgorithmConfig | None = None,
     ) -> None:
         super().__init__(model, optim, parallel)
-        self.loss = loss or ValueLoss(AlgorithmConfig())
+        self.algorithm = algorithm or AlgorithmConfig()
 
     def make_model(self) -> nn.Module:
         model = load_model(self.config, self.device)
@@ -85,21 +81,23 @@ class Critic(Learner):
             Metrics of the whole minibatch, equal on all ranks. The explained variance is that of the old values.
 
         Raises:
-            DataError: a column is missing.
+            DataError: A column is missing.
         """
-        batch = self.weighted(batch, self.loss.config.aggregation)
-        columns = (fields.VALUES, fields.RETURNS, fields.LOSS_WEIGHTS)
-        own = value_moments(*(batch.jagged(name).values for name in columns))
-        moments = self.engine.parallel.gather(own.to(self.device)).sum(0)
+        batch = self.weighted(batch, self.algorithm.aggregation)
+        moments = value_moments(
+            *(batch.jagged(name).values for name in (fields.VALUES, fields.RETURNS, fields.LOSS_WEIGHTS))
+        )
 
-        def compute(micro: MicroBatch) -> MicroLoss:
-            loss = self._token_loss(self._values(micro), micro.columns)
-            weights = micro.columns[fields.LOSS_WEIGHTS]
-            return MicroLoss((weights * loss.loss_N).sum(), partial_metrics(loss, weights))
+        def compute(micro: MicroBatch) -> TokenLoss:
+            columns = {
+                "values": self._values(micro),
+                "old_values": micro.columns[fields.VALUES],
+                "returns": micro.columns[fields.RETURNS],
+            }
+            return value_loss(LossInputs(offsets_B1=micro.offsets, columns=columns), self.algorithm)
 
-        empty = torch.empty(0, device=self.device)
-        nothing = partial_metrics(self._token_loss(empty, dict.fromkeys(columns, empty)), empty)
-        result = self.engine.step(batch, compute, nothing, columns=columns)
+        moments = self.engine.parallel.gather(moments.to(self.device)).sum(0)
+        result = self.engine.step(batch, compute, columns=(fields.VALUES, fields.RETURNS))
         return {
             **result.metrics,
             metrics.VALUE_LOSS: result.loss,
@@ -110,8 +108,3 @@ class Critic(Learner):
 
     def _values(self, micro: MicroBatch) -> Tensor:
         return run_model(self.model, micro).logits[0, :, 0].float()
-
-    def _token_loss(self, values: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        return self.loss(
-            ValueLossInputs(values_N=values, old_values_N=columns[fields.VALUES], returns_N=columns[fields.RETURNS])
-        )

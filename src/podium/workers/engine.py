@@ -1,46 +1,38 @@
-"""The training loop inside a rank: micro-batches forward and backward, one optimizer step, metrics of the whole batch.
+"""The training loop of one rank: forward and backward passes, one optimizer step, metrics of the whole minibatch.
 
 One step over a global minibatch that is spread over ranks and cut into micro-batches::
 
     each rank, each micro-batch:   loss = sum(weights * per-token loss);  loss.backward()
     all ranks:                     add gradients -> global norm -> clip -> AdamW
 
-The weights were normalised over the whole minibatch, so the sum is the loss, however the batch was cut.
+The weights are normalized over the whole minibatch, so that the sum is the loss, however the minibatch was cut.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import operator
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from podium.algorithms import Aggregation, PartialMetrics, loss_weights
+from podium.algorithms import Aggregation, PartialMetrics, TokenLoss, loss_weights, partial_metrics
 from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, compute_dtype
-from podium.errors import PodiumError
+from podium.errors import DataError, PodiumError
+from podium.workers.config import OptimConfig, ParallelConfig
 from podium.workers.micro_batches import MicroBatch, cut
-from podium.workers.optim import OptimConfig, build_optimizer, learning_rate
-from podium.workers.parallel import FullyShard, ParallelConfig, make_parallel
+from podium.workers.optim import build_optimizer, learning_rate
+from podium.workers.parallel import FullyShard, make_parallel
 from podium.workers.scoring import run_model
 from podium.workers.texts import sampled_counts
 
-__all__ = ["MicroLoss", "StepResult", "TrainEngine"]
-
-
-@dataclass(frozen=True)
-class MicroLoss:
-    """What one micro-batch contributes.
-
-    Attributes:
-        loss: scalar, ``sum(weights * per-token loss)``.
-        metrics: what it adds to the step's figures.
-    """
-
-    loss: Tensor
-    metrics: PartialMetrics
+__all__ = ["StepResult", "TrainEngine"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +40,11 @@ class StepResult:
     """One optimizer step, equal on all ranks.
 
     Attributes:
-        loss: of the global minibatch.
-        grad_norm: global, before clipping; NaN or infinite where the step was skipped.
-        learning_rate: of this step.
-        skipped: the gradients were not finite and the parameters stayed as they were.
-        metrics: means and maxima over the global minibatch, by name.
+        loss: The loss of the global minibatch.
+        grad_norm: The global norm before clipping; NaN or infinite where the step was skipped.
+        learning_rate: The learning rate of this step.
+        skipped: Whether the gradients were not finite, so that the parameters stayed as they were.
+        metrics: Means and maxima over the global minibatch, by name.
     """
 
     loss: float
@@ -66,9 +58,9 @@ class TrainEngine:
     """A model with its optimizer on one rank.
 
     Args:
-        model: on its device; trained parameters require gradients.
-        optim: None makes an engine that only evaluates.
-        world_size: ranks of the default process group, all of which make an engine and call it together.
+        model: The model on its device. Parameters that are trained require gradients.
+        optim: The optimizer. None makes an engine that only evaluates.
+        world_size: Number of ranks in the default process group. All of them make an engine and call it together.
     """
 
     def __init__(
@@ -96,15 +88,15 @@ class TrainEngine:
     def evaluate(
         self, batch: Batch, compute: Callable[[MicroBatch], Mapping[str, Tensor]], outputs: Sequence[str]
     ) -> dict[str, Jagged]:
-        """Token columns of ``batch`` without gradients.
+        """Compute token columns of ``batch`` without gradients.
 
         Args:
-            batch: with tokens and loss mask.
-            compute: float32 ``[K]`` by name for one micro-batch.
-            outputs: the names.
+            batch: Has tokens and loss mask.
+            compute: Returns float32 ``[K]`` by name for one micro-batch.
+            outputs: The names.
 
         Returns:
-            By name a Jagged float32 over the rows of the batch, on the CPU, 0 where there is no loss.
+            A float32 token column for each name, on the CPU, 0 where there is no loss.
         """
         tokens = batch.jagged(fields.TOKENS)
         results = {name: torch.zeros(len(tokens.values), device=self.device) for name in outputs}
@@ -120,37 +112,33 @@ class TrainEngine:
         return {name: tokens.like(values).to("cpu") for name, values in results.items()}
 
     def step(
-        self,
-        batch: Batch,
-        compute: Callable[[MicroBatch], MicroLoss],
-        nothing: PartialMetrics,
-        *,
-        columns: Sequence[str] = (),
+        self, batch: Batch, compute: Callable[[MicroBatch], TokenLoss], *, columns: Sequence[str] = ()
     ) -> StepResult:
         """One optimizer step over this rank's rows of a global minibatch.
 
         Args:
-            batch: with tokens, loss mask and ``columns``; may be empty on some ranks.
-            compute: the loss of one micro-batch, with gradients.
-            nothing: the metrics of no tokens, with the names that every :class:`MicroLoss` has, for ranks without rows.
-            columns: token columns that ``compute`` finds in ``micro.columns``.
+            batch: Has tokens, loss mask, loss weights and ``columns``; may be empty on some ranks.
+            compute: Returns the loss of each token of one micro-batch, with gradients.
+            columns: Token columns that ``compute`` finds in ``micro.columns``.
 
         Raises:
-            PodiumError: non-finite gradients with ``optim.non_finite="error"``, or an engine without an optimizer.
+            DataError: The loss reports other metrics in one micro-batch than in another.
+            PodiumError: A gradient is not finite and ``optim.non_finite`` is "error"; or the engine has no optimizer.
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates")
         self.model.train()
         self.parallel.prepare()
-        parts: list[MicroLoss] = []
-        for micro in self._micro_batches(batch, columns):
+        parts: list[tuple[Tensor, PartialMetrics]] = []
+        for micro in self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS)):
             with autocast(self.device, self.precision):
                 if len(micro.index) == 0:
                     (run_model(self.model, micro).logits.sum() * 0.0).backward()
                     continue
-                part = compute(micro)
-            part.loss.backward()
-            parts.append(replace(part, loss=part.loss.detach()))
+                token_loss, weights = compute(micro), micro.columns[fields.LOSS_WEIGHTS]
+                loss = (weights * token_loss.loss_N).sum()
+            loss.backward()
+            parts.append((loss.detach(), partial_metrics(token_loss, weights)))
         self.model.eval()
         norm = float(self.parallel.reduce())
         rate = learning_rate(self.optim, self.step_count)
@@ -161,8 +149,8 @@ class TrainEngine:
             raise PodiumError(f"the gradients of step {self.step_count} are not finite (norm {norm})")
         self.step_count += 1
         self.skipped_count += skipped
-        loss, metrics = self._gather(parts, nothing)
-        return StepResult(loss, norm, rate, skipped, metrics)
+        total, metrics = self._gather(parts)
+        return StepResult(total, norm, rate, skipped, metrics)
 
     def loss_weights(self, batch: Batch, mode: Aggregation, constant: float | None = None) -> Jagged:
         """Weights over the global minibatch for this rank's rows, when the batch brings none; all ranks call together.
@@ -199,22 +187,35 @@ class TrainEngine:
         for _ in range(passes - len(own)):
             yield _empty_micro_batch(self.device)
 
-    def _gather(self, parts: Sequence[MicroLoss], nothing: PartialMetrics) -> tuple[float, dict[str, float]]:
-        """The loss and the metrics over micro-batches and ranks, in one exchange."""
-        total = sum((part.metrics for part in parts), nothing)
-        loss = sum((part.loss for part in parts), torch.zeros((), device=self.device))
-        added, largest = [loss, total.weight, *total.sums.values()], list(total.maxima.values())
-        own = torch.stack([value.to(self.device, torch.float64) for value in (*added, *largest)])
-        every = self.parallel.gather(own)
-        loss, weight, *sums = every[:, : len(added)].sum(0).tolist()
-        maxima = every[:, len(added) :].amax(0).tolist()
+    def _gather(self, parts: Sequence[tuple[Tensor, PartialMetrics]]) -> tuple[float, dict[str, float]]:
+        """The loss and the metrics over micro-batches and ranks; a rank without rows has neither."""
+        names, own = "", torch.zeros(0, dtype=torch.float64, device=self.device)
+        if parts:
+            loss = sum((loss for loss, _ in parts), torch.zeros((), device=self.device))
+            whole = functools.reduce(operator.add, (metrics for _, metrics in parts))
+            names = json.dumps([list(whole.sums), list(whole.maxima)])
+            digest = loss.new_tensor(zlib.crc32(names.encode()), dtype=torch.float64)
+            values = (digest, loss, whole.weight, *whole.sums.values(), *whole.maxima.values())
+            own = torch.stack([value.to(self.device, torch.float64) for value in values])
+        gathered = self.parallel.gather_uneven(own)
+        every = [values for values in gathered if len(values)]
+        if not every:
+            return 0.0, {}
+        if len({float(values[0]) for values in every}) > 1:
+            raise DataError(f"the loss reports other metrics on another rank than on this one, which has {names}")
+        if len(every) < len(gathered):  # ranks without rows do not know the names
+            text = torch.tensor(list(names.encode()), dtype=torch.uint8, device=self.device)
+            names = next(bytes(row.tolist()).decode() for row in self.parallel.gather_uneven(text) if len(row))
+        sums, maxima = json.loads(names)
+        table = torch.stack(every)[:, 1:]
+        loss, weight, *added = table[:, : 2 + len(sums)].sum(0).tolist()
         if not weight:
             return loss, {}
-        means = {name: value / weight for name, value in zip(total.sums, sums, strict=True)}
-        return loss, means | dict(zip(total.maxima, maxima, strict=True))
+        means = {name: value / weight for name, value in zip(sums, added, strict=True)}
+        return loss, means | dict(zip(maxima, table[:, 2 + len(sums) :].amax(0).tolist(), strict=True))
 
 
 def _empty_micro_batch(device: torch.device) -> MicroBatch:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     none = zero[:0]
-    return MicroBatch(zero[None], None, None, zero, none, none, {}, none)
+    return MicroBatch(zero[None], None, None, zero, none, none, {}, zero, none)

@@ -1,17 +1,22 @@
-"""The estimator: what a step needs of all its completions at once, token by token.
+"""The estimator: advantages and metrics that need all completions of a step at once.
 
 Legend: N tokens over all rows (completions) of a step.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from podium.algorithms import (
     AdvantageInputs,
     AlgorithmConfig,
+    advantage_declaration,
+    check_functions,
     compute_advantages,
     kl_estimate,
     mismatch,
-    penalise,
+    penalize,
 )
 from podium.data import Batch, fields
 from podium.runtime import Worker, endpoint, first, only
@@ -24,17 +29,18 @@ __all__ = ["Estimator"]
 class Estimator(Worker):
     """Advantages and figures of the whole batch of a step. Holds no model.
 
-    Only the first rank is called, with all rows: groups, whitening and an advantage of the user's own look at the whole
-    batch, at the price of a few operations a token. To spread them over ranks would take a collective in each, and
-    would save less than that costs. Tensors come by reference and results stay here, so that what passes through the
-    controller grows with rows, not with tokens.
+    Only the first rank is called, with all rows: groups, whitening and a user's own advantage look at the whole batch
+    and cost a few operations a token. Spreading them over ranks would take a collective for each, which costs more than
+    it saves. Tensors come by reference and results stay here, so that what passes through the controller grows with
+    rows, not with tokens.
 
     Args:
-        config: of the algorithm.
+        algorithm: The estimator of advantages and its constants.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.config = config
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self.algorithm = algorithm
+        check_functions(algorithm)
 
     @endpoint(dispatch=only(0), collect=first(), returns="ref")
     def advantages(self, batch: Batch, kl_coef: float = 0.0) -> Batch:
@@ -42,19 +48,20 @@ class Estimator(Worker):
 
         Args:
             batch: ``loss_mask``, ``rewards`` and ``group``; ``values`` where there is a critic; ``old_logprobs`` and
-                ``ref_logprobs`` where the KL counts in the reward.
-            kl_coef: of that KL.
+                ``ref_logprobs`` where the KL counts in the reward; what the advantage estimator declares; and, if they
+                are known, ``finish_reason`` and columns of parts and of data.
+            kl_coef: The coefficient of the KL in the reward.
 
         Raises:
-            ConfigError: the advantage estimator cannot be found here.
-            DataError: it did not return finite ``[N]`` tensors that are 0 outside the mask.
+            ConfigError: The advantage estimator cannot be found here.
+            DataError: The estimator did not return finite ``[N]`` tensors that are 0 outside the mask.
         """
-        mask = batch.jagged(fields.LOSS_MASK)
+        mask, declared = batch.jagged(fields.LOSS_MASK), advantage_declaration(self.algorithm.advantage)
         token_rewards_N = None
-        if self.config.kl_in == "reward":
+        if self.algorithm.kl_in == "reward":
             old_N, ref_N = batch.jagged(fields.OLD_LOGPROBS).values, batch.jagged(fields.REF_LOGPROBS).values
-            kl_N = kl_estimate(old_N, ref_N, self.config.kl_estimator)
-            token_rewards_N = penalise(old_N.new_zeros(len(old_N)), kl_N, mask.values, kl_coef)
+            kl_N = kl_estimate(old_N, ref_N, self.algorithm.kl_estimator)
+            token_rewards_N = penalize(old_N.new_zeros(len(old_N)), kl_N, mask.values, kl_coef)
         inputs = AdvantageInputs(
             rewards_B=batch.dense(fields.REWARDS),
             group_B=batch.dense(fields.GROUP),
@@ -62,8 +69,14 @@ class Estimator(Worker):
             offsets_B1=mask.offsets,
             token_rewards_N=token_rewards_N,
             values_N=batch.jagged(fields.VALUES).values if fields.VALUES in batch else None,
+            truncated_B=_truncated(batch.python(fields.FINISH_REASON)) if fields.FINISH_REASON in batch else None,
+            parts_B={
+                name.removeprefix(fields.PART): batch.dense(name) for name in batch if name.startswith(fields.PART)
+            },
+            data={name.removeprefix(fields.DATA): batch.python(name) for name in batch if name.startswith(fields.DATA)},
+            **{f"{name}_N": batch.jagged(name).values for name in declared.columns},
         )
-        outputs = compute_advantages(inputs, self.config)
+        outputs = compute_advantages(inputs, self.algorithm)
         columns = {fields.ADVANTAGES: mask.like(outputs.advantages_N.float())}
         if outputs.returns_N is not None:
             columns[fields.RETURNS] = mask.like(outputs.returns_N.float())
@@ -85,3 +98,7 @@ class Estimator(Worker):
             apart_N = mismatch(old_N, rollout_N).difference_N
             figures |= {metrics.MISMATCH_MEAN: float(apart_N.mean()), metrics.MISMATCH_MAX: float(apart_N.max())}
         return figures
+
+
+def _truncated(reasons: list[str]) -> Tensor:
+    return torch.tensor([reason == "length" for reason in reasons])

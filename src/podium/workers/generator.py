@@ -2,8 +2,8 @@
 
 Colocated with the policy and neither sharded nor adapted, the engine reads the policy's own parameters: what the update
 changed in place, the next completion sees. Sharded or adapted weights are gathered into one copy, in place. Split from
-the policy, the generator has a model of its own and is sent weights, also while it generates. Who calls what, and when,
-is :mod:`podium.workers.publication`.
+the policy, the generator has a model of its own and is sent weights, also while it generates. The order of the calls is
+that of :mod:`podium.workers.weight_sync`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from podium.errors import ConfigError, DataError
 from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.runtime import Worker, concat, endpoint, nothing, shard
-from podium.workers.models import ModelConfig, load_model
-from podium.workers.publication.receiving import WeightReceiver
+from podium.workers.config import ModelConfig
+from podium.workers.models import load_model
 from podium.workers.texts import decode_sampled, text_column
 from podium.workers.tokenizers import load_tokenizer
-from podium.workers.weights import WeightInfo, copy_weights, full_weights
+from podium.workers.weight_sync.buckets import WeightReceiver
+from podium.workers.weight_sync.gather import WeightInfo, copy_weights, full_weights
 
 if TYPE_CHECKING:
     from podium.workers.policy import Policy
@@ -53,7 +54,7 @@ class Generator(Worker):
         self._engine: Engine | None = None
         self._receiver: WeightReceiver | None = None
         self._making = threading.Lock()
-        self._published: int | None = None
+        self._synced: int | None = None
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
@@ -87,8 +88,8 @@ class Generator(Worker):
 
     @endpoint(concurrent=True)
     def weights_version(self) -> int | None:
-        """The version that was last published here; None where that was never, or came only in part."""
-        return self._published
+        """The version of the weights that were last synced; None where none were, or came only in part."""
+        return self._synced
 
     @endpoint()
     def refresh(self, version: int) -> int:
@@ -98,16 +99,16 @@ class Generator(Worker):
             The version that is here afterwards. A later one than asked for stays, and so does the same.
 
         Raises:
-            ConfigError: there is no policy in this host process.
+            ConfigError: there is no policy in this worker process.
         """
         policy = self._policy()
         if policy is None:
             raise ConfigError(
-                "generator.refresh() reads a colocated policy, and none is in this host process; send its weights by a "
-                "podium.workers.StreamedPublication"
+                "generator.refresh() reads a colocated policy, and none is in this worker process; send its weights by "
+                "a podium.workers.StreamedSync"
             )
-        if self._published is not None and self._published >= version:
-            return self._published
+        if self._synced is not None and self._synced >= version:
+            return self._synced
         engine = self._ready_engine()
         if policy.adapted:
             with engine.gate.changing(version):
@@ -116,48 +117,46 @@ class Generator(Worker):
                 engine.loaded()
         else:
             engine.refresh(version)
-        self._published = version
+        self._synced = version
         return version
 
-    # -- a streamed publication: see podium.workers.publication; these run beside generate -------------------------
+    # -- a streamed weight sync: see podium.workers.weight_sync; these endpoints run beside generate ---------------
 
     @endpoint(collect=nothing(), concurrent=True)
-    def agree_on_weights(self, layout: Sequence[WeightInfo], bucket_bytes: int) -> None:
-        """Check that this generator's own model takes weights of that layout, which will come in such buckets.
+    def prepare_weight_sync(self, weights: Sequence[WeightInfo], bucket_bytes: int) -> None:
+        """Expect all of ``weights`` in buckets of ``bucket_bytes``: see :meth:`WeightReceiver.prepare`.
 
         Raises:
-            ConfigError: it does not, or the generator reads a colocated policy's parameters, which nobody overwrites.
+            ConfigError: the weights do not fit this generator's model, or the generator reads a colocated policy's
+                parameters, which nobody overwrites.
         """
         if self._policy() is not None:
             raise ConfigError("this generator reads a colocated policy: call refresh(version), weights are not sent")
-        self._ready_receiver().agree(layout, bucket_bytes)
+        self._ready_receiver().prepare(weights, bucket_bytes)
 
     @endpoint(concurrent=True, readonly=True)
-    def take_weights(
-        self,
-        attempt: tuple[int, int],
-        index: int,
-        tensors: Sequence[Tensor | None],
-        sums: Sequence[int] | None = None,
+    def receive_weights(
+        self, version: int, index: int, tensors: Sequence[Tensor | None], sums: Sequence[int] | None = None
     ) -> list[str]:
-        """Copy a bucket into this generator's own model, in place: see :meth:`WeightReceiver.take`. From the first
-        bucket to ``end_weights`` or ``abort_weights`` no token is drawn."""
-        self._published = None
-        return self._ready_receiver().take(attempt, index, tensors, sums)
+        """Copy a bucket into this generator's own model, in place: see :meth:`WeightReceiver.receive`. From the first
+        bucket to ``finish_weight_sync`` or ``abort_weight_sync`` no token is drawn."""
+        self._synced = None
+        return self._ready_receiver().receive(version, index, tensors, sums)
 
     @endpoint(collect=nothing(), concurrent=True)
-    def end_weights(self, version: int) -> None:
+    def finish_weight_sync(self, version: int) -> None:
         """Draw from the weights of ``version``.
 
         Raises:
-            DataError: some have not come; names them.
+            DataError: some have not arrived; names them.
         """
-        self._ready_receiver().end(version)
-        self._published = version
+        self._ready_receiver().finish(version)
+        self._synced = version
 
     @endpoint(collect=nothing(), concurrent=True)
-    def abort_weights(self, reason: str) -> None:
-        """Give up a publication: what waits for its end gets an error, and nothing is drawn before the next."""
+    def abort_weight_sync(self, reason: str) -> None:
+        """End a sync that failed. Calls that wait for its end get an error, and nothing is drawn before the next sync
+        has finished."""
         self._ready_receiver().abort(reason)
 
     @cached_property
@@ -190,8 +189,7 @@ class Generator(Worker):
             copy_weights(full_weights(policy.model), model)
         else:
             model = policy.model
-        pad = getattr(getattr(model, "config", None), "pad_token_id", None)
-        engine = make_engine(self.engine_config, model, pad or 0)
+        engine = make_engine(self.engine_config, model)
         if policy is not None:
             engine.refresh(0)  # fills the copy of a sharded model
         return engine

@@ -1,4 +1,4 @@
-"""What the workers that are trained have in common: a model in its engine, and checkpoints."""
+"""The base of the workers that are trained: a model in its engine, and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.runtime import Worker, endpoint, nothing
 from podium.workers.checkpoints import load_checkpoint, save_checkpoint
+from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
-from podium.workers.models import ModelConfig, load_model
-from podium.workers.optim import OptimConfig
-from podium.workers.parallel import ParallelConfig
+from podium.workers.models import load_model
 
 __all__ = ["Learner"]
 
@@ -21,9 +20,9 @@ class Learner(Worker):
     """A model, its optimizer, and its checkpoints on all ranks of the group.
 
     Args:
-        model: which model.
-        optim: None makes a worker that only evaluates.
-        parallel: how model and batches are spread.
+        model: The model to train.
+        optim: The optimizer. None makes a worker that only evaluates.
+        parallel: How model and batches are spread over ranks.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Learner(Worker):
         """Write a checkpoint to resume from: model, optimizer, step and random state, into the directory ``path``.
 
         Raises:
-            CheckpointError: the directory cannot be written.
+            CheckpointError: The directory cannot be written.
         """
         save_checkpoint(self.engine, path, rank=self.ctx.rank)
 
@@ -62,7 +61,7 @@ class Learner(Worker):
         """Read what :meth:`save` wrote, on this or another number of ranks.
 
         Raises:
-            CheckpointError: no finished checkpoint there, or one of another model.
+            CheckpointError: There is no finished checkpoint, or it is one of another model.
         """
         load_checkpoint(self.engine, path, rank=self.ctx.rank)
 

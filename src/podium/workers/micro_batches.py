@@ -46,6 +46,7 @@ class MicroBatch:
         targets: int64 ``[K]``, those tokens.
         index: int64 ``[K]``, their places among the batch's N tokens.
         columns: values ``[K, …]`` of the batch's token columns at those places.
+        offsets: int64 ``[B' + 1]``, where the K tokens of each of the rows begin.
         rows: int64 ``[B']``, the batch's rows in this micro-batch, in order.
     """
 
@@ -56,6 +57,7 @@ class MicroBatch:
     targets: Tensor
     index: Tensor
     columns: Mapping[str, Tensor]
+    offsets: Tensor
     rows: Tensor
 
 
@@ -95,16 +97,18 @@ def cut(batch: Batch, max_tokens: int, *, packed: bool, columns: Sequence[str] =
         raise DataError(f"{fields.LOSS_MASK} is set at a row's first token, which no earlier token predicts")
     counts = torch.zeros(len(mask) + 1, dtype=torch.int64, device=mask.device)
     torch.cumsum(mask, 0, out=counts[1:])
-    losses = (counts[tokens.offsets[1:]] - counts[starts]).tolist()
+    losses_B = counts[tokens.offsets[1:]] - counts[starts]
+    losses = losses_B.tolist()
     lengths = tokens.lengths.tolist()
     live = [row for row, loss in enumerate(losses) if loss]
     for group in plan([lengths[row] - 1 for row in live], max_tokens, packed=packed):
         rows = torch.tensor([live[place] for place in group], device=mask.device)
-        yield _micro_batch(tokens, mask, values, rows, packed=packed)
+        offsets = torch.nn.functional.pad(losses_B[rows].cumsum(0), (1, 0))
+        yield _micro_batch(tokens, mask, values, rows, offsets, packed=packed)
 
 
 def _micro_batch(
-    tokens: Jagged, mask: Tensor, values: Mapping[str, Tensor], rows: Tensor, *, packed: bool
+    tokens: Jagged, mask: Tensor, values: Mapping[str, Tensor], rows: Tensor, offsets: Tensor, *, packed: bool
 ) -> MicroBatch:
     lengths = tokens.lengths[rows]
     inputs = lengths - 1
@@ -127,9 +131,7 @@ def _micro_batch(
     position_ids, rows_packed = None, None
     if packed:
         position_ids = within[is_input][None]
-        offsets = torch.zeros(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        offsets[1:] = torch.cumsum(inputs, 0)
-        rows_packed = PackedRows(offsets, width)
+        rows_packed = PackedRows(torch.nn.functional.pad(torch.cumsum(inputs, 0), (1, 0)).int(), width)
     return MicroBatch(
         input_ids=input_ids.view(1, -1) if packed else input_ids.view(len(rows), width),
         position_ids=position_ids,
@@ -138,6 +140,7 @@ def _micro_batch(
         targets=ids[chosen],
         index=index,
         columns={name: column[index] for name, column in values.items()},
+        offsets=offsets,
         rows=rows,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,77 +16,10 @@ from transformers.utils import logging
 
 from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
+from podium.workers.config import LoraConfig, ModelConfig
 from podium.workers.tokenizers import load_tokenizer
 
-__all__ = ["LoraConfig", "ModelConfig", "load_model", "longest_text", "plain_model", "save_pretrained"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters by peft: only they are trained.
-
-    Attributes:
-        rank: of the update; its scale is ``alpha / rank``.
-        alpha: the update counts ``alpha / rank`` times.
-        dropout: share of the adapters' inputs that is dropped in training.
-        targets: names of the linear layers to adapt; empty means every one but the output layer.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"lora.rank={self.rank}: a rank is at least 1")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"lora.dropout={self.dropout}: a dropout is in [0, 1)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Which model, and how it is held.
-
-    Attributes:
-        path: directory or hub name of a causal language model; empty with ``config``.
-        config: a model from scratch: ``model_type`` and fields of its transformers config. Vocabulary size and special
-            token ids that it leaves out come from the tokenizer.
-        tokenizer: directory, hub name, or ``chars:ALPHABET``; empty means ``path``.
-        dtype: of the parameters, hence of the optimizer's state: "float32" or "bfloat16". Matrix products have their
-            own setting, ``ParallelConfig.precision``.
-        attention: transformers' attention implementation, or "auto" for torch's scaled dot product.
-        gradient_checkpointing: recompute activations in the backward pass; a third more time, much less memory.
-        seed: of the weights of a model from scratch, and of adapters.
-    """
-
-    path: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str = ""
-    dtype: str = "float32"
-    attention: str = "auto"
-    gradient_checkpointing: bool = False
-    lora: LoraConfig | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if bool(self.path) == bool(self.config):
-            raise ConfigError(
-                "give either model.path (a directory or hub name) or model.config (model_type and fields, from "
-                f"scratch); got path={self.path!r} and {'a' if self.config else 'no'} config"
-            )
-        if self.config and not self.tokenizer:
-            raise ConfigError("a model from scratch needs model.tokenizer: a directory, a hub name or 'chars:ALPHABET'")
-        parse_dtype(self.dtype, key="model.dtype")
-
-    @property
-    def tokenizer_source(self) -> str:
-        """What :func:`~podium.workers.load_tokenizer` takes."""
-        return self.tokenizer or self.path
-
-    @property
-    def attention_implementation(self) -> str:
-        return "sdpa" if self.attention == "auto" else self.attention
+__all__ = ["load_model", "longest_text", "plain_model", "save_pretrained"]
 
 
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -127,7 +59,7 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
 def save_pretrained(
     model: nn.Module, weights: Mapping[str, Tensor], path: str | Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Write ``weights`` (:func:`~podium.workers.weights.full_weights`) so that transformers' Auto classes load them.
+    """Write ``weights`` so that transformers' Auto classes load them.
 
     Raises:
         CheckpointError: the directory cannot be written.

@@ -1,6 +1,6 @@
 """Data parallel training: replicas whose gradients are added, or parameters sharded by FSDP2.
 
-Both give the *sum* over ranks of each rank's gradient, never the mean: losses carry weights that were normalised over
+Both give the *sum* over ranks of each rank's gradient, never the mean: losses carry weights that were normalized over
 the global batch, so that sums are right whatever the number of ranks.
 """
 
@@ -8,54 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from podium.devices import compute_dtype
 from podium.errors import ConfigError
+from podium.workers.config import ParallelConfig
 from podium.workers.models import plain_model
 
-__all__ = ["DataParallel", "FullyShard", "ParallelConfig", "Replicate", "make_parallel"]
-
-_STRATEGIES: Final = ("replicate", "fsdp2")
-_LAYOUTS: Final = ("auto", "padded", "packed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How a model is spread over ranks and a batch over time. None of it changes results beyond rounding.
-
-    Attributes:
-        strategy: "replicate" (a whole model on each rank; fastest where it fits) or "fsdp2" (shards).
-        micro_batch_tokens: most tokens, padding included, that go through the model at once.
-        layout: "padded" (rows of like length), "packed" (end to end, variable-length attention) or "auto": packed on
-            accelerators, padded on the CPU, where it is faster.
-        precision: of matrix products: "auto" (bfloat16 on accelerators, float32 on the CPU), "float32" or "bfloat16".
-        compile: compile the decoder layers; pays in long runs only.
-    """
-
-    strategy: str = "replicate"
-    micro_batch_tokens: int = 4096
-    layout: str = "auto"
-    precision: str = "auto"
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        if self.strategy not in _STRATEGIES:
-            raise ConfigError(f"parallel.strategy={self.strategy!r}: choose one of {', '.join(_STRATEGIES)}")
-        if self.layout not in _LAYOUTS:
-            raise ConfigError(f"parallel.layout={self.layout!r}: choose one of {', '.join(_LAYOUTS)}")
-        if self.micro_batch_tokens < 1:
-            raise ConfigError(f"parallel.micro_batch_tokens={self.micro_batch_tokens}: at least 1")
-        compute_dtype(torch.device("cpu"), self.precision)
-
-    def packed(self, device: torch.device) -> bool:
-        """Whether rows are packed on this device."""
-        return self.layout == "packed" or (self.layout == "auto" and device.type != "cpu")
+__all__ = ["DataParallel", "FullyShard", "Replicate", "make_parallel"]
 
 
 class DataParallel(ABC):
@@ -89,6 +52,15 @@ class DataParallel(ABC):
         every = [torch.empty_like(values) for _ in range(self.world_size)]
         dist.all_gather(every, values)
         return torch.stack(every)
+
+    def gather_uneven(self, values: Tensor) -> list[Tensor]:
+        """A tensor ``[M]`` of every rank in rank order, where each rank has an M of its own."""
+        if self.world_size == 1:
+            return [values]
+        counts = self.gather(torch.tensor([len(values)], device=values.device)).flatten().tolist()
+        padded = values.new_zeros(max(1, *counts))
+        padded[: len(values)] = values
+        return [row[:count] for row, count in zip(self.gather(padded), counts, strict=True)]
 
 
 class Replicate(DataParallel):

@@ -11,23 +11,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from podium.algorithms import AlgorithmConfig, PolicyLoss, PolicyLossInputs, SFTLoss, SFTLossInputs, TokenLoss
-from podium.algorithms import partial_metrics as partial
-from podium.data import Batch, InPlace, fields
+from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, check_functions, loss_declaration, policy_loss
+from podium.data import Batch, InPlace, Jagged, fields
 from podium.devices import memory_peak_bytes
 from podium.errors import DataError
 from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
-from podium.workers.engine import MicroLoss
+from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.learner import Learner
 from podium.workers.micro_batches import MicroBatch
-from podium.workers.models import ModelConfig, save_pretrained
-from podium.workers.optim import OptimConfig
-from podium.workers.parallel import ParallelConfig
-from podium.workers.publication.sending import Bucket, WeightSender
+from podium.workers.models import save_pretrained
 from podium.workers.scoring import TokenScores, kept_tokens, score_tokens
+from podium.workers.texts import sampled_counts
 from podium.workers.tokenizers import load_tokenizer
-from podium.workers.weights import WeightInfo, full_weights
+from podium.workers.weight_sync.buckets import Bucket, WeightSender
+from podium.workers.weight_sync.gather import WeightManifest, full_weights
 
 __all__ = ["MEMORY_PEAK_GIB", "SKIPPED_STEPS", "Policy"]
 
@@ -37,17 +35,20 @@ MEMORY_PEAK_GIB: Final = "policy/memory_peak_gib"
 SKIPPED_STEPS: Final = "policy/skipped_steps"
 """Metric: optimizer steps left out so far because a gradient was not finite."""
 
-_OPTIONAL = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS)
+_LOSS_COLUMNS = (fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS)
 
 
 class Policy(Learner):
     """A causal language model with its optimizer.
 
     Args:
-        model: which model.
-        optim: None makes a policy that is only evaluated.
-        parallel: how model and batches are spread.
-        loss: of a token: :class:`~podium.algorithms.PolicyLoss` or :class:`~podium.algorithms.SFTLoss`.
+        model: The model to train.
+        optim: The optimizer. None makes a policy that is only evaluated.
+        parallel: How model and batches are spread over ranks.
+        algorithm: The loss and its constants. ``AlgorithmConfig(loss="cross_entropy")`` trains by examples.
+
+    Raises:
+        ConfigError: The loss cannot be found, or an option is wrong.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Policy(Learner):
         model: ModelConfig,
         optim: OptimConfig | None = None,
         parallel: ParallelConfig | None = None,
-        loss: PolicyLoss | SFTLoss | None = None,
+        algorithm: AlgorithmConfig | None = None,
     ) -> None:
+        self.algorithm = algorithm or AlgorithmConfig()
+        check_functions(self.algorithm)
         super().__init__(model, optim, parallel)
-        self.loss = loss or PolicyLoss(AlgorithmConfig())
 
     @cached_property
     def _sender(self) -> WeightSender:
@@ -76,13 +78,7 @@ class Policy(Learner):
         Both are those of the distribution that was sampled from: at ``batch.meta["temperature"]`` (1 if not given) and,
         where the batch has kept sets (``kept_sizes``), over those.
         """
-
-        def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            scores = self._score(batch, micro, entropy=True)
-            assert scores.entropy is not None
-            return {fields.OLD_LOGPROBS: scores.logprobs, fields.ENTROPY: scores.entropy}
-
-        return Batch(self.engine.evaluate(batch, compute, (fields.OLD_LOGPROBS, fields.ENTROPY)), batch.meta)
+        return Batch(self._scores(batch), batch.meta)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -97,25 +93,28 @@ class Policy(Learner):
             Metrics of the whole minibatch, equal on all ranks, by their names in :mod:`podium.telemetry.metrics`.
 
         Raises:
-            DataError: a column is missing.
+            DataError: A column is missing, or the loss returned something else than one number a token.
         """
-        settings = self.loss.config if isinstance(self.loss, PolicyLoss) else None
-        if settings and fields.ADVANTAGES not in batch:
-            raise DataError(f"a policy update needs the column {fields.ADVANTAGES!r}; this batch has {list(batch)}")
-        batch = self.weighted(batch, settings.aggregation if settings else "token-mean")
-        wanted = (fields.ADVANTAGES, *(name for name in _OPTIONAL if name in batch)) if settings else ()
-        entropy_grad = settings is not None and settings.entropy_coef != 0
+        batch = self.weighted(batch, self.algorithm.aggregation)
+        columns = [name for name in _LOSS_COLUMNS if name in batch]
+        figures = self._minibatch_figures(batch, columns)
 
-        def compute(micro: MicroBatch) -> MicroLoss:
-            scores = self._score(batch, micro, entropy=True, entropy_grad=entropy_grad)
-            loss = self._token_loss(scores, micro.columns)
-            weights = micro.columns[fields.LOSS_WEIGHTS]
-            return MicroLoss((weights * loss.loss_N).sum(), partial(loss, weights))
+        def compute(micro: MicroBatch) -> TokenLoss:
+            scores = self._score(batch, micro, entropy=True, entropy_grad=self.algorithm.entropy_coef != 0)
+            inputs = LossInputs(
+                offsets_B1=micro.offsets,
+                columns={
+                    **{name: micro.columns[name] for name in columns},
+                    "tokens": micro.targets,
+                    "logprobs": scores.logprobs,
+                    **({} if scores.entropy is None else {"entropy": scores.entropy}),
+                },
+                figures={name: micro.columns[name] for name in figures},
+                step=self.engine.step_count,
+            )
+            return policy_loss(inputs, self.algorithm)
 
-        empty = torch.empty(0, device=self.device)
-        columns = (*wanted, fields.LOSS_WEIGHTS)
-        nothing_yet = partial(self._token_loss(TokenScores(empty, empty), dict.fromkeys(columns, empty)), empty)
-        result = self.engine.step(batch, compute, nothing_yet, columns=columns)
+        result = self.engine.step(batch.with_columns(figures), compute, columns=(*columns, *figures))
         peak = memory_peak_bytes(self.device)
         return {
             metrics.LOSS: result.loss,
@@ -127,42 +126,34 @@ class Policy(Learner):
         }
 
     @endpoint(collect=first())
-    def weight_layout(self) -> list[WeightInfo]:
-        """Names and shapes of all weights, whole and with adapters merged: what ``weight_bucket`` can be asked for."""
-        return self._sender.layout()
+    def weight_manifest(self) -> WeightManifest:
+        """Names and shapes of all weights, and what tells the weights of one moment from those of another."""
+        in_place = self._sender.in_place
+        return WeightManifest(self._sender.weights, self.engine.step_count, "" if in_place is None else in_place.key)
 
     @endpoint(collect=first(), returns="ref")
     def weight_bucket(self, index: int, bucket_bytes: int, known: Sequence[int] | None = None) -> Bucket:
-        """Part of the weights for a :class:`~podium.workers.StreamedPublication`, from the first rank; all take part.
+        """Part of the weights for a :class:`~podium.workers.StreamedSync`, from the first rank; all ranks take part.
 
         Args:
-            index: of the bucket; 0 begins, and the policy must not be updated before the last.
+            index: the bucket's place; 0 begins, and all buckets are asked for in order.
             bucket_bytes: the size of all buckets.
-            known: see :meth:`WeightSender.bucket`, which says what comes back.
-
-        Raises:
-            DataError: the policy was updated since bucket 0.
+            known: see :meth:`WeightSender.bucket`, which also says what comes back.
         """
-        return self._sender.bucket(index, bucket_bytes, known, self.engine.step_count)
+        return self._sender.bucket(index, bucket_bytes, known)
 
     @endpoint(collect=first(), returns="ref")
     def weights_in_place(self) -> InPlace | None:
-        """References to the weights themselves, in the order of ``weight_layout``: they are read where they are, as
-        they are then. None where they must come in buckets: sharded, below adapters, on an accelerator, in the same
-        process as a generator that reads them, on a backend without shared memory, or made by a subclass's own
-        ``weight_bucket``."""
+        """References to the weights themselves, in the order of ``weight_manifest``. Readers find the weights as they
+        are when they are read.
+
+        None where the weights must come in buckets: they are sharded, below adapters or on an accelerator, a generator
+        in the same process reads them, the backend shares no memory, or a subclass has its own ``weight_bucket``."""
         from podium.workers.generator import Generator
 
         read_here = any(isinstance(worker, Generator) for worker in self.ctx.colocated.values())
         own = inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]
         return None if read_here or own else self._sender.in_place
-
-    @endpoint(collect=first())
-    def weights_state(self) -> tuple[str, int]:
-        """A name for what ``weights_in_place`` returned, "" where that no longer holds, and how often the policy has
-        been updated."""
-        live = self._sender.in_place
-        return "" if live is None else live.key, self.engine.step_count
 
     @endpoint(collect=first())
     def weights(self) -> dict[str, Tensor]:
@@ -187,6 +178,14 @@ class Policy(Learner):
         deque(whole, maxlen=0)  # shards are gathered from all ranks
         return {}
 
+    def _scores(self, batch: Batch) -> dict[str, Jagged]:
+        def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
+            scores = self._score(batch, micro, entropy=True)
+            assert scores.entropy is not None
+            return {fields.OLD_LOGPROBS: scores.logprobs, fields.ENTROPY: scores.entropy}
+
+        return self.engine.evaluate(batch, compute, (fields.OLD_LOGPROBS, fields.ENTROPY))
+
     def _score(self, batch: Batch, micro: MicroBatch, *, entropy: bool, entropy_grad: bool = False) -> TokenScores:
         return score_tokens(
             self.model,
@@ -197,16 +196,41 @@ class Policy(Learner):
             entropy_grad=entropy_grad,
         )
 
-    def _token_loss(self, scores: TokenScores, columns: Mapping[str, Tensor]) -> TokenLoss:
-        if isinstance(self.loss, SFTLoss):
-            return self.loss(SFTLossInputs(logprobs_N=scores.logprobs, entropy_N=scores.entropy))
-        return self.loss(
-            PolicyLossInputs(
-                logprobs_N=scores.logprobs,
-                advantages_N=columns[fields.ADVANTAGES],
-                old_logprobs_N=columns.get(fields.OLD_LOGPROBS),
-                rollout_logprobs_N=columns.get(fields.ROLLOUT_LOGPROBS),
-                ref_logprobs_N=columns.get(fields.REF_LOGPROBS),
-                entropy_N=scores.entropy,
-            )
+    def _minibatch_figures(self, batch: Batch, columns: Sequence[str]) -> dict[str, Jagged]:
+        """Token columns that the loss's ``minibatch`` function computes from the tokens of all ranks.
+
+        A first pass without gradients gives the log-probabilities. Each rank gathers the tokens of all, computes the
+        figures of the whole minibatch, and keeps those of its own tokens.
+        """
+        figures = loss_declaration(self.algorithm.loss).minibatch
+        if figures is None:
+            return {}
+        mask = batch.jagged(fields.LOSS_MASK)
+        chosen_N, lengths_B = mask.values.bool(), sampled_counts(mask)
+        scores = self._scores(batch)
+        own = {
+            **{name: batch.jagged(name).values for name in (fields.TOKENS, *columns)},
+            "logprobs": scores[fields.OLD_LOGPROBS].values,
+            "entropy": scores[fields.ENTROPY].values,
+        }
+        gather = self.engine.parallel.gather_uneven
+        every = {name: gather(values_N[chosen_N].to(self.device)) for name, values_N in own.items()}
+        lengths_B = torch.cat(gather(lengths_B[lengths_B > 0].to(self.device)))
+        whole = LossInputs(
+            offsets_B1=torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)),
+            columns={name: torch.cat(parts) for name, parts in every.items()},
+            step=self.engine.step_count,
         )
+        start = sum(len(part) for part in every["logprobs"][: self.ctx.rank])
+        found: dict[str, Jagged] = {}
+        with torch.no_grad():
+            for name, figure_M in figures(whole, self.algorithm).items():
+                if figure_M.shape != whole.logprobs_N.shape:
+                    raise DataError(
+                        f"loss {self.algorithm.loss!r}: its minibatch function returned {name} of shape "
+                        f"{list(figure_M.shape)}; expected one value a token, {list(whole.logprobs_N.shape)}"
+                    )
+                values_N = torch.zeros(len(chosen_N), dtype=figure_M.dtype)
+                values_N[chosen_N] = figure_M[start : start + int(chosen_N.sum())].cpu()
+                found[name] = mask.like(values_N)
+        return found

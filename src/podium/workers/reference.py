@@ -13,11 +13,11 @@ from torch import Tensor
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.runtime import Worker, concat, endpoint, shard
+from podium.workers.config import ModelConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
 from podium.workers.generator import POLICY_ROLE
 from podium.workers.micro_batches import MicroBatch
-from podium.workers.models import ModelConfig, load_model
-from podium.workers.parallel import ParallelConfig
+from podium.workers.models import load_model
 from podium.workers.scoring import kept_tokens, score_tokens
 
 __all__ = ["Reference"]

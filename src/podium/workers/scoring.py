@@ -137,11 +137,11 @@ def _over_kept(logits: Tensor, targets: Tensor, kept: KeptTokens, *, entropy: bo
     chosen = logits.flatten().index_select(0, kept.token * logits.shape[1] + kept.ids)
     top = torch.full_like(logits[:, 0], -torch.inf).scatter_reduce(0, kept.token, chosen.detach(), "amax")
     mass = torch.zeros_like(top).index_add(0, kept.token, torch.exp(chosen - top[kept.token]))
-    normaliser = top + mass.log()
-    logprobs = logits.gather(1, targets[:, None])[:, 0] - normaliser
+    normalizer = top + mass.log()
+    logprobs = logits.gather(1, targets[:, None])[:, 0] - normalizer
     if not entropy:
         return TokenScores(logprobs, None)
     with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-        log_p = chosen - normaliser[kept.token]
+        log_p = chosen - normalizer[kept.token]
         total = torch.zeros_like(top).index_add(0, kept.token, -(log_p.exp() * log_p))
     return TokenScores(logprobs, total)

@@ -65,7 +65,7 @@ def _attend(
     if cu_seq_lens_q is None or max_length_q is None:
         raise ConfigError(
             f"{type(module).__name__} does not hand the bounds of packed rows to its attention; "
-            "set parallel.layout=padded for this architecture"
+            "set parallel.batching=padded for this architecture"
         )
     if torch.is_autocast_enabled(query.device.type):  # rotation leaves query and key in another dtype than value
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -5,6 +5,7 @@ Nothing here knows the code under test: float64, Python loops, no flat layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +77,11 @@ def grpo(rows: list[Row], std: bool) -> Array:
     advantages: list[float] = []
     for row in rows:
         peers = np.array([total_reward(other) for other in rows if other.group == row.group])
-        centred = total_reward(row) - peers.mean()
+        centered = total_reward(row) - peers.mean()
         if len(peers) < 2 or np.ptp(peers) == 0:
             advantages.append(0.0)
         else:
-            advantages.append(centred / (peers.std(ddof=1) + 1e-6) if std else centred)
+            advantages.append(centered / (peers.std(ddof=1) + 1e-6) if std else centered)
     return spread(rows, advantages)
 
 
@@ -147,7 +148,7 @@ def ppo_objective(
 ) -> tuple[float, bool]:
     """PPO equation 7 with DAPO's two bounds and, for negative advantages, the floor c A of the dual clip.
 
-    Returns the objective (to maximise) and whether a bound decided it.
+    Returns the objective (to maximize) and whether a bound decided it.
     """
     ratio = float(np.exp(logp - old))
     clipped = min(max(ratio, 1 - low), 1 + high)
@@ -168,3 +169,60 @@ def loss_weights(masks: list[NDArray[np.bool_]], mode: str, constant: float) -> 
         "sequence-sum-constant": lambda mask: 1 / (constant * len(rows)),
     }[mode]
     return np.concatenate([np.where(mask, weight(mask) if mask.any() else 0.0, 0.0) for mask in masks])
+
+
+@dataclass
+class LossRow:
+    """The tokens with loss of one row."""
+
+    logprobs: Array
+    old: Array
+    advantages: Array
+
+
+def ppo_clip(rows: list[LossRow], low: float, high: float) -> tuple[list[Array], list[Array]]:
+    """PPO equation 7 at each token: the loss, and its derivative by that token's log-probability."""
+    losses: list[Array] = []
+    slopes: list[Array] = []
+    for row in rows:
+        ratio = np.exp(row.logprobs - row.old)
+        free, bounded = ratio * row.advantages, np.clip(ratio, 1 - low, 1 + high) * row.advantages
+        losses.append(-np.minimum(free, bounded))
+        slopes.append(np.where(free <= bounded, -free, 0.0))
+    return losses, slopes
+
+
+def gspo(rows: list[LossRow], low: float, high: float) -> tuple[list[Array], list[Array]]:
+    """GSPO equations 5 and 7 for rows of one advantage: each token bears its row's loss.
+
+    The slopes are of the row's loss times the row's length, spread evenly, as equation 5 weighs rows alike.
+    """
+    losses: list[Array] = []
+    slopes: list[Array] = []
+    for row in rows:
+        length, advantage = len(row.logprobs), row.advantages[0]
+        ratio = np.exp((row.logprobs - row.old).sum() / length)
+        free, bounded = ratio * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage
+        losses.append(np.full(length, -min(free, bounded)))
+        slopes.append(np.full(length, -free if free <= bounded else 0.0))
+    return losses, slopes
+
+
+def clip_cov(
+    rows: list[LossRow], share: float, low: float, high: float, draw: Callable[[int], list[int]]
+) -> tuple[list[Array], list[Array]]:
+    """Clip-Cov, section 4.2: ``floor(share N)`` tokens with a covariance in range give nothing, others ``-r A``.
+
+    ``draw(n)`` puts 0 to n - 1 in random order; the tokens in range are numbered by their covariance.
+    """
+    logprobs, advantages = (np.concatenate([getattr(row, name) for row in rows]) for name in ("logprobs", "advantages"))
+    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+    inside = sorted((c, i) for i, c in enumerate(covariance) if low <= c <= high)
+    chosen = {inside[place][1] for place in draw(len(inside))[: int(share * len(covariance))]}
+    losses: list[Array] = []
+    start = 0
+    for row in rows:
+        left_out = np.array([start + t in chosen for t in range(len(row.logprobs))])
+        losses.append(np.where(left_out, 0.0, -np.exp(row.logprobs - row.old) * row.advantages))
+        start += len(row.logprobs)
+    return losses, losses  # r is its own derivative by the log-probability

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,9 @@ SEEDS = range(6)
 def make(**columns: object) -> AdvantageInputs:
     """Inputs from plain lists."""
     types = {"group_B": torch.int64, "offsets_B1": torch.int64, "mask_N": torch.bool}
-    tensors = {name: torch.tensor(value, dtype=types.get(name, torch.float32)) for name, value in columns.items()}
+    tensors: dict[str, Any] = {
+        name: torch.tensor(value, dtype=types.get(name, torch.float32)) for name, value in columns.items()
+    }
     return AdvantageInputs(**tensors)
 
 
@@ -27,7 +31,7 @@ def make(**columns: object) -> AdvantageInputs:
 @pytest.mark.parametrize("std", [True, False])
 def test_grpo(seed: int, std: bool) -> None:
     rows = oracles.random_rows(seed)
-    config = AlgorithmConfig(advantage="grpo", normalise_advantage=std)
+    config = AlgorithmConfig(advantage="grpo", normalize_advantage=std)
     outputs = compute_advantages(oracles.to_inputs(rows), config)
     np.testing.assert_allclose(outputs.advantages_N, oracles.grpo(rows, std), atol=1e-9)
     assert outputs.returns_N is None
@@ -51,7 +55,7 @@ def test_rloo(seed: int) -> None:
 def test_rloo_whitens_when_asked() -> None:
     rows = oracles.random_rows(1)
     inputs = oracles.to_inputs(rows)
-    outputs = compute_advantages(inputs, AlgorithmConfig(advantage="rloo", normalise_advantage=True))
+    outputs = compute_advantages(inputs, AlgorithmConfig(advantage="rloo", normalize_advantage=True))
     expected = oracles.whitened(oracles.rloo(rows), inputs.mask_N.numpy())
     np.testing.assert_allclose(outputs.advantages_N, expected, atol=1e-9)
 
@@ -88,7 +92,7 @@ def test_scattered_groups_equal_contiguous_ones(advantage: str) -> None:
 
 def test_a_row_without_masked_tokens_still_counts_in_its_group() -> None:
     inputs = make(rewards_B=[1.0, 0.0], group_B=[0, 0], mask_N=[True, True, False], offsets_B1=[0, 2, 3])
-    config = AlgorithmConfig(normalise_advantage=False)
+    config = AlgorithmConfig(normalize_advantage=False)
     assert compute_advantages(inputs, config).advantages_N.tolist() == [0.5, 0.5, 0.0]
 
 
@@ -108,7 +112,7 @@ def test_reinforce_pp(seed: int, gamma: float) -> None:
     rows = oracles.random_rows(seed)
     inputs = oracles.to_inputs(rows)
     to_go = oracles.rewards_to_go(rows, gamma)
-    plain = AlgorithmConfig(advantage="reinforce_pp", gamma=gamma, normalise_advantage=False)
+    plain = AlgorithmConfig(advantage="reinforce_pp", gamma=gamma, normalize_advantage=False)
     np.testing.assert_allclose(compute_advantages(inputs, plain).advantages_N, to_go, atol=1e-9)
     usual = AlgorithmConfig(advantage="reinforce_pp", gamma=gamma)
     expected = oracles.whitened(to_go, inputs.mask_N.numpy())
@@ -121,7 +125,7 @@ def test_gae(seed: int, gamma: float, lam: float) -> None:
     rows = oracles.random_rows(seed)
     inputs = oracles.to_inputs(rows)
     advantages, returns = oracles.gae(rows, gamma, lam)
-    plain = AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam, normalise_advantage=False)
+    plain = AlgorithmConfig(advantage="gae", gamma=gamma, lam=lam, normalize_advantage=False)
     outputs = compute_advantages(inputs, plain)
     assert outputs.returns_N is not None
     np.testing.assert_allclose(outputs.advantages_N, advantages, atol=1e-9)
@@ -139,7 +143,7 @@ def test_gae_with_lambda_one_is_return_minus_value() -> None:
     for row in rows:
         row.bootstrap = 0.0
     inputs = oracles.to_inputs(rows)
-    config = AlgorithmConfig(advantage="gae", gamma=1.0, lam=1.0, normalise_advantage=False)
+    config = AlgorithmConfig(advantage="gae", gamma=1.0, lam=1.0, normalize_advantage=False)
     outputs = compute_advantages(inputs, config)
     assert outputs.returns_N is not None
     np.testing.assert_allclose(outputs.returns_N, oracles.rewards_to_go(rows, 1.0), atol=1e-9)
@@ -149,14 +153,14 @@ def test_gae_bootstraps_only_where_a_value_follows() -> None:
     """Two equal rows; the second was cut off, and the critic expects 4 more."""
     columns = {"rewards_B": [1.0, 1.0], "group_B": [0, 0], "mask_N": [True] * 4, "offsets_B1": [0, 2, 4]}
     inputs = make(**columns, values_N=[0.0] * 4, bootstrap_B=[0.0, 4.0])
-    config = AlgorithmConfig(advantage="gae", gamma=0.5, lam=1.0, normalise_advantage=False)
+    config = AlgorithmConfig(advantage="gae", gamma=0.5, lam=1.0, normalize_advantage=False)
     outputs = compute_advantages(inputs, config)
     assert outputs.advantages_N.tolist() == [0.5, 1.0, 0.5 + 0.25 * 4, 1.0 + 0.5 * 4]
 
 
 def test_gae_of_a_single_token() -> None:
     inputs = make(rewards_B=[2.0], group_B=[0], mask_N=[True], offsets_B1=[0, 1], values_N=[0.5])
-    outputs = compute_advantages(inputs, AlgorithmConfig(advantage="gae", normalise_advantage=False))
+    outputs = compute_advantages(inputs, AlgorithmConfig(advantage="gae", normalize_advantage=False))
     assert outputs.returns_N is not None
     assert (outputs.advantages_N.tolist(), outputs.returns_N.tolist()) == ([1.5], [2.0])
 
@@ -213,7 +217,7 @@ def test_inputs_are_left_alone(advantage: str) -> None:
     inputs = oracles.to_inputs(oracles.random_rows(2))
     names = ("rewards_B", "mask_N", "token_rewards_N", "values_N")
     before = {name: getattr(inputs, name).clone() for name in names}
-    compute_advantages(inputs, AlgorithmConfig(advantage=advantage, normalise_advantage=True))
+    compute_advantages(inputs, AlgorithmConfig(advantage=advantage, normalize_advantage=True))
     assert all(torch.equal(getattr(inputs, name), before[name]) for name in names)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from podium.algorithms import AGGREGATIONS, Aggregation, loss_weights
+from podium.algorithms import Aggregation, loss_weights
 from podium.errors import ConfigError
 from tests.unit.algorithms import oracles
 
@@ -24,7 +26,7 @@ def flat(masks: list[NDArray[np.bool_]]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.concatenate(masks)), torch.from_numpy(offsets)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", get_args(Aggregation))
 @pytest.mark.parametrize("seed", range(5))
 def test_weights(mode: Aggregation, seed: int) -> None:
     masks = random_masks(seed)
@@ -38,7 +40,7 @@ def test_means_sum_to_one(mode: Aggregation) -> None:
     assert float(loss_weights(*flat(random_masks(7)), mode).sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", get_args(Aggregation))
 @pytest.mark.parametrize("parts", [1, 2, 3, 11])
 def test_loss_and_gradient_do_not_depend_on_ranks_or_micro_batches(mode: Aggregation, parts: int) -> None:
     """Weights are made once; rows are then dealt to `parts` in any order, empty shares included."""
@@ -59,7 +61,7 @@ def test_loss_and_gradient_do_not_depend_on_ranks_or_micro_batches(mode: Aggrega
     torch.testing.assert_close(torch.stack(gradients).sum(0), whole_gradient, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", get_args(Aggregation))
 def test_a_part_of_the_batch_has_its_part_of_the_weights(mode: Aggregation) -> None:
     mask_N, offsets_B1 = torch.tensor([0, 1, 0, 1, 1, 1, 0, 1, 1]).bool(), torch.tensor([0, 2, 6, 7, 9])
     whole_N = loss_weights(mask_N, offsets_B1, mode, constant=7)
@@ -71,7 +73,7 @@ def test_a_part_of_the_batch_has_its_part_of_the_weights(mode: Aggregation) -> N
         assert torch.equal(part_N, whole_N[start:stop])
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", get_args(Aggregation))
 def test_rows_without_loss_change_nothing(mode: Aggregation) -> None:
     """A padded row, or one whose completion was masked out, is not a row."""
     masks = [np.array([False, True, True]), np.array([True])]
@@ -82,7 +84,7 @@ def test_rows_without_loss_change_nothing(mode: Aggregation) -> None:
     assert torch.cat([with_padding_N[:3], with_padding_N[5:]]).tolist() == weights_N.tolist()
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", get_args(Aggregation))
 def test_an_empty_mask_gives_zeros_not_nan(mode: Aggregation) -> None:
     assert loss_weights(*flat([np.array([False, False])]), mode, constant=CONSTANT).tolist() == [0.0, 0.0]
     nothing = loss_weights(torch.zeros(0, dtype=torch.bool), torch.tensor([0]), mode, constant=CONSTANT)

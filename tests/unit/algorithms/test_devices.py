@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from podium.algorithms import (
-    AGGREGATIONS,
     AdvantageInputs,
+    Aggregation,
     AlgorithmConfig,
-    PolicyLoss,
-    PolicyLossInputs,
+    LossInputs,
     compute_advantages,
     loss_weights,
     partial_metrics,
+    policy_loss,
 )
 from tests.unit.algorithms import oracles
 
@@ -24,8 +25,9 @@ pytestmark = pytest.mark.gpu
 
 
 def on_gpu(inputs: AdvantageInputs) -> AdvantageInputs:
-    columns: dict[str, Tensor] = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-    return AdvantageInputs(**{name: column.cuda() for name, column in columns.items()})
+    columns: dict[str, Any] = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    columns |= {name: column.cuda() for name, column in columns.items() if isinstance(column, Tensor)}
+    return AdvantageInputs(**columns)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp", "gae"])
@@ -41,16 +43,18 @@ def test_advantages(advantage: str) -> None:
 def test_weights_loss_and_metrics() -> None:
     inputs = oracles.to_inputs(oracles.random_rows(0), torch.float32)
     config = AlgorithmConfig(kl_in="loss", kl_coef=0.1, importance_cap=1.5, entropy_coef=0.01, dual_clip=3.0)
-    columns: dict[str, Tensor] = {
-        field.name: torch.randn(len(inputs.mask_N), generator=torch.Generator().manual_seed(seed))
-        for seed, field in enumerate(dataclasses.fields(PolicyLossInputs))
+    names = ("logprobs", "old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs", "entropy")
+    columns = {
+        name: torch.randn(len(inputs.mask_N), generator=torch.Generator().manual_seed(seed))
+        for seed, name in enumerate(names)
     }
-    for mode in AGGREGATIONS:
+    for mode in get_args(Aggregation):
         results: list[dict[str, float]] = []
         for device in ("cpu", "cuda"):
             mask_N, offsets_B1 = inputs.mask_N.to(device), inputs.offsets_B1.to(device)
             weights_N = loss_weights(mask_N, offsets_B1, mode, constant=16)
-            loss = PolicyLoss(config)(PolicyLossInputs(**{name: x.to(device) for name, x in columns.items()}))
+            on_device = {name: column.to(device) for name, column in columns.items()}
+            loss = policy_loss(LossInputs(offsets_B1=offsets_B1, columns=on_device), config)
             total = {"loss": float((weights_N * loss.loss_N).sum())}
             results.append(total | partial_metrics(loss, weights_N).means())
         assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-6)

@@ -7,41 +7,77 @@ import importlib
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import podium.algorithms
-from podium.algorithms import ESTIMATORS, AlgorithmConfig
+from podium.algorithms import ADVANTAGES, LOSSES, AdvantageInputs, AlgorithmConfig
+from podium.workers import OptimConfig, Policy
+from tests.unit.workers.tiny import TINY, recorded
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "algorithms.md"
 MODULES = [module.name for module in pkgutil.walk_packages(podium.algorithms.__path__, "podium.algorithms.")]
 
 
-def test_the_estimator_of_the_document_runs_as_printed(
+def test_the_losses_and_the_estimator_of_the_document_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first block is saved under the name the text gives it, the second goes on from it and ends in its output."""
-    estimator, trial = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    (tmp_path / "best_of_group.py").write_text(estimator)
+    """Files are saved under the names that the text gives them; a block that tries one ends in its output."""
+    loss, loss_trial, options, figures, estimator, per_source, trial = re.findall(
+        r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL
+    )
+    for name, source in {"cispo": loss, "tempered": options, "surprising": figures, "best_of_group": estimator}.items():
+        (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    exec(compile(estimator + trial, "docs/algorithms.md", "exec"), names)
-    printed = trial.rstrip().rsplit("\n# ", 1)[1]
-    assert capsys.readouterr().out.strip() == printed
+    for file, code in ((loss, loss_trial), (estimator, trial)):
+        exec(compile(file + code, "docs/algorithms.md", "exec"), {})
+        assert capsys.readouterr().out.strip() == code.rstrip().rsplit("\n# ", 1)[1]
+    assert check_per_source(per_source) == [0.0, 0.0, -0.5, 0.0, 0.5]
+    batch = recorded()
+    policy = Policy(TINY, OptimConfig(lr=0.0), algorithm=AlgorithmConfig(loss="cispo.py:cispo"))
+    assert 0 < policy.update(batch)["policy/clip_fraction"] < 1
+    weak, strong = (
+        Policy(TINY, OptimConfig(lr=0.0), algorithm=AlgorithmConfig(loss="tempered.py:tempered", options=options))
+        for options in ({"strength": 0.5}, {})
+    )
+    assert weak.update(batch)["loss"] == pytest.approx(strong.update(batch)["loss"] / 2, rel=1e-5)
+    options = {"surprising_share": 0.5}
+    policy.algorithm = AlgorithmConfig(loss="surprising.py:surprising_only", options=options)
+    mask = batch.jagged("loss_mask").values
+    logprobs, old, advantages, weights = (
+        (policy.logprobs(batch) if name == "new" else batch).jagged(column).values[mask]
+        for name, column in [
+            ("new", "old_logprobs"),
+            *(("", f) for f in ("old_logprobs", "advantages", "loss_weights")),
+        ]
+    )
+    losses = -(logprobs - old).exp() * advantages * (logprobs <= logprobs.quantile(0.5))
+    assert policy.update(batch)["loss"] == pytest.approx(float((losses * weights).sum()), rel=1e-5)
 
 
-def test_the_document_knows_every_setting_and_estimator() -> None:
+def check_per_source(source: str) -> list[float]:
+    names: dict[str, Any] = {}
+    exec(compile(source, "docs/algorithms.md", "exec"), names)
+    inputs = AdvantageInputs(
+        rewards_B=torch.tensor([7.0, 1.0, 2.0]),
+        group_B=torch.tensor([0, 0, 1]),
+        mask_N=torch.tensor([True, False, True, False, True]),
+        offsets_B1=torch.tensor([0, 1, 3, 5]),
+        truncated_B=torch.tensor([True, False, False]),
+        data={"source": ["web", "book", "book"]},
+    )
+    return names["per_source"](inputs, AlgorithmConfig()).advantages_N.tolist()
+
+
+def test_the_document_knows_every_setting_estimator_and_loss() -> None:
     text = DOCUMENT.read_text()
-    assert [name for name in ESTIMATORS if f"| `{name}` |" not in text] == []
-    explained_elsewhere = {"advantage", "gamma", "lam", "epochs", "minibatches"}
+    assert [name for name in (*ADVANTAGES, *LOSSES) if f"| `{name}` |" not in text] == []
+    explained_elsewhere = {"gamma", "lam", "epochs", "minibatches"}
     assert [name for name in vars(AlgorithmConfig()) if name not in text and name not in explained_elsewhere] == []
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name), raise_on_error=False).failed == 0
-
-
-def test_public_names() -> None:
-    assert len(set(podium.algorithms.__all__)) == len(podium.algorithms.__all__)
-    assert all(hasattr(podium.algorithms, name) for name in podium.algorithms.__all__)

@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from podium.algorithms import (
-    AdaptiveKL,
-    AlgorithmConfig,
-    FixedKL,
-    KLEstimator,
-    kl_estimate,
-    make_kl_controller,
-    penalise,
-)
+from podium.algorithms import AlgorithmConfig, kl_estimate, make_kl_controller, penalize
+from podium.algorithms.config import KLEstimator
+from podium.algorithms.kl import AdaptiveKL, FixedKL
 from podium.errors import ConfigError
 
 ESTIMATORS: list[KLEstimator] = ["k1", "k2", "k3"]
@@ -98,7 +92,7 @@ def test_an_unknown_estimator_is_named() -> None:
 
 def test_the_penalty_is_taken_from_masked_tokens_only() -> None:
     kl_N = torch.tensor([float("nan"), 1.0, 2.0], requires_grad=True)
-    rewards_N = penalise(torch.tensor([0.0, 0.5, 0.0]), kl_N, torch.tensor([False, True, True]), coef=0.1)
+    rewards_N = penalize(torch.tensor([0.0, 0.5, 0.0]), kl_N, torch.tensor([False, True, True]), coef=0.1)
     assert rewards_N.tolist() == pytest.approx([0.0, 0.4, -0.2])
     assert not rewards_N.requires_grad
 

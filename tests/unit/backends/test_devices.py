@@ -1,4 +1,4 @@
-"""Which accelerators a process may use, and how a host is shown only its own."""
+"""Which accelerators a process may use, and how a worker process is shown only its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_this_process_may_use_is_what_its_variable_says(
     assert devices.accelerators() == expected
 
 
-def test_a_host_sees_its_own_by_the_names_that_this_process_knows() -> None:
+def test_a_worker_process_sees_its_own_by_the_names_that_this_process_knows() -> None:
     """Index 1 of a script that may use devices 4 and 6 is device 6 of the machine."""
     (shown,) = devices.visibility((1,), ["4", "6"]).values()
     assert shown == "6"
@@ -44,7 +44,7 @@ def test_a_host_sees_its_own_by_the_names_that_this_process_knows() -> None:
     assert shown == "GPU-a,GPU-c"
 
 
-def test_a_host_without_accelerators_sees_none_where_there_are_some() -> None:
+def test_a_worker_process_without_accelerators_sees_none_where_there_are_some() -> None:
     assert set(devices.visibility((), ["0", "1"]).values()) == {""}
     assert devices.visibility((), []) == {}
 

@@ -1,34 +1,18 @@
-"""The process table, the hosts' logs, and the fork server's own rules."""
+"""The logs of worker processes, and the fork server's own rules."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from podium.backends.local.linux import children_of, session_of
 from podium.backends.logs import WORDS, LogEcho, last_lines
 
 
-def test_children_and_sessions_are_seen() -> None:
-    with (
-        subprocess.Popen(["sleep", "60"], start_new_session=True) as leader,
-        subprocess.Popen(["sleep", "60"]) as child,
-    ):
-        try:
-            assert {leader.pid, child.pid} <= set(children_of(os.getpid()))
-            assert session_of(leader.pid) == [leader.pid]
-            assert child.pid not in session_of(leader.pid)
-        finally:
-            leader.kill()
-            child.kill()
-
-
 def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
-    path = tmp_path / "host.log"
+    path = tmp_path / "process.log"
     path.write_text("of a former life\n")
     start = path.stat().st_size
     with path.open("ab") as file:
@@ -44,7 +28,7 @@ def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
 def test_the_echo_labels_whole_lines_and_prints_the_rest_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "host.log"
+    path = tmp_path / "process.log"
     path.write_text("before\n")
     echo = LogEcho()
     echo.follow("worker-0", path)

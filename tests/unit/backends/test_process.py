@@ -1,4 +1,4 @@
-"""What every host process does first."""
+"""What every worker process does first."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import socket
 import threading
@@ -14,16 +15,17 @@ import pytest
 import torch
 
 from podium.backends.local.outbox import Outbox
-from podium.backends.local.segments import SegmentPool
+from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import (
     INLINE_LIMIT,
     MOST_FDS,
+    Message,
+    Parcel,
     Receiver,
     Releases,
     pack,
-    read_parcel,
-    released,
+    receive_parcel,
     send_message,
     split_message,
 )
@@ -49,19 +51,29 @@ def segments() -> Iterator[SegmentPool]:
     pool.close()
 
 
+def outgoing(parcel: Parcel) -> tuple[bytes, list[int]]:
+    """A message with ``parcel``, and its descriptors."""
+    message = pickle.dumps(("answer", parcel.wire), 5)
+    return message, [lease.segment.fd for lease in parcel.leases]
+
+
+def released(message: Message) -> list[int]:
+    """The numbers in a message that says which segments were read."""
+    kind, numbers = message
+    assert kind == "release"
+    return numbers
+
+
 def carry(value: Any, segments: SegmentPool, pair: Pair) -> tuple[Any, int]:
     """``value`` after its way through the sockets, and how many descriptors came along."""
     parcel = pack(value, segments)
-    wire = parcel.wire
+    message, fds = outgoing(parcel)
     for lease in parcel.leases:
         segments.hold(lease.segment, "reader")
-    fds = [lease.segment.fd for lease in parcel.leases]
-    send_message(pair[0], b"A" + wire, fds, wait=True)
-    message, received = Receiver().receive(pair[1], wait=True)
+    send_message(pair[0], message, fds, wait=True)
+    (_, wire), received = Receiver().receive(pair[1], wait=True)
     count = len(received)
-    inbound, end = read_parcel(message, 1, received, Releases(pair[1]), SegmentPool())
-    assert end == len(message)
-    return inbound.read(), count
+    return receive_parcel(wire, received, Releases(pair[1]), SegmentPool()).read(), count
 
 
 @pytest.mark.parametrize("size", [0, 1, INLINE_LIMIT // 2, INLINE_LIMIT - 200, INLINE_LIMIT, 3 * INLINE_LIMIT, 1 << 22])
@@ -84,16 +96,16 @@ def test_many_buffers_and_empty_ones(segments: SegmentPool, pair: Pair) -> None:
 
 def test_a_parcel_that_is_dropped_unread_lets_go_of_its_segment(segments: SegmentPool, pair: Pair) -> None:
     parcel = pack(np.zeros(1 << 20, dtype=np.uint8), segments)
-    wire = parcel.wire
+    message, fds = outgoing(parcel)
     (lease,) = parcel.leases
     number = lease.segment.number
     before = len(os.listdir("/proc/self/fd"))
-    send_message(pair[0], b"A" + wire, [lease.segment.fd], wait=True)
-    message, fds = Receiver().receive(pair[1], wait=True)
-    inbound, _ = read_parcel(message, 1, fds, Releases(pair[1]), SegmentPool())
+    send_message(pair[0], message, fds, wait=True)
+    (_, wire), received = Receiver().receive(pair[1], wait=True)
+    inbound = receive_parcel(wire, received, Releases(pair[1]), SegmentPool())
     del inbound
     answer, _ = Receiver().receive(pair[0], wait=True)
-    assert released(answer) == (number,)
+    assert released(answer) == [number]
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -103,21 +115,21 @@ def test_more_blocks_than_one_message_has_room_for(count: int, segments: Segment
     refs = [keep(torch.full((INLINE_LIMIT,), float(at)), store, f"maker {at}") for at in range(count)]
     pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     parcel = pack(refs, segments)
-    wire, fds = parcel.wire, [lease.segment.fd for lease in parcel.leases]
+    sent, fds = outgoing(parcel)
     assert len(fds) in (count, count + 1), "the pickle itself may need a segment"
-    *early, last = split_message(b"A" + wire, fds)
+    *early, last = split_message(sent, fds)
     for part, some in early:
         send_message(pair[0], part, some, wait=True)
         Releases(pair[0]).add(77)  # from a garbage collection, whenever it likes
     send_message(pair[0], *last, wait=True)
-    send_message(pair[0], b"B", [], wait=True)
+    send_message(pair[0], pickle.dumps(("next",)), [], wait=True)
     receiver, theirs = Receiver(), SegmentPool()
     for _ in early:
         message, received = receiver.receive(pair[1], wait=True)
-        assert (released(message), received) == ((77,), [])
-    message, received = receiver.receive(pair[1], wait=True)
-    inbound, _ = read_parcel(message, 1, received, Releases(pair[1]), theirs)
-    assert bytes(receiver.receive(pair[1], wait=True)[0]) == b"B"
+        assert (released(message), received) == ([77], [])
+    (_, wire), received = receiver.receive(pair[1], wait=True)
+    inbound = receive_parcel(wire, received, Releases(pair[1]), theirs)
+    assert receiver.receive(pair[1], wait=True) == (("next",), [])
     back = read_as("tensor", inbound.read)
     assert [float(tensor[-1]) for tensor in back] == list(range(count))
     del back, inbound, refs, parcel
@@ -149,13 +161,13 @@ def test_an_outbox_keeps_order_and_its_own_descriptors(pair: Pair) -> None:
     read_end, write_end = os.pipe()
     before = len(os.listdir("/proc/self/fd"))
     for number in range(2000):
-        outbox.send(number.to_bytes(4, "little") * 100, [write_end] if number % 100 == 0 else [])
+        outbox.send(pickle.dumps((number, bytes(400))), [write_end] if number % 100 == 0 else [])
     assert asked
     os.close(write_end)
     receiver, seen, came = Receiver(), list[int](), 0
     while len(seen) < 2000:
         message, fds = receiver.receive(pair[1], wait=True)
-        seen.append(int.from_bytes(message[:4], "little"))
+        seen.append(message[0])
         came += len(fds)
         for fd in fds:
             os.close(fd)
@@ -170,10 +182,12 @@ def test_an_outbox_keeps_order_and_its_own_descriptors(pair: Pair) -> None:
 def test_nothing_comes_between_the_parts_of_a_message_whoever_else_sends(pair: Pair) -> None:
     outbox = Outbox(pair[0], lambda fd: None)
     null = os.open(os.devnull, os.O_RDONLY)
-    counts = [(b"A", 2 * MOST_FDS + 1), (b"B", 0), (b"C", 1)]
+    counts = [("many", 2 * MOST_FDS + 1), ("none", 0), ("one", 1)]
     senders = [
         threading.Thread(
-            target=lambda kind=kind, count=count: [outbox.send(kind * 9, [null] * count) for _ in range(20)]
+            target=lambda kind=kind, count=count: [
+                outbox.send(pickle.dumps((kind,)), [null] * count) for _ in range(20)
+            ]
         )
         for kind, count in counts
     ]
@@ -190,7 +204,7 @@ def test_nothing_comes_between_the_parts_of_a_message_whoever_else_sends(pair: P
     receiver = Receiver()
     for _ in range(60):
         message, fds = receiver.receive(pair[1], wait=True)
-        assert len(fds) == dict(counts)[bytes(message[:1])]
+        assert len(fds) == dict(counts)[message[0]]
         for fd in fds:
             os.close(fd)
     ended.set()
@@ -205,14 +219,13 @@ def test_a_message_that_loses_descriptors_loses_all_and_says_why(
     store = LocalStore(segments)
     refs = [keep(torch.full((INLINE_LIMIT,), float(at)), store, "maker") for at in range(5)]
     parcel = pack(refs, segments)
-    wire, fds = parcel.wire, [lease.segment.fd for lease in parcel.leases]
+    sent, fds = outgoing(parcel)
     before = len(os.listdir("/proc/self/fd"))
-    send_message(pair[0], b"A" + wire, fds, wait=True)
+    send_message(pair[0], sent, fds, wait=True)
     with monkeypatch.context() as few:  # as where the process may open two more files
         few.setattr(Receiver, "_ANCILLARY", socket.CMSG_SPACE(2 * 4))
-        message, received = Receiver().receive(pair[1], wait=True)
-    inbound, end = read_parcel(message, 1, received, Releases(pair[1]), SegmentPool())
-    assert end == len(message)
+        (_, wire), received = Receiver().receive(pair[1], wait=True)
+    inbound = receive_parcel(wire, received, Releases(pair[1]), SegmentPool())
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(StoreFullError, match=r"an argument came without .* open .*ulimit -n"):
         inbound.read("an argument")
@@ -244,12 +257,12 @@ def test_what_cannot_be_kept_for_later_is_refused_whole(pair: Pair) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + MOST_FDS, hard))
     try:
         with pytest.raises(StoreFullError, match=r"a call could not be kept .* open .*ulimit -n"):
-            outbox.send(b"A", [null] * (2 * MOST_FDS + 1))
+            outbox.send(b"never", [null] * (2 * MOST_FDS + 1))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(os.listdir("/proc/self/fd")) == len(before)
-    outbox.send(b"B", [null])
+    outbox.send(pickle.dumps(("next",)), [null])
     message, fds = Receiver().receive(pair[1], wait=True)
-    assert (bytes(message), len(fds)) == (b"B", 1)
+    assert (message, len(fds)) == (("next",), 1)
     for fd in (null, *fds):
         os.close(fd)

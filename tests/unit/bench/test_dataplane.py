@@ -14,7 +14,7 @@ from bench.holder import Adder, make_columns
 from bench.peers.touching import first_element, timed_look, touch_pages
 from bench.suites import dataplane
 from podium import Batch, TensorRef
-from podium.workers import Generator, ModelConfig, Policy, StreamedPublication
+from podium.workers import Generator, ModelConfig, Policy, StreamedSync
 
 
 @pytest.fixture
@@ -67,14 +67,14 @@ def test_a_transfer_that_changed_nothing_is_noticed() -> None:
         dataplane.check_twos(Batch({"b": torch.full((4, 3), 2)}), 5, 3)
 
 
-def test_a_publication_is_of_whole_models_and_timed_until_generators_have_it() -> None:
+def test_a_weight_sync_is_of_whole_models_and_timed_until_generators_have_it() -> None:
     small = {**dataplane.config_of(layers=1, vocabulary=16), "hidden_size": 32, "intermediate_size": 64}
     model = ModelConfig(config=small, tokenizer="chars:0123456789")
     with podium.connect("local", echo=False) as cluster:
         policy, generator = cluster.start(Policy.bind(model)), cluster.start(Generator.bind(model))
-        publication = StreamedPublication(policy, [generator])
-        publication.init()
-        assert dataplane.publish_s(publication, 0) > 0
+        sync = StreamedSync(policy, [generator])
+        sync.init()
+        assert dataplane.sync_s(sync, 0) > 0
         assert generator.weights_version() == [0]
 
 

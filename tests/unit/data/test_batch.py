@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from podium.data import Batch, Jagged
+from podium.data import Batch, Jagged, TensorRef
 from podium.errors import DataError
 
 
@@ -79,11 +80,11 @@ def test_concat_restores_and_refuses_other_columns() -> None:
     joined = Batch.concat([batch.slice(0, 1), batch.slice(1, 1), batch.slice(1, 3)])
     assert joined.python("p") == batch.python("p")
     assert torch.equal(joined.jagged("t").values, batch.jagged("t").values)
-    with pytest.raises(DataError, match=r"part 1 differs from part 0 in \['d'\]"):
+    with pytest.raises(DataError, match=r"part 0 has the column 'd' and part 1 has not"):
         Batch.concat([batch, batch.drop("d")])
     with pytest.raises(DataError, match="zero batches"):
         Batch.concat([])
-    with pytest.raises(DataError, match="column 'd' is of different kinds"):
+    with pytest.raises(DataError, match=r"column 'd' is of different kinds: float32\[3\] in part 0, list\[3\]"):
         Batch.concat([batch, batch.with_columns(d=[1, 2, 3])])
 
 
@@ -92,8 +93,43 @@ def test_columns_of_other_lengths_or_kinds_are_refused() -> None:
         Batch({"a": [1], "b": torch.zeros(2)})
     with pytest.raises(DataError, match="column 'a' is str"):
         Batch({"a": "abc"})  # pyright: ignore[reportArgumentType] - the point
-    with pytest.raises(DataError, match="'a' is a tensor without dimensions"):
-        Batch({"a": torch.tensor(1.0)})
+    for number in (torch.tensor(1.0), np.array(1.0), TensorRef.of(torch.tensor(1.0))):
+        with pytest.raises(DataError, match="column 'a': a single number, without dimensions, has no rows"):
+            Batch({"a": number})
+    for array in (np.array(["a"]), np.array([None])):
+        with pytest.raises(DataError, match=r"column 'a': can't convert np.ndarray"):
+            Batch({"a": array})
+
+
+def test_arrays_are_dense_columns_over_their_own_memory() -> None:
+    array = np.zeros((4, 2), np.float32)
+    batch = Batch({"x": array}).with_columns(y=array)
+    assert torch.equal(batch.dense("x"), torch.zeros(4, 2))
+    array[0] = 1.0
+    assert float(batch.dense("y")[0, 0]) == 1.0
+    for given in (array[::-1], array[:, ::2], np.frombuffer(b"1234", np.uint8)):
+        column = Batch({"x": given}).dense("x")
+        assert np.array_equal(column.numpy(), given)
+        column += 1  # a copy where the array's own memory cannot be written to
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_jagged_columns(layout: torch.layout) -> None:
+    rows = [torch.rand(3, 2), torch.rand(1, 2)]
+    column = Batch({"x": torch.nested.nested_tensor(rows, layout=layout)}).jagged("x")
+    assert all(torch.equal(got, row) for got, row in zip(column.unbind(), rows, strict=True))
+    ragged_elsewhere = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(2, 1)])
+    with pytest.raises(DataError, match=r"column 'x': rows of a nested tensor differ in length only; got \[\[2, 3\]"):
+        Batch({"x": ragged_elsewhere})
+
+
+def test_parts_that_do_not_fit_are_named() -> None:
+    batch = Batch({"x": torch.ones(2)})
+    with pytest.raises(DataError, match=r"column 'x': part 0 has rows of float32\[\] and part 2 has rows of float64"):
+        Batch.concat([batch, batch.slice(0, 0), batch.with_columns(x=torch.ones(2).double())])
+    empty = batch.slice(0, 0).with_columns(x=torch.ones(0, dtype=torch.float64))
+    assert Batch.concat([empty, batch]).dense("x").dtype == torch.float32, "what has no rows has no say"
 
 
 def test_bytes_count_tensors() -> None:

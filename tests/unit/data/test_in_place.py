@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from podium.backends.local.segments import SegmentPool
+from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.data import InPlace, MemoryStore, TensorRef, keep
 from podium.data.store import CHECKS

@@ -103,7 +103,7 @@ def test_misuse_is_named() -> None:
             ref.take(index)
     with pytest.raises(DataError, match="cannot join zero"):
         TensorRef.concat([])
-    with pytest.raises(DataError, match="different dtypes"):
+    with pytest.raises(DataError, match="rows of one dtype and shape"):
         TensorRef.concat([ref, TensorRef.of(torch.ones(5))])
     with pytest.raises(DataError, match="by rows"):
         ref[::2]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from podium.backends.local.segments import SegmentPool
+from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.data import MemoryStore, PlainBlock, TensorStore, keep, lay_out
 from podium.data.store import CHECKS, _allowed

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from podium.config import keys_of
 from podium.rewards import NAMED_REWARDS, RewardConfig
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
@@ -26,6 +26,6 @@ def test_the_examples_run_as_printed(tmp_path: Path) -> None:
 
 def test_every_reward_and_every_setting_is_on_the_page() -> None:
     assert all(f"| `{name}` |" in PAGE for name in NAMED_REWARDS)
-    for field in dataclasses.fields(RewardConfig):
-        default = f"{field.default:g}" if isinstance(field.default, float) else field.default
-        assert re.search(rf"^\| `reward\.{field.name}` \| `?{default}`? \|", PAGE, re.MULTILINE), field.name
+    for key in keys_of(RewardConfig, "reward"):
+        default = f"{key.default:g}" if isinstance(key.default, float) else re.escape(str(key.default))
+        assert re.search(rf"^\| `{re.escape(key.path)}` \| `?{default}`? \|", PAGE, re.MULTILINE), key.path

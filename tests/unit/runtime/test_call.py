@@ -10,7 +10,7 @@ import pytest
 
 from podium.backends.inline import InlineBackend
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError
-from podium.runtime import Call, Reply
+from podium.runtime import Call
 from podium.runtime.backend import Backend
 from podium.runtime.watch import Watch
 
@@ -20,26 +20,29 @@ def backend() -> Backend:
     return InlineBackend()
 
 
-def begun(backend: Backend, ranks: int = 2, timeout_s: float = 60.0) -> Call[list[str]]:
-    call: Call[list[str]] = Call("w.m", timeout_s)
-    call.begin(ranks, lambda replies: [reply.payload for reply in replies], backend)
-    return call
+def begun(backend: Backend, timeout_s: float = 60.0) -> Call[str]:
+    return Call("w.m", timeout_s, backend)
 
 
-def test_the_last_reply_ends_it_and_places_keep_their_order(backend: Backend) -> None:
-    call = begun(backend)
-    call.record(1, Reply("ok", "second"))
-    assert not call.done()
-    call.record(0, Reply("ok", "first"))
+def test_the_result_is_read_once_when_it_is_asked_for(backend: Backend) -> None:
+    call, read = begun(backend), list[int]()
+
+    def reading() -> str:
+        read.append(1)
+        return "result"
+
+    call.succeed(reading)
     assert call.done()
-    assert call.result() == ["first", "second"]
+    assert not read
+    assert [call.result(), call.result()] == ["result"] * 2
+    assert len(read) == 1
 
 
 def test_the_first_cause_stays(backend: Backend) -> None:
     call = begun(backend)
     assert call.fail(EndpointError("first", method="m", rank=1))
     assert not call.fail(EndpointError("second", method="m", rank=0))
-    call.record(0, Reply("ok", "late"))
+    call.succeed(lambda: "late")
     assert not call.cancel()
     for _ in range(2):
         with pytest.raises(EndpointError, match="first"):
@@ -47,57 +50,56 @@ def test_the_first_cause_stays(backend: Backend) -> None:
 
 
 def test_a_result_that_came_after_the_deadline_is_discarded(backend: Backend) -> None:
-    call = begun(backend, 1, timeout_s=0.01)
+    call = begun(backend, timeout_s=0.01)
     time.sleep(0.05)
-    call.record(0, Reply("ok", "late"))
+    call.succeed(lambda: "late")
     with pytest.raises(DeadlineExceeded, match=r"w\.m took longer than its deadline of 0\.01 s"):
         call.result()
 
 
 def test_an_error_of_joining_is_raised_again_each_time(backend: Backend) -> None:
-    def join(replies: list[Reply]) -> str:
+    def join() -> str:
         raise ConfigError("does not join")
 
-    call: Call[str] = Call("w.m", 60.0)
-    call.begin(1, join, backend)
-    call.record(0, Reply("ok", None))
+    call = begun(backend)
+    call.succeed(join)
     for _ in range(2):
         with pytest.raises(ConfigError, match="does not join"):
             call.result()
 
 
 def test_callbacks_run_once_also_when_it_had_ended(backend: Backend) -> None:
-    call, heard = begun(backend, 1), list[str]()
+    call, heard = begun(backend), list[str]()
     call.when_done(lambda: heard.append("before"))
-    call.record(0, Reply("ok", "x"))
+    call.succeed(lambda: "x")
     call.when_done(lambda: heard.append("after"))
     assert heard == ["before", "after"]
 
 
 def test_all_who_wait_wake(backend: Backend) -> None:
-    call = begun(backend, 1)
-    results: list[list[str]] = []
+    call = begun(backend)
+    results: list[str] = []
     waiters = [threading.Thread(target=lambda: results.append(call.result())) for _ in range(5)]
     for waiter in waiters:
         waiter.start()
     time.sleep(0.05)
-    call.record(0, Reply("ok", "x"))
+    call.succeed(lambda: "x")
     for waiter in waiters:
         waiter.join(5.0)
-    assert results == [["x"]] * 5
+    assert results == ["x"] * 5
 
 
 def test_awaiting_ends_with_the_call_whichever_thread_ends_it(backend: Backend) -> None:
-    async def main() -> list[str]:
-        call = begun(backend, 1)
-        threading.Timer(0.05, call.record, (0, Reply("ok", "x"))).start()
+    async def main() -> str:
+        call = begun(backend)
+        threading.Timer(0.05, call.succeed, (lambda: "x",)).start()
         return await call
 
-    assert asyncio.run(main()) == ["x"]
+    assert asyncio.run(main()) == "x"
 
 
 def test_giving_up_an_await_does_not_cancel_the_call(backend: Backend) -> None:
-    call = begun(backend, 1)
+    call = begun(backend)
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
@@ -105,11 +107,11 @@ def test_giving_up_an_await_does_not_cancel_the_call(backend: Backend) -> None:
 
     asyncio.run(main())
     assert not call.done()
-    call.record(0, Reply("ok", "x"))  # its loop is closed: nobody may mind
-    assert call.result() == ["x"]
+    call.succeed(lambda: "x")  # its loop is closed: nobody may mind
+    assert call.result() == "x"
 
 
-async def _await(call: Call[list[str]]) -> list[str]:
+async def _await(call: Call[str]) -> str:
     return await call
 
 

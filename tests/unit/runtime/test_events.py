@@ -71,7 +71,8 @@ def test_a_stall_names_who_waits_for_whom(
     sleeper = cluster.start(Sleeper.bind(), cluster.pool([2]), name="slow")
     with caplog.at_level(logging.WARNING, "podium"):
         call = sleeper.sleep.submit(0.8)
-        for flight in sleeper.group.hosts._flights.values():  # pyright: ignore[reportPrivateUsage] - not a whole minute
+        calls = sleeper.group.processes.calls
+        for flight in calls._in_flight.values():  # pyright: ignore[reportPrivateUsage] - not a whole minute
             flight.next_stall = 0.1
         call.result()
     (stalled, *_) = [event for event in events if isinstance(event, telemetry.Stalled)]

@@ -1,4 +1,4 @@
-"""What hosts call the calls in the air: numbers that are used again, but not while a host may still hear of a call."""
+"""Numbers of calls in flight: they are used again, but not while a process may still hear of a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import podium
 from podium.errors import CallCancelled
-from podium.runtime.backend import Reply, Request
+from podium.runtime.messages import Reply, Request
 from podium.testing.workers import Sleeper
 
 
@@ -19,12 +19,12 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[int]]]:
     numbers: list[int] = []
     with podium.connect("inline", threads=True) as cluster:
         sleeper = cluster.start(Sleeper.bind(), distributed=False)
-        (handle,) = sleeper.group.hosts._handles
+        (handle,) = sleeper.group.processes.calls.handles
         invoke: Callable[..., None] = handle.invoke
 
         def note(request: Request, done: Callable[[Reply], None]) -> None:
             if request.target:
-                numbers.append(request.call_id)
+                numbers.append(request.number)
             invoke(request, done)
 
         monkeypatch.setattr(handle, "invoke", note)
@@ -40,7 +40,7 @@ def test_a_thousand_calls_one_after_the_other_share_a_number(sent: tuple[Any, li
     assert len(set(numbers)) <= 2
 
 
-def test_calls_in_the_air_have_numbers_of_their_own(sent: tuple[Any, list[int]]) -> None:
+def test_calls_in_flight_have_numbers_of_their_own(sent: tuple[Any, list[int]]) -> None:
     sleeper, numbers = sent
     calls: list[Any] = [sleeper.history.submit() for _ in range(50)]
     for call in calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,6 +95,68 @@ def test_several_resources_must_fit_together(inventory: Inventory) -> None:
 def test_amounts_are_numbers(inventory: Inventory, amount: float) -> None:
     with pytest.raises(ConfigError, match="from 0 up"):
         inventory.reserve([1], {"cpu": amount})
+
+
+def test_a_fraction_goes_where_one_accelerator_has_room_for_it() -> None:
+    inventory = Inventory(Machines(Node("a", {"gpu": 2}), Node("b", {"gpu": 2})))
+    assert devices(inventory.reserve([2], {"gpu": 0.6})) == [("a", (0,)), ("a", (1,))]  # 0.8 left, none of it in one
+    assert devices(inventory.reserve([1], {"gpu": 0.6})) == [("b", (0,))]
+    assert devices(inventory.reserve([3], {"gpu": 0.3})) == [("b", (0,)), ("b", (1,)), ("b", (1,))]
+    with pytest.raises(PlacementError, match=r"0\.8 gpu free on a.*a fraction of an accelerator is a part of one"):
+        inventory.reserve([1], {"gpu": 0.6})
+
+
+GPUS = {"a": 8, "b": 8, "c": 3}
+
+
+def spread(machines: dict[str, int], slots: int, want: dict[str, float]) -> list[int]:
+    pool = Inventory(Machines(*(Node(name, {"gpu": gpus, "cpu": 4}) for name, gpus in machines.items()))).reserve(
+        slots, want
+    )
+    return [len(list(run)) for _, run in itertools.groupby(slot.node for slot in pool)]
+
+
+@pytest.mark.parametrize(
+    ("slots", "counts"), [(1, [1]), (8, [8]), (9, [5, 4]), (16, [8, 8]), (17, [7, 7, 3]), (19, [8, 8, 3])]
+)
+def test_spread_slots_take_as_few_nodes_as_hold_them_and_evenly(slots: int, counts: list[int]) -> None:
+    assert spread(GPUS, slots, {"gpu": 1}) == counts
+
+
+def test_spread_slots_that_hold_nothing_share_a_node() -> None:
+    assert spread(GPUS, 50, {}) == [50]
+    assert spread(GPUS, 6, {"cpu": 2, "gpu": 0}) == [2, 2, 2]
+
+
+def test_what_cannot_be_spread_is_refused_and_nothing_is_held() -> None:
+    inventory = Inventory(Machines(*(Node(name, {"gpu": gpus}) for name, gpus in GPUS.items())))
+    with pytest.raises(PlacementError) as caught:
+        inventory.reserve(20, {"gpu": 1})
+    assert str(caught.value) == (
+        "asked for 20 slots of 1 gpu each, on any nodes; 8 gpu free on a, 8 gpu free on b, 3 gpu free on c; held by: "
+        "nobody"
+    )
+    assert len(inventory.reserve(19, {"gpu": 1})) == 19
+
+
+def test_spread_counts_this_scripts_pools_and_what_others_hold() -> None:
+    """Three nodes with a pool of one core on each have room for two more slots, one on a node."""
+    inventory = Inventory(Machines(*(Node(name, {"cpu": 2}) for name in "abc")))
+    inventory.reserve([1, 1, 1], {"cpu": 1})
+    assert sorted(slot.node for slot in inventory.reserve(2, {"cpu": 1})) == ["a", "b"]
+    others = Inventory(Machines(Node("a", {"gpu": 8}, {"else": {"gpu": 6}}), Node("b", {"gpu": 8}, {"x": {"gpu": 2}})))
+    assert [slot.node for slot in others.reserve(8, {"gpu": 1})] == ["b"] * 6 + ["a"] * 2
+
+
+def test_spread_slots_of_half_an_accelerator_are_counted_by_accelerator() -> None:
+    inventory = Inventory(Machines(Node("a", {"gpu": 2}), Node("b", {"gpu": 2})))
+    assert devices(inventory.reserve(3, {"gpu": 0.6})) == [("a", (0,)), ("a", (1,)), ("b", (0,))]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, [], [0], [1.5]], ids=str)
+def test_numbers_of_slots_are_whole_and_positive(inventory: Inventory, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="from 1 up"):
+        inventory.reserve(wrong, {})
 
 
 def test_slots_without_resources_are_never_short(inventory: Inventory) -> None:

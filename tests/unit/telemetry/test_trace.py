@@ -84,10 +84,10 @@ def test_a_track_a_worker_and_a_flow_from_the_submission_to_each_rank(tmp_path: 
     tracks = {line["args"]["name"]: (line["pid"], line["tid"]) for line in lines if line["name"] == "thread_name"}
     processes = {line["args"]["name"] for line in lines if line["name"] == "process_name"}
     assert processes == {"controller", "policy"}
-    assert set(tracks) == {"stages", "calls", "policy 0", "policy 1"}
+    assert set(tracks) == {"run", "learn", "calls", "policy 0", "policy 1"}
     slices = {(line["pid"], line["tid"]): line for line in lines if line["ph"] == "X"}
-    assert slices[tracks["stages"]]["name"] == "update"
-    assert slices[tracks["stages"]]["args"] == {"step": 3}
+    assert slices[tracks["learn"]]["name"] == "update"
+    assert slices[tracks["learn"]]["args"] == {"step": 3}
     assert slices[tracks["calls"]]["name"] == "submit policy.update"
     assert (slices[tracks["policy 1"]]["ts"], slices[tracks["policy 1"]]["dur"]) == (12_000.0, 7_000.0)
     starts = [line for line in lines if line["ph"] == "s"]
@@ -95,6 +95,18 @@ def test_a_track_a_worker_and_a_flow_from_the_submission_to_each_rank(tmp_path: 
     assert {(line["pid"], line["tid"]) for line in starts} == {tracks["calls"]}
     assert {(line["pid"], line["tid"]) for line in ends} == {tracks["policy 0"], tracks["policy 1"]}
     assert all(line["bp"] == "e" for line in ends)
+
+
+def test_the_halves_of_steps_that_overlap_are_on_tracks_of_their_own(tmp_path: Path) -> None:
+    stages = [("update", 1, 2, 9, "learn"), ("generate", 2, 1, 12, "collect"), ("update", 2, 13, 15, "learn")]
+    lines = trace(
+        tmp_path / "trace.json",
+        [StageFinished(name, step, start * MS, end * MS, half) for name, step, start, end, half in stages],
+    )
+    check_structure(lines)
+    tracks = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
+    slices = [(tracks[line["tid"]], line["name"], line["args"]["step"]) for line in lines if line["ph"] == "X"]
+    assert slices == [("learn", "update", 1), ("collect", "generate", 2), ("learn", "update", 2)]
 
 
 def test_overlapping_calls_get_a_second_track(tmp_path: Path) -> None:

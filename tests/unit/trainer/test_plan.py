@@ -1,36 +1,43 @@
-"""The plan of a dry run: what each host holds, and the memory that it takes for that."""
+"""The plan of a dry run: what each process holds, and the memory that it takes for that."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from podium.errors import ConfigError, DataError
 from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_plan
-from podium.trainer.plan import Hosts, ModelSize, memory_gib, model_size, placed_hosts
+from podium.trainer.preflight.model_size import ModelSize, model_size
+from podium.trainer.preflight.plan import Processes, memory_gib, placed_processes
+from podium.trainer.roles import bind_roles
 from podium.workers import ModelConfig, load_model
 from tests.integration.training import MODEL, tiny
 
 SIZE = ModelSize(parameters=2**28, trained=2**28, layers=1, hidden=1, key_value_width=1, vocabulary=1)
 
 
-def test_hosts_hold_what_the_placement_puts_there(tmp_path: Path) -> None:
+def test_processes_hold_what_the_placement_puts_there(tmp_path: Path) -> None:
     kl = {"kl_in": "loss"}
     together = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, algorithm=kl)
-    assert placed_hosts(together) == [Hosts(range(2), ("policy", "reference", "estimator", "generator"))]
+    assert placed_processes(together) == [Processes(range(2), ("policy", "reference", "estimator", "generator"))]
     apart = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 2, "generator_ranks": 3}, algorithm=kl)
-    assert placed_hosts(apart) == [
-        Hosts(range(2), ("policy", "reference", "estimator")),
-        Hosts(range(2, 5), ("generator",)),
+    assert placed_processes(apart) == [
+        Processes(range(2), ("policy", "reference", "estimator")),
+        Processes(range(2, 5), ("generator",)),
     ]
-    assert [str(hosts) for hosts in placed_hosts(apart)] == ["hosts 0-1", "hosts 2-4"]
+    assert [str(group) for group in placed_processes(apart)] == ["processes 0-1", "processes 2-4"]
     no_generator = tiny(SFTConfig, tmp_path, placement={"layout": "split", "ranks": 1}, eval={"items": 0})
-    assert [(str(hosts), hosts.roles) for hosts in placed_hosts(no_generator)] == [("host 0", ("policy",))]
+    assert [(str(group), group.roles) for group in placed_processes(no_generator)] == [("process 0", ("policy",))]
 
 
-def test_memory_is_that_of_a_hosts_own_roles(tmp_path: Path) -> None:
+def test_memory_is_that_of_a_processs_own_roles(tmp_path: Path) -> None:
     config = tiny(PPOConfig, tmp_path, placement={"layout": "split", "ranks": 2}, parallel={"micro_batch_tokens": 1})
     trains = memory_gib(config, SIZE, ("policy", "reference", "critic"))
     assert {name: round(gib, 3) for name, gib in trains.items()} == {
@@ -69,16 +76,16 @@ def test_the_cache_is_at_most_what_the_engine_may_hold(tmp_path: Path) -> None:
     assert memory_gib(capped, size, ("generator",))["key/value cache"] == 0.5
 
 
-def test_the_plan_shows_each_kind_of_host_and_all_together(tmp_path: Path) -> None:
+def test_the_plan_shows_each_kind_of_process_and_all_together(tmp_path: Path) -> None:
     split = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 3})
     plan = describe_plan(split, "local").partition("# plan")[2]
     assert "16 rows; 5.3 a rank" in plan
-    assert " each on hosts 0-2 (estimate):\n  weights" in plan
-    assert " on host 3 (estimate):\n  generator's own weights" in plan
-    assert plan.rstrip().endswith("on all hosts")
+    assert " each on processes 0-2 (estimate):\n  weights" in plan
+    assert " on process 3 (estimate):\n  generator's own weights" in plan
+    assert plan.rstrip().endswith("on all processes")
     alone = describe_plan(tiny(GRPOConfig, tmp_path), "local")
-    assert " on host 0 (estimate):" in alone
-    assert "all hosts" not in alone
+    assert " on process 0 (estimate):" in alone
+    assert "all processes" not in alone
 
 
 def test_a_critic_of_another_model_has_its_own_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +104,7 @@ def test_a_critic_of_another_model_has_its_own_size(tmp_path: Path, monkeypatch:
     [
         ({"data": {"train": "absent.jsonl"}}, DataError, r"no file absent\.jsonl"),
         ({"data": {"eval": "./absent/part-*"}}, DataError, r"no file \./absent/part-\*"),
-        ({"reward": {"name": "exat"}}, ConfigError, "did you mean exact"),
+        ({"reward": {"name": "exat"}}, ConfigError, "did you mean 'exact'"),
         ({"reward": {"name": "absent.py:score"}}, ConfigError, r"no file .*absent\.py"),
     ],
 )
@@ -121,3 +128,69 @@ def test_what_only_the_run_can_find_is_left_to_it(tmp_path: Path) -> None:
         reward={"name": "a_module.of_mine:score"},
     )
     assert "an_owner/a_dataset" in describe_plan(config, "local")
+
+
+@pytest.mark.parametrize("kl", [{}, {"kl_in": "loss", "kl_estimator": "k3"}])
+@pytest.mark.parametrize("root", [GRPOConfig, PPOConfig, SFTConfig])
+def test_the_roles_that_are_planned_are_those_that_start(
+    root: type[GRPOConfig | PPOConfig | SFTConfig], kl: dict[str, str], tmp_path: Path
+) -> None:
+    algorithm = {} if root is SFTConfig else {"algorithm": kl}
+    for items in (0, 4):
+        config = tiny(root, tmp_path, eval={"items": items}, **algorithm)
+        assert tuple(bind_roles(config)) == config.roles
+
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("sections", "backend", "message"),
+    [
+        (
+            {"placement": {"ranks": 2}},
+            "inline",
+            r"placement\.ranks = 2: inline .*use the backend local",
+        ),
+        ({"placement": {"cpus": 500}}, "local", r"placement\.cpus = 500: 1 worker process\(es\) .* leave it out"),
+        ({"placement": {"cpus": CORES, "ranks": 2}}, "local", r"placement\.cpus = \d+: 2 worker process\(es\)"),
+        ({"engine": {"name": "vllm"}}, "local", r"engine\.name = 'vllm': .* pip install 'podium\[vllm\]'"),
+        (
+            {"run": {"trackers": ["trackio"]}},
+            "local",
+            r"trackio, .*: pip install 'podium\[trackers\]'",
+        ),
+        ({"run": {"schedule": "absent.py:mine"}}, "local", r"run\.schedule = .*no file .*absent\.py"),
+        ({"run": {"schedule": "operator:add"}}, "local", r"run\.schedule = .*'add' must take exactly one argument"),
+        (
+            {"model": {"path": "./absent", "config": {}}},
+            "local",
+            r"model\.path = .*: there is no such dir",
+        ),
+        ({"algorithm": {"advantage": "absent.py:mine"}}, "local", r"algorithm\.advantage = .*no file .*absent\.py"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], backend: str, message: str
+) -> None:
+    for name in ("vllm", "trackio"):
+        if find_spec(name) is not None and name in message:
+            pytest.skip(f"{name} is installed here")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        describe_plan(tiny(GRPOConfig, tmp_path, **sections), backend)
+
+
+def test_a_refused_configuration_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    script = (
+        "import sys; from podium.cli import main\n"
+        "assert main(sys.argv[1:]) == 2\n"
+        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
+    )
+    words = ["train", "grpo", "--dry-run", "--data.train", "train.jsonl", "--placement.cpus", "500"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "placement.cpus = 500" in done.stderr
+    assert done.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""The final report: its statistics against reference values, its drawings by rendering them."""
+"""The final report: its drawings, by rendering them."""
 
 from __future__ import annotations
 
@@ -6,84 +6,49 @@ import io
 import json
 import math
 import random
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from podium.telemetry import EvalFinished, PhaseStarted, StepFinished, emit, metrics
+from podium.telemetry import EvalFinished, Note, PhaseStarted, Sample, StepFinished, emit, metrics, subscribe
 from podium.telemetry.sinks import JsonlSink
-from podium.trainer.report import (
-    Accuracy,
-    Comparison,
-    Curve,
-    Report,
-    draw_curve,
-    gain_interval,
-    plot_curve,
-    read_curve,
-    render,
-    smoothed,
-)
+from podium.trainer.evaluate import Evaluation
+from podium.trainer.report import Curve, draw_curve, plot_curve, read_curve, render, report, smoothed
+from podium.trainer.run_dir import RunDirectory, Summary
+
+
+def evaluation(step: int, correct: int, items: int = 100, samples: tuple[Sample, ...] = ()) -> Evaluation:
+    return Evaluation(step=step, correct=correct, items=items, reward_mean=0.5, samples=samples)
 
 
 def grpo_curve(metric: str = metrics.ACCURACY, evaluations: bool = True) -> Curve:
     draw = random.Random(0)
     steps = list(range(1, 161))
     values = [0.4 + 0.4 * (1 - math.exp(-step / 60)) + draw.gauss(0, 0.03) for step in steps]
-    held_out = [(0, Accuracy(211, 500)), (80, Accuracy(350, 500)), (160, Accuracy(396, 500))]
+    held_out = [evaluation(0, 211, 500), evaluation(80, 350, 500), evaluation(160, 396, 500)]
     return Curve(metric=metric, steps=steps, values=values, evaluations=held_out if evaluations else ())
 
 
-def rendered(report: Report, width: int = 100) -> str:
+def rendered(
+    first: Evaluation | None = None,
+    last: Evaluation | None = None,
+    steps: int = 160,
+    curve: Curve | None = None,
+    paths: Mapping[str, Path | str] | None = None,
+    width: int = 100,
+) -> str:
     out = io.StringIO()
-    render(report, Console(file=out, width=width, force_terminal=False, highlight=False))
+    console = Console(file=out, width=width, force_terminal=False, highlight=False)
+    render(
+        "grpo: sums", Summary(task="sums", seed=0, steps=steps, wall_s=231.4), first, last, curve, paths or {}, console
+    )
     return out.getvalue()
 
 
-# Statistics
-
-
-@pytest.mark.parametrize(
-    ("correct", "items", "low", "high"),
-    [
-        # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3.
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ],
-)
-def test_the_interval_of_a_share_is_the_published_one(correct: int, items: int, low: float, high: float) -> None:
-    assert Accuracy(correct, items).interval() == pytest.approx((low, high), abs=5e-5)
-
-
-def test_the_interval_holds_the_share_at_both_ends() -> None:
-    for items in (1, 7, 500):
-        for correct in (0, items):
-            low, high = Accuracy(correct, items).interval()
-            assert 0 <= low <= correct / items <= high <= 1
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "low", "high"),
-    [
-        # Newcombe 1998, Statistics in Medicine 17:873, table II, method 10: p1 - p2.
-        ((56, 70), (48, 80), 0.0524, 0.3339),
-        ((9, 10), (3, 10), 0.1705, 0.8090),
-        ((10, 10), (0, 10), 0.6075, 1.0),
-    ],
-)
-def test_the_interval_of_a_gain_is_the_published_one(
-    one: tuple[int, int], other: tuple[int, int], low: float, high: float
-) -> None:
-    assert gain_interval(Accuracy(*other), Accuracy(*one)) == pytest.approx((low, high), abs=5e-5)
-
-
-@pytest.mark.parametrize(("correct", "items"), [(-1, 5), (6, 5), (0, 0)])
-def test_an_impossible_accuracy_is_refused(correct: int, items: int) -> None:
-    with pytest.raises(ValueError, match="expected 0 <= correct <= items"):
-        Accuracy(correct, items)
+# Reading
 
 
 def test_smoothing_keeps_a_constant_and_averages_neighbours() -> None:
@@ -92,15 +57,9 @@ def test_smoothing_keeps_a_constant_and_averages_neighbours() -> None:
     assert smoothed([1.0]) == [1.0]
 
 
-# Reading
-
-
-def test_the_curve_is_that_of_the_last_phase(tmp_path: Path) -> None:
+def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with JsonlSink(path):
-        emit(PhaseStarted("sft", 2))
-        emit(StepFinished(1, {metrics.LOSS: 2.0}))
-        emit(StepFinished(2, {metrics.LOSS: 1.0}))
         emit(PhaseStarted("grpo", 3))
         emit(EvalFinished(0, 0.422, 500, 0.5))
         for step, accuracy in ((1, 0.4), (2, math.nan), (3, 0.6)):
@@ -113,10 +72,8 @@ def test_the_curve_is_that_of_the_last_phase(tmp_path: Path) -> None:
         metric=metrics.ACCURACY,
         steps=[1, 3],
         values=[0.4, 0.6],
-        evaluations=[(0, Accuracy(211, 500)), (3, Accuracy(306, 500))],
+        evaluations=[evaluation(0, 211, 500), evaluation(3, 306, 500)],
     )
-    warm_up = read_curve(path, phase="sft")
-    assert warm_up == Curve(metric=metrics.LOSS, steps=[1, 2], values=[2.0, 1.0])
 
 
 def test_without_steps_there_is_no_curve(tmp_path: Path) -> None:
@@ -174,25 +131,13 @@ def test_any_range_of_values_can_be_drawn(values: list[float], tmp_path: Path) -
 # The whole
 
 
-def full_report() -> Report:
-    return Report(
-        title="grpo on reasoning_gym:basic_arithmetic",
-        steps=160,
-        wall_s=231.4,
-        before=Accuracy(211, 500),
-        after=Accuracy(396, 500),
-        comparisons=[
-            Comparison(prompt="12 + 30?", before="52", after="42", reward_before=0.2, reward_after=1.0, expected="42"),
-            Comparison(prompt="1 + 1?", before="", after="[b]2[/b]\x1b[2J", reward_before=0.0, reward_after=1.0),
-        ],
-        curve=grpo_curve(),
-        paths={"model": "runs/" + "x" * 120, "trace": Path("runs/a/trace.json")},
-    )
+FIRST = evaluation(0, 211, 500, (Sample("12 + 30?", "52", 0.2, "42"), Sample("1 + 1?", "", 0.0)))
+LAST = evaluation(160, 396, 500, (Sample("12 + 30?", "42", 1.0, "42"), Sample("1 + 1?", "[b]2[/b]\x1b[2J", 1.0)))
 
 
 def test_the_report_says_what_was_gained_and_how_surely() -> None:
-    text = rendered(full_report())
-    assert "grpo on reasoning_gym:basic_arithmetic  160 steps in 3m51s" in text
+    text = rendered(FIRST, LAST, curve=grpo_curve())
+    assert "grpo: sums  160 steps in 3m51s" in text
     before, after, gain = (line for line in text.splitlines() if line.split()[:1] in (["before"], ["after"], ["gain"]))
     assert "42.2%" in before
     assert "37.9% to 46.6%, n = 500" in before
@@ -203,7 +148,7 @@ def test_the_report_says_what_was_gained_and_how_surely() -> None:
 
 
 def test_completions_stand_side_by_side_as_they_are() -> None:
-    text = rendered(full_report())
+    text = rendered(FIRST, LAST)
     (answers,) = [line for line in text.splitlines() if "12 + 30?" in line]
     assert answers.split() == ["12", "+", "30?", "52", "42"]
     (rewards,) = [line for line in text.splitlines() if "expected 42" in line]
@@ -213,24 +158,45 @@ def test_completions_stand_side_by_side_as_they_are() -> None:
 
 
 def test_paths_are_whole_however_narrow_the_terminal_is() -> None:
-    text = rendered(full_report(), width=60)
+    paths = {"model": "runs/" + "x" * 120, "trace": Path("runs/a/trace.json")}
+    text = rendered(FIRST, LAST, curve=grpo_curve(), paths=paths, width=60)
     assert "  model  runs/" + "x" * 120 + "\n" in text
     assert "  trace  runs/a/trace.json\n" in text
     assert max(len(line) for line in text.splitlines() if "xxx" not in line) <= 60
 
 
 def test_a_gain_within_chance_is_called_so() -> None:
-    report = Report(title="t", steps=1, wall_s=1.0, before=Accuracy(50, 100), after=Accuracy(52, 100))
-    assert "may be chance" in rendered(report)
-    assert "may be chance" not in rendered(full_report())
+    assert "may be chance" in rendered(evaluation(0, 50), evaluation(1, 52))
+    assert "may be chance" not in rendered(FIRST, LAST)
 
 
 def test_a_run_that_was_stopped_says_what_was_measured_and_when() -> None:
-    stopped = Report(title="t", steps=7, wall_s=1.0, before=Accuracy(50, 100))
-    assert [line.split()[0] for line in rendered(stopped).splitlines() if "%" in line] == ["held-out", "before"]
-    later = Report(title="t", steps=7, wall_s=1.0, before=Accuracy(50, 100), after=Accuracy(80, 100), after_step=5)
-    assert "last measured after step 5" in rendered(later)
-    assert "last measured" not in rendered(full_report())
+    only = evaluation(0, 50)
+    assert [line.split()[0] for line in rendered(only, only).splitlines() if "%" in line] == ["held-out", "before"]
+    assert "last measured after step 5" in rendered(only, evaluation(5, 80), steps=7)
+    assert "last measured" not in rendered(FIRST, LAST)
+
+
+@pytest.mark.parametrize("absent", ["matplotlib", "plotext"])
+def test_without_the_plotting_libraries_the_report_has_no_curve_and_a_note_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str
+) -> None:
+    monkeypatch.setitem(sys.modules, absent, None)
+    notes: list[str] = []
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    out = io.StringIO()
+    try:
+        with RunDirectory(tmp_path / "run") as directory:
+            with JsonlSink(directory.metrics_path):
+                for step in (1, 2):
+                    emit(StepFinished(step, {metrics.LOSS: 1.0 / step}))
+            summary = Summary(task="sums", seed=0, steps=2, wall_s=1.0)
+            report(summary, None, None, directory, "sft: sums", Console(file=out, width=100))
+            assert not directory.curve_path.exists()
+    finally:
+        unsubscribe()
+    assert notes == [f"the learning curve is not drawn without {absent}: pip install 'podium[plot]'"]
+    assert "sft: sums" in out.getvalue()
 
 
 @pytest.mark.parametrize("level", [0.0, 0.5])
@@ -240,6 +206,6 @@ def test_a_curve_that_does_not_move_has_round_ticks(level: float) -> None:
 
 
 def test_a_run_without_evaluation_has_a_report_too() -> None:
-    text = rendered(Report(title="sft", steps=3, wall_s=0.5, paths={"metrics": "m.jsonl"}))
+    text = rendered(paths={"metrics": "m.jsonl"})
     assert "held-out" not in text
     assert text.splitlines()[-1] == "  metrics  m.jsonl"

@@ -8,36 +8,10 @@ from pathlib import Path
 import pytest
 
 import podium
-from podium.errors import CheckpointError, PlacementError
-from podium.runtime import Node, endpoint, nothing
+from podium.errors import PlacementError
 from podium.telemetry import WorkerStarted, subscribe
-from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.roles import spread
-from podium.workers import Policy
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from tests.integration.training import tiny
-
-GPU = {"gpu": 1.0, "cpu": 0.0}
-NODES = [Node("a", {"gpu": 8, "cpu": 4}), Node("b", {"gpu": 8, "cpu": 4}), Node("c", {"gpu": 3, "cpu": 4})]
-
-
-@pytest.mark.parametrize(
-    ("slots", "counts"),
-    [(1, [1]), (8, [8]), (9, [5, 4]), (16, [8, 8]), (17, [7, 7, 3]), (19, [8, 8, 3]), (20, [20])],
-)
-def test_ranks_go_to_as_few_nodes_as_hold_them_and_evenly(slots: int, counts: list[int]) -> None:
-    assert spread(slots, GPU, NODES) == counts
-
-
-def test_slots_that_hold_nothing_share_a_node() -> None:
-    assert spread(50, {"gpu": 0, "cpu": 0}, NODES) == [50]
-    assert spread(6, {"gpu": 0, "cpu": 2}, NODES) == [2, 2, 2]
-
-
-def test_what_others_hold_is_left_alone_unless_nothing_else_would_do() -> None:
-    half = [Node("a", {"gpu": 8}, {"else": {"gpu": 6}}), Node("b", {"gpu": 8}, {"else": {"gpu": 2}})]
-    assert spread(8, GPU, half) == [6, 2]
-    full = [Node("a", {"gpu": 8}, {"else": {"gpu": 6}}), Node("b", {"gpu": 8}, {"else": {"gpu": 7}})]
-    assert spread(8, GPU, full) == [8]  # which is refused with their names, or waited for
 
 
 def test_a_run_is_spread_over_nodes(tmp_path: Path) -> None:
@@ -62,7 +36,7 @@ def test_a_run_waits_for_cores_that_others_hold(tmp_path: Path) -> None:
         cores = int(cluster.nodes[0].resources["cpu"])
         held = cluster.pool([1], cpus=cores)
         placement = {"cpus": cores, "wait_s": 0.0}
-        with pytest.raises(PlacementError, match=f"asked for {cores} cpu on 1 node; 0 cpu free"):
+        with pytest.raises(PlacementError, match=f"placement of 1 ranks .*asked for 1 slots? of {cores} cpu"):
             PPOTrainer(tiny(GRPOConfig, tmp_path, placement=placement), cluster=cluster, show=False).fit()
         given_back = threading.Timer(0.5, cluster.release, [held])
         given_back.start()
@@ -71,16 +45,14 @@ def test_a_run_waits_for_cores_that_others_hold(tmp_path: Path) -> None:
         given_back.join()
 
 
-class Elsewhere(Policy):
-    """Writes as a worker on another machine does, whose disk is not the controller's."""
-
-    @endpoint(collect=nothing())
-    def save(self, path: str) -> None:
-        super().save(path.replace("checkpoints", "elsewhere"))
-
-
-def test_a_checkpoint_on_a_disk_that_is_not_shared_is_no_checkpoint(tmp_path: Path) -> None:
-    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
-    with pytest.raises(CheckpointError, match=r"policy was written on another machine.* set run\.dir to one"):
-        PPOTrainer(config, cluster="inline", workers={"policy": Elsewhere}, show=False).fit()
-    assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))
+def test_two_ranks_fit_beside_the_scripts_own_pools(tmp_path: Path) -> None:
+    """Three nodes with a pool of the script's on each of them: a core is left on each, which is enough for a rank."""
+    with podium.connect("local", nodes=3) as cluster:
+        cores = int(cluster.nodes[0].resources["cpu"])
+        cluster.pool([1, 1, 1], cpus=cores - 1)
+        config = tiny(
+            SFTConfig, tmp_path, placement={"ranks": 2, "cpus": 1}, run={"steps": 1}, eval={"items": 0},
+            save={"model": False},
+        )  # fmt: skip
+        assert SFTTrainer(config, cluster=cluster, show=False).fit().steps == 1
+        assert len(cluster.pool([1, 1, 1], cpus=1)) == 3  # all of it was given back

@@ -1,105 +1,318 @@
-"""What a schedule drives, in which order, and how a stop is asked for."""
+"""What a schedule drives, in which order; and what a wrong schedule is told."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
-from podium.trainer.interrupt import ECHO_S, StopRequest, listen_for_stop
-from podium.trainer.schedules import Plan, sync
+from podium.errors import ConfigError
+from podium.trainer.clock import StageClock
+from podium.trainer.schedules import Schedule, Steps, load_schedule, sync
+from podium.trainer.session import StopRequest
+
+
+class Taken(NamedTuple):
+    step: int
 
 
 class Recorder:
-    """A loop that writes down what was asked of it."""
+    """A trainer that writes down what was asked of it. The place of its data is the number of steps taken."""
 
-    def __init__(self, stop: StopRequest | None = None, stop_at: int = 0, good_at: int = 0) -> None:
+    keeps_apart = ""
+
+    def __init__(self, last: int = 4, eval_every: int = 0, save_every: int = 0) -> None:
         self.calls: list[str] = []
-        self._stop, self._stop_at, self._good_at = stop, stop_at, good_at
+        self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
+        self.clock = StageClock()
+        self.source = self
+        self.config: Any = SimpleNamespace(
+            run=SimpleNamespace(steps=last, schedule="mine.py:mine"),
+            eval=SimpleNamespace(every=eval_every),
+            save=SimpleNamespace(every=save_every),
+        )
+        self.taken = 0
+        self.saved: list[tuple[int, Mapping[str, Any]]] = []
+        self.learning = Event()
 
-    def step(self, step: int) -> Mapping[str, float]:
-        self.calls.append(f"step {step}")
-        if self._stop is not None and step == self._stop_at:
-            self._stop.request()
+    def state(self) -> Mapping[str, Any]:
+        return {"taken": self.taken}
+
+    def collect(self, step: int) -> Taken:
+        self.calls.append(f"collect {step}")
+        self.taken += 1
+        return Taken(step)
+
+    def learn(self, rollout: Taken) -> Mapping[str, float]:
+        self.calls.append(f"learn {rollout.step}")
+        if rollout.step == self.stop_at:
+            self.stop.request()
+        self.learning.set()
         return {"loss": 0.0}
+
+    def stage_tokens(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return {}
 
     def evaluate(self, step: int) -> bool:
         self.calls.append(f"evaluate {step}")
-        return step == self._good_at > 0
+        return step == self.good_at > 0
 
     def save(self, step: int) -> None:
         self.calls.append(f"save {step}")
+        self.saved.append((step, self.steps.place))
+
+    def run(self, schedule: Schedule = sync, first: int = 1) -> int:
+        """Drive this by ``schedule``; the last step that was done."""
+        with ThreadPoolExecutor(2) as threads:
+            self.steps = Steps(self, first, self.stop, threads)  # type: ignore[arg-type] # what Steps needs of a trainer
+            schedule(self.steps)
+            self.steps.check_whole()
+            return self.steps.done
 
 
-def plan(first: int = 1, last: int = 4, eval_every: int = 0, save_every: int = 0, eval_at_start: bool = True) -> Plan:
-    return Plan(first=first, last=last, eval_at_start=eval_at_start, eval_every=eval_every, save_every=save_every)
+def between(calls: list[str]) -> list[str]:
+    """What happened beside the halves."""
+    return [call for call in calls if call.split()[0] not in ("collect", "learn")]
 
 
 def test_evaluation_and_saving_come_when_they_are_due() -> None:
-    loop = Recorder()
-    assert sync(loop, plan(eval_every=2, save_every=3), StopRequest()) == 4
-    assert loop.calls == [
-        *("evaluate 0", "step 1", "step 2", "evaluate 2", "step 3", "save 3", "step 4", "evaluate 4", "save 4"),
+    trainer = Recorder(eval_every=2, save_every=3)
+    assert trainer.run() == 4
+    assert trainer.calls == [
+        *("collect 1", "learn 1", "collect 2", "learn 2", "evaluate 2", "collect 3", "learn 3", "save 3"),
+        *("collect 4", "learn 4", "evaluate 4", "save 4"),
     ]
 
 
 def test_without_a_rhythm_both_come_at_the_end_only() -> None:
-    loop = Recorder()
-    sync(loop, plan(last=2, eval_at_start=False), StopRequest())
-    assert loop.calls == ["step 1", "step 2", "evaluate 2", "save 2"]
+    trainer = Recorder(last=2)
+    trainer.run()
+    assert between(trainer.calls) == ["evaluate 2", "save 2"]
 
 
-def test_a_resumed_run_is_not_evaluated_at_its_start_again() -> None:
-    loop = Recorder()
-    assert sync(loop, plan(first=4), StopRequest()) == 4
-    assert loop.calls == ["step 4", "evaluate 4", "save 4"]
-
-
-def test_a_finished_run_that_is_resumed_has_no_step_left() -> None:
-    loop = Recorder()
-    assert sync(loop, plan(first=5), StopRequest()) == 4
-    assert loop.calls == []
+def test_a_resumed_run_goes_on_at_its_step_and_a_finished_one_has_none_left() -> None:
+    resumed, finished = Recorder(), Recorder()
+    assert resumed.run(first=4) == 4
+    assert resumed.calls == ["collect 4", "learn 4", "evaluate 4", "save 4"]
+    assert finished.run(first=5) == 4
+    assert finished.calls == []
 
 
 def test_a_stop_ends_after_the_step_with_a_checkpoint() -> None:
-    stop = StopRequest()
-    loop = Recorder(stop, stop_at=2)
-    assert sync(loop, plan(eval_every=1, eval_at_start=False), stop) == 2
-    assert loop.calls == ["step 1", "evaluate 1", "step 2", "save 2"]
+    trainer = Recorder(eval_every=1)
+    trainer.stop_at = 2
+    assert trainer.run() == 2
+    assert between(trainer.calls) == ["evaluate 1", "save 2"]
 
 
 def test_a_run_that_is_good_enough_ends_with_a_checkpoint() -> None:
-    loop = Recorder(good_at=2)
-    assert sync(loop, plan(eval_every=2), StopRequest()) == 2
-    assert loop.calls[-2:] == ["evaluate 2", "save 2"]
+    trainer = Recorder(eval_every=2)
+    trainer.good_at = 2
+    assert trainer.run() == 2
+    assert trainer.calls[-2:] == ["evaluate 2", "save 2"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_interrupts(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with listen_for_stop() as stop:
-        os.kill(os.getpid(), number)
-        assert stop.requested
-        os.kill(os.getpid(), number)  # an echo of the first, as make and timeout send it: not a second wish
-        stop.requested_at = time.monotonic() - 2 * ECHO_S
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
-    assert signal.getsignal(number) == before
+# -- schedules that run ahead, and wrong ones
 
 
-def test_outside_the_main_thread_there_is_no_signal_to_hear() -> None:
-    heard: list[bool] = []
+def ahead(steps: Steps) -> None:
+    coming = steps.collect_ahead(steps.first)
+    for step in steps:
+        rollout = coming.result()
+        if step < steps.last:
+            coming = steps.collect_ahead(step + 1)
+            coming.result()  # so that the test knows how far it is
+        steps.learn(rollout)
 
-    def run() -> None:
-        with listen_for_stop() as stop:
-            stop.request("somebody asked")
-            heard.append(stop.requested)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert heard == [True]
+def test_a_checkpoint_holds_the_place_of_what_was_learned_not_of_what_was_collected_ahead() -> None:
+    trainer = Recorder(last=3, save_every=1)
+    trainer.run(ahead)
+    assert trainer.calls[:3] == ["collect 1", "collect 2", "learn 1"]
+    assert trainer.saved == [(1, {"taken": 1}), (2, {"taken": 2}), (3, {"taken": 3})]
+
+
+def test_what_was_collected_ahead_is_dropped_when_somebody_asks_to_stop() -> None:
+    trainer = Recorder(last=9)
+    trainer.stop_at = 2
+    assert trainer.run(ahead) == 2
+    assert trainer.taken == 3
+    assert trainer.saved == [(2, {"taken": 2})]
+
+
+def returns_early(steps: Steps) -> None:
+    for step in steps:
+        steps.learn(steps.collect(step))
+        if step == 2:
+            return
+
+
+def skips(steps: Steps) -> None:
+    for step in steps:
+        steps.collect(step)
+
+
+def learns_twice(steps: Steps) -> None:
+    for step in steps:
+        rollout = steps.collect(step)
+        steps.learn(rollout)
+        steps.learn(rollout)
+
+
+def collects_out_of_order(steps: Steps) -> None:
+    for step in steps:
+        steps.collect(step + 1)
+
+
+def leaves_out_a_step(steps: Steps) -> None:
+    for step in steps:
+        steps.collect(2 * step - 1)
+        steps.learn(steps.collect(2 * step + 1))
+
+
+def counts_itself(steps: Steps) -> None:
+    for step in range(steps.first, steps.last + 1):
+        steps.learn(steps.collect(step))
+
+
+def breaks_and_counts_itself(steps: Steps) -> None:
+    for step in steps:
+        steps.learn(steps.collect(step))
+        break
+    steps.learn(steps.collect(2))
+
+
+def does_nothing(steps: Steps) -> None:
+    del steps
+
+
+def forgets_the_result(steps: Steps) -> None:
+    for step in steps:
+        steps.learn(steps.collect_ahead(step))  # type: ignore[arg-type] # the mistake
+
+
+def learns_a_number(steps: Steps) -> None:
+    for step in steps:
+        steps.learn(step)  # type: ignore[arg-type] # the mistake
+
+
+def never_stops_collecting(steps: Steps) -> None:
+    coming = steps.collect_ahead(steps.first)
+    for step in steps:
+        rollout, coming = coming.result(), steps.collect_ahead(step + 1)
+        coming.result()
+        steps.learn(rollout)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            returns_early,
+            "it learned steps 1 to 2 of 4 and left the loop over `steps`; let `for step in steps` run to its end",
+        ),
+        (does_nothing, "it learned no step and left the loop over `steps`"),
+        (counts_itself, r"learn\(1\) was called before the loop over `steps` gave step 1; write `for step in steps`"),
+        (breaks_and_counts_itself, r"learn\(2\) was called before the loop over `steps` gave step 2"),
+        (skips, "it was given step 1 and did not learn it; call learn once a step"),
+        (learns_twice, r"learn\(1\) was called twice; each step is learned once, in order"),
+        (collects_out_of_order, r"collect\(2\) was called first; expected collect\(1\)"),
+        (leaves_out_a_step, r"collect\(3\) was called after collect\(1\); expected collect\(2\)"),
+        (forgets_the_result, r"learn takes what collect returned; it got a Future: call \.result\(\)"),
+        (learns_a_number, "learn takes what collect returned; it got a value of type int$"),
+        (never_stops_collecting, r"collect\(5\) is beyond the last step, 4; ask `if step < steps\.last`"),
+    ],
+)
+def test_a_schedule_that_loses_a_step_or_trains_on_it_twice_is_refused(schedule: Schedule, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.schedule = 'mine\.py:mine': " + message):
+        Recorder().run(schedule)
+
+
+class Slow(Recorder):
+    """``collect`` of the second step goes on until a step is being learned; after that, until the test lets it end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collecting, self.go_on = Event(), Event()
+
+    def collect(self, step: int) -> Taken:
+        if step == 2:
+            self.collecting.set()
+            self.go_on.wait(10)
+        return super().collect(step)
+
+
+def beside(steps: Steps) -> Iterator[Any]:
+    """Step 2 is being collected while the caller goes on."""
+    trainer: Any = steps._trainer
+    rollout = steps.collect(1)
+    coming = steps.collect_ahead(2)
+    trainer.collecting.wait(10)
+    try:
+        yield rollout
+    finally:
+        trainer.go_on.set()
+        coming.result()
+
+
+def test_halves_that_share_a_process_are_not_run_beside_each_other() -> None:
+    trainer = Slow()
+    trainer.keeps_apart = "the generator reads the policy's weights"
+
+    def schedule(steps: Steps) -> None:
+        for rollout in beside(steps):
+            steps.learn(rollout)
+
+    with pytest.raises(ConfigError, match="beside each other, but the generator reads the policy's weights"):
+        trainer.run(schedule)
+    assert "learn 1" not in trainer.calls
+
+
+def test_one_collect_runs_at_a_time() -> None:
+    def schedule(steps: Steps) -> None:
+        for _ in beside(steps):
+            steps.collect(2)
+
+    with pytest.raises(ConfigError, match=r"collect\(2\) began while collect\(2\) was running"):
+        Slow().run(schedule)
+
+
+def test_the_page_on_schedules_prints_the_synchronous_one() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
+    scope: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], scope)
+    own, printed = Recorder(), Recorder()
+    assert own.run() == printed.run(scope["sync"])
+    assert own.calls == printed.calls
+
+
+def test_a_schedule_is_a_name_or_a_function_in_a_file(tmp_path: Path) -> None:
+    assert load_schedule("sync") is sync
+    (tmp_path / "mine.py").write_text("def twice(steps):\n    pass\n")
+    assert load_schedule(f"{tmp_path}/mine.py:twice").__name__ == "twice"
+    with pytest.raises(ConfigError, match=r"run\.schedule = 'sinc': expected one of sync.*did you mean 'sync'"):
+        load_schedule("sinc")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("async def mine(steps): ...", "'mine' is a coroutine function; write a plain one"),
+        ("def mine(steps): yield", "'mine' is a generator function; write a plain one"),
+        ("async def mine(steps): yield", "'mine' is an asynchronous generator function; write a plain one"),
+        ("class mine:\n    def __init__(self, steps): ...", "'mine' is a class; write a plain function"),
+        ("def mine(): ...", "'mine' must take exactly one argument, the steps"),
+        ("def mine(steps, depth): ...", "'mine' must take exactly one argument, the steps"),
+        ("mine = 3", "'mine' in .* is not a function"),
+    ],
+)
+def test_what_is_no_plain_function_of_one_argument_is_refused(tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ConfigError, match=r"run\.schedule = .*" + message):
+        load_schedule(f"{tmp_path}/mine.py:mine")

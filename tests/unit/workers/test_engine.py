@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.algorithms import PartialMetrics, SFTLoss, SFTLossInputs, loss_weights, partial_metrics
+from podium.algorithms import TokenLoss, loss_weights
 from podium.data import Batch
-from podium.errors import ConfigError, PodiumError
-from podium.workers import MicroLoss, OptimConfig, ParallelConfig, StepResult, TrainEngine, load_model
+from podium.errors import ConfigError, DataError, PodiumError
+from podium.workers import OptimConfig, ParallelConfig, StepResult, TrainEngine, load_model
+from podium.workers.config import ModelConfig
 from podium.workers.micro_batches import MicroBatch
-from podium.workers.models import ModelConfig
 from podium.workers.scoring import score_tokens
 from tests.unit.workers.tiny import ADAPTED, TINY, oracle_logprobs, recorded
-
-NOTHING = PartialMetrics(torch.zeros(()), {}, {})
 
 
 def make_engine(optim: OptimConfig | None = None, model: ModelConfig = TINY, **parallel: Any) -> TrainEngine:
@@ -30,17 +28,15 @@ def make_engine(optim: OptimConfig | None = None, model: ModelConfig = TINY, **p
 
 
 def sft_step(engine: TrainEngine, batch: Batch, scale: float = 1.0) -> StepResult:
-    def compute(micro: MicroBatch) -> MicroLoss:
-        loss = SFTLoss()(SFTLossInputs(logprobs_N=score_tokens(engine.model, micro).logprobs))
-        weights = micro.columns["loss_weights"]
-        return MicroLoss((weights * loss.loss_N).sum() * scale, partial_metrics(loss, weights))
+    def compute(micro: MicroBatch) -> TokenLoss:
+        return TokenLoss(-scale * score_tokens(engine.model, micro).logprobs)
 
-    return engine.step(batch, compute, NOTHING, columns=("loss_weights",))
+    return engine.step(batch, compute)
 
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"micro_batch_tokens": 30}, {"layout": "packed"}, {"layout": "packed", "micro_batch_tokens": 30}],
+    [{"micro_batch_tokens": 30}, {"batching": "packed"}, {"batching": "packed", "micro_batch_tokens": 30}],
     ids=["padded-30", "packed", "packed-30"],
 )
 def test_steps_do_not_depend_on_how_the_batch_is_cut(parallel: dict[str, Any]) -> None:
@@ -92,9 +88,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted() -> None:
         sft_step(make_engine(OptimConfig(non_finite="error")), recorded(), scale=math.inf)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_half_precision_products_stay_near_full_ones(layout: str) -> None:
-    full, half = make_engine(), make_engine(precision="bfloat16", layout=layout)
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_half_precision_products_stay_near_full_ones(batching: str) -> None:
+    full, half = make_engine(), make_engine(precision="bfloat16", batching=batching)
     for _ in range(3):
         assert sft_step(half, recorded()).loss == pytest.approx(sft_step(full, recorded()).loss, abs=0.05)
     assert all(p.dtype == torch.float32 for p in half.model.parameters())
@@ -117,6 +113,17 @@ def test_an_empty_batch_is_a_step_of_loss_zero() -> None:
     result = sft_step(engine, recorded().slice(0, 0))
     assert (result.loss, result.grad_norm, result.metrics) == (0.0, 0.0, {})
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+
+
+def test_metrics_that_come_and_go_between_micro_batches_are_refused() -> None:
+    engine = make_engine(micro_batch_tokens=30)
+
+    def compute(micro: MicroBatch) -> TokenLoss:
+        logprobs = score_tokens(engine.model, micro).logprobs
+        return TokenLoss(-logprobs, {f"rows/{len(micro.rows)}": logprobs.detach()})
+
+    with pytest.raises(DataError, match=r"the loss reports rows/1, rows/.* in some micro-batches and not in others"):
+        engine.step(recorded(), compute)
 
 
 def test_evaluation_fills_token_columns_and_leaves_no_gradient() -> None:
@@ -145,12 +152,6 @@ def test_compiled_layers_give_the_same_steps() -> None:
 
 
 def test_wrong_settings() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.strategy='ddp'"):
-        ParallelConfig(strategy="ddp")
-    with pytest.raises(ConfigError, match=r"parallel\.layout='dense'"):
-        ParallelConfig(layout="dense")
-    with pytest.raises(ConfigError, match=r"precision='fp8'"):
-        ParallelConfig(precision="fp8")
     with pytest.raises(ConfigError, match=r"torch\.distributed"):
         make_engine(strategy="fsdp2")
     with pytest.raises(PodiumError, match="only evaluates"):

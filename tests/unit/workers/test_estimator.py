@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import podium
-from podium.algorithms import AlgorithmConfig
+from podium.algorithms import AdvantageInputs, AdvantageOutputs, AlgorithmConfig, Declaration
 from podium.data import Batch, Jagged, TensorRef, fields
 from podium.errors import EndpointError
 from podium.telemetry import metrics
@@ -29,7 +29,7 @@ def rollouts() -> Batch:
 
 
 def test_advantages_stay_with_the_worker_and_are_those_of_the_whole_batch() -> None:
-    config = AlgorithmConfig(advantage="grpo", normalise_advantage=False)
+    config = AlgorithmConfig(advantage="grpo", normalize_advantage=False)
     with podium.connect("inline") as cluster:
         estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
         found = estimator.advantages(rollouts())
@@ -45,13 +45,47 @@ def test_the_kl_counts_in_the_reward_where_it_is_asked_for() -> None:
         {fields.OLD_LOGPROBS: tokens.like(torch.full((14,), -1.0)), fields.REF_LOGPROBS: tokens.like(torch.zeros(14))}
     )
     config = AlgorithmConfig(
-        advantage="reinforce_pp", normalise_advantage=False, kl_in="reward", kl_coef=1.0, kl_estimator="k1"
+        advantage="reinforce_pp", normalize_advantage=False, kl_in="reward", kl_coef=1.0, kl_estimator="k1"
     )
     with podium.connect("inline") as cluster:
         estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
         found = estimator.advantages(batch, 0.5).fetch().jagged(fields.ADVANTAGES)
     assert found.row(0).tolist() == [0.0, 1.5]  # the score, and half of KL = -1
     assert found.row(3).tolist() == [0.0, 0.0, 2.0, 1.5, 1.0]
+
+
+@Declaration(columns=("entropy", "rollout_logprobs"), data=("source",))
+def everything(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
+    """Uses all that an estimator may be given: entropies at masked tokens of rows that ended by themselves."""
+    assert inputs.entropy_N is not None and inputs.truncated_B is not None
+    assert inputs.old_logprobs_N is None  # not declared
+    assert inputs.rollout_logprobs_N is not None
+    scale_B = torch.tensor([{"easy": 1.0, "hard": 2.0}[source] for source in inputs.data["source"]])
+    per_row_B = torch.where(inputs.truncated_B, 0.0, scale_B * inputs.parts_B["length"])
+    return AdvantageOutputs(advantages_N=inputs.spread(per_row_B) * inputs.entropy_N)
+
+
+def test_an_estimator_is_given_what_it_declares() -> None:
+    batch = rollouts()
+    tokens = batch.jagged(fields.TOKENS)
+    batch = batch.with_columns(
+        {
+            fields.FINISH_REASON: ["stop", "length", "stop", "stop"],
+            fields.PART + "length": torch.tensor([1.0, 2.0, 3.0, 4.0]),
+            fields.DATA + "source": ["easy", "easy", "hard", "easy"],
+            fields.ENTROPY: tokens.like(torch.full((14,), 0.5)),
+            fields.ROLLOUT_LOGPROBS: tokens.like(torch.zeros(14)),
+        }
+    )
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(
+            Estimator.bind(AlgorithmConfig(advantage=f"{__name__}:everything")), cluster.pool([1])
+        )
+        found = estimator.advantages(batch).fetch().jagged(fields.ADVANTAGES)
+        with pytest.raises(EndpointError, match="no column 'entropy'"):
+            estimator.advantages(batch.drop(fields.ENTROPY))
+    rows = [row.tolist() for row in found.unbind()]
+    assert rows == [[0.0, 0.5], [0.0] * 3, [0.0, 0.0, 3.0, 3.0], [0.0, 0.0, 2.0, 2.0, 2.0]]
 
 
 def test_what_an_advantage_returns_is_checked_and_the_function_named() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from podium.algorithms import AlgorithmConfig, PolicyLoss, SFTLoss
+from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged
 from podium.errors import CheckpointError, ConfigError, DataError
 from podium.rollout.sampling import SamplingParams
@@ -46,7 +46,7 @@ def test_logprobs_are_those_of_the_model_at_the_batchs_temperature() -> None:
 
 
 def test_sft_lowers_the_loss_and_knows_no_advantages() -> None:
-    policy = Policy(TINY, OPTIM, loss=SFTLoss())
+    policy = Policy(TINY, OPTIM, algorithm=AlgorithmConfig(loss="cross_entropy"))
     batch = recorded().select("tokens", "loss_mask", "loss_weights")
     losses = [policy.update(batch)["loss"] for _ in range(8)]
     assert losses == sorted(losses, reverse=True)
@@ -54,7 +54,7 @@ def test_sft_lowers_the_loss_and_knows_no_advantages() -> None:
 
 
 def test_a_policy_update_reports_the_whole_minibatch() -> None:
-    policy = Policy(TINY, OPTIM, loss=PolicyLoss(AlgorithmConfig(kl_in="loss", kl_coef=0.1)))
+    policy = Policy(TINY, OPTIM, algorithm=AlgorithmConfig(kl_in="loss", kl_coef=0.1))
     batch = recorded()
     batch = batch.merge(policy.logprobs(batch))
     metrics = policy.update(batch)
@@ -82,9 +82,9 @@ def test_without_old_logprobs_the_first_step_is_that_of_the_unchanged_policy() -
 
 
 def test_weights_are_made_when_the_batch_has_none() -> None:
-    batch, loss = recorded(), PolicyLoss(AlgorithmConfig(aggregation="token-mean"))
-    given = Policy(TINY, OPTIM, loss=loss).update(batch)
-    made = Policy(TINY, OPTIM, loss=loss).update(batch.drop("loss_weights"))
+    batch, algorithm = recorded(), AlgorithmConfig(aggregation="token-mean")
+    given = Policy(TINY, OPTIM, algorithm=algorithm).update(batch)
+    made = Policy(TINY, OPTIM, algorithm=algorithm).update(batch.drop("loss_weights"))
     assert made["loss"] == pytest.approx(given["loss"], abs=1e-6)
 
 
@@ -95,7 +95,7 @@ def test_a_missing_column_is_named() -> None:
 
 def test_an_entropy_bonus_raises_the_entropy() -> None:
     batch = recorded().with_columns(advantages=recorded().jagged("advantages").like(torch.zeros(101)))
-    policy = Policy(TINY, OptimConfig(lr=1e-2), loss=PolicyLoss(AlgorithmConfig(entropy_coef=1.0)))
+    policy = Policy(TINY, OptimConfig(lr=1e-2), algorithm=AlgorithmConfig(entropy_coef=1.0))
     entropies = [policy.update(batch.drop("old_logprobs", "rollout_logprobs"))["policy/entropy"] for _ in range(6)]
     assert entropies[-1] > entropies[0] + 0.02
 
@@ -164,10 +164,10 @@ def test_generated_rows_hold_prompt_and_completion_and_their_group() -> None:
 
 def test_what_a_generator_cannot_do_is_named() -> None:
     policy, generator = Policy(TINY), Generator(TINY)
-    with pytest.raises(ConfigError, match=r"colocated policy.*StreamedPublication"):
+    with pytest.raises(ConfigError, match=r"colocated policy.*StreamedSync"):
         generator.refresh(5)
     with pytest.raises(ConfigError, match="refresh"):
-        colocated(Generator(TINY), policy=policy).agree_on_weights(policy.weight_layout(), 2**20)
+        colocated(Generator(TINY), policy=policy).prepare_weight_sync(policy.weight_manifest().weights, 2**20)
     with pytest.raises(DataError, match="seed"):
         generator.generate(PROMPTS, replace(SAMPLING, n=2))
 
@@ -182,7 +182,7 @@ def test_a_reference_of_another_model_has_its_own_weights() -> None:
 
 @pytest.mark.parametrize("kind", [Policy, Critic])
 def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, kind: type[Policy | Critic]) -> None:
-    optim = OptimConfig(lr=3e-3, schedule="cosine", warmup_steps=2, total_steps=10)
+    optim = OptimConfig(lr=3e-3, lr_schedule="cosine", warmup_steps=2, total_steps=10)
     whole, batch = kind(TINY, optim), recorded()
     for _ in range(3):
         whole.update(batch)
@@ -208,6 +208,6 @@ def test_save_pretrained_is_a_model_to_start_from(tmp_path: Path) -> None:
     policy, batch = Policy(ADAPTED, OptimConfig(lr=1e-2)), recorded()
     policy.update(batch)
     policy.save_pretrained(str(tmp_path))
-    again = Policy(ModelConfig(path=str(tmp_path)), parallel=ParallelConfig(layout="packed"))
+    again = Policy(ModelConfig(path=str(tmp_path)), parallel=ParallelConfig(batching="packed"))
     one, other = (values_of(p.logprobs(batch), "old_logprobs") for p in (policy, again))
     assert torch.allclose(one, other, atol=1e-5)

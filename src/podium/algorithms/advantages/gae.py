@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: Schulman et al. 2016, arXiv:1506.02438, equation 16."""
+"""Generalized advantage estimation: Schulman et al. 2016, arXiv:1506.02438, equation 16."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
-from podium.algorithms.segments import discounted_sums, ends_of_rows, whiten, wide
+from podium.algorithms.token_rows import discounted_sums, ends_of_rows, whiten, wide
 from podium.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
 
     t counts a row's masked tokens: gaps in the mask are stepped over, so that the successor of the token before a
     tool's answer is the token after it. After the last token V is ``inputs.bootstrap_B``, or 0. The advantages, not the
-    returns, are whitened over the batch's masked tokens unless ``config.normalise_advantage = False``.
+    returns, are whitened over the batch's masked tokens unless ``config.normalize_advantage = False``.
 
     Raises:
         DataError: there are no values.
@@ -38,6 +38,6 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
 
     advantages_N = torch.zeros_like(inputs.rewards_N, dtype=advantages_M.dtype)
     returns_N = torch.zeros_like(advantages_N)
-    advantages_N[chosen_M] = whiten(advantages_M) if config.normalises(default=True) else advantages_M
+    advantages_N[chosen_M] = whiten(advantages_M) if config.normalizes(default=True) else advantages_M
     returns_N[chosen_M] = advantages_M + values_M
     return AdvantageOutputs(advantages_N=advantages_N, returns_N=returns_N)

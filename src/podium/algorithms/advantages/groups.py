@@ -1,4 +1,4 @@
-"""Statistics of rows that share a group, vectorised over groups of any size and order.
+"""Statistics of rows that share a group, vectorized over groups of any size and order.
 
 Legend: B rows, G distinct groups.
 """
@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from podium.algorithms.segments import wide
+from podium.algorithms.token_rows import wide
 
 __all__ = ["GroupStatistics", "group_statistics"]
 

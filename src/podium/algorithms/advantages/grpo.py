@@ -12,7 +12,7 @@ import torch
 
 from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
-from podium.algorithms.segments import EPSILON
+from podium.algorithms.token_rows import EPSILON
 
 if TYPE_CHECKING:
     from podium.algorithms.config import AlgorithmConfig
@@ -23,13 +23,13 @@ __all__ = ["grpo"]
 def grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """``(R_i - mean(R)) / std(R)`` over the rows of i's group, the same at all tokens of row i.
 
-    ``config.normalise_advantage = False`` leaves the division out (Dr. GRPO). A group without variance, one of a
+    ``config.normalize_advantage = False`` leaves the division out (Dr. GRPO). A group without variance, one of a
     single row among them, gives zeros.
     """
     rewards_B = inputs.row_rewards_B
     stats = group_statistics(rewards_B, inputs.group_B)
     advantages_B = rewards_B - stats.mean_G[stats.index_B]
-    if config.normalises(default=True):
+    if config.normalizes(default=True):
         advantages_B = advantages_B / (stats.std_G[stats.index_B] + EPSILON)
     advantages_B = torch.where(stats.flat_G[stats.index_B], 0.0, advantages_B)
     return AdvantageOutputs(advantages_N=inputs.spread(advantages_B))

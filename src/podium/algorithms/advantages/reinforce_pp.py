@@ -1,4 +1,4 @@
-"""REINFORCE++: Hu et al. 2025, arXiv:2501.03262: rewards to go, normalised over the whole batch."""
+"""REINFORCE++: Hu et al. 2025, arXiv:2501.03262: rewards to go, normalized over the whole batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
-from podium.algorithms.segments import discounted_sums, whiten
+from podium.algorithms.token_rows import discounted_sums, whiten
 
 if TYPE_CHECKING:
     from podium.algorithms.config import AlgorithmConfig
@@ -19,10 +19,10 @@ def reinforce_pp(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageO
     """``sum_k gamma^k r_{t+k}`` over the row's masked tokens, then whitened over the batch's masked tokens.
 
     The rewards are those of ``inputs.rewards_N``: the score at a row's last token, a KL penalty at each token. No
-    critic and no groups take part. ``config.normalise_advantage = False`` leaves the whitening out.
+    critic and no groups take part. ``config.normalize_advantage = False`` leaves the whitening out.
     """
     chosen_M = inputs.mask_N.nonzero().squeeze(1)
     to_go_M = discounted_sums(inputs.rewards_N[chosen_M], inputs.row_N[chosen_M], config.gamma)
     advantages_N = torch.zeros_like(inputs.rewards_N)
-    advantages_N[chosen_M] = whiten(to_go_M) if config.normalises(default=True) else to_go_M
+    advantages_N[chosen_M] = whiten(to_go_M) if config.normalizes(default=True) else to_go_M
     return AdvantageOutputs(advantages_N=advantages_N)

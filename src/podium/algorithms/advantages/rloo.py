@@ -11,7 +11,7 @@ import torch
 
 from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
-from podium.algorithms.segments import whiten
+from podium.algorithms.token_rows import whiten
 
 if TYPE_CHECKING:
     from podium.algorithms.config import AlgorithmConfig
@@ -22,7 +22,7 @@ __all__ = ["rloo"]
 def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     """``R_i - mean of the group's other rows``, the same at all tokens of row i.
 
-    The paper does not normalise; ``config.normalise_advantage = True`` whitens the result over the batch's masked
+    The paper does not normalize; ``config.normalize_advantage = True`` whitens the result over the batch's masked
     tokens. A group of a single row has no baseline and gives 0.
     """
     rewards_B = inputs.row_rewards_B
@@ -31,6 +31,6 @@ def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     scale_G = stats.size_G / (stats.size_G - 1).clamp(min=1)
     advantages_B = (rewards_B - stats.mean_G[stats.index_B]) * scale_G[stats.index_B]
     advantages_N = inputs.spread(torch.where(stats.flat_G[stats.index_B], 0.0, advantages_B))
-    if config.normalises(default=False):
+    if config.normalizes(default=False):
         advantages_N[inputs.mask_N] = whiten(advantages_N[inputs.mask_N])
     return AdvantageOutputs(advantages_N=advantages_N)

@@ -1,7 +1,9 @@
-"""A host process: it receives requests, runs them on its Host, and sends outcomes.
+"""A worker process: it receives requests, runs them, and sends outcomes.
 
-main thread     ◀── calls ──── requests, one at a time, in order       calls ──▶ outcomes, releases
-control thread  ◀── control ── concurrent requests, releases; its end means that the controller is gone
+    main thread     ◀── calls ──── requests, one at a time, in order       calls ──▶ answers, releases
+    control thread  ◀── control ── concurrent requests, releases
+
+The end of the control socket means that the controller is gone.
 """
 
 from __future__ import annotations
@@ -17,44 +19,41 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from podium.backends.local.segments import SegmentPool
+from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.wire import (
-    ANSWER,
-    CALL,
-    EMPTY,
-    RELEASE,
-    STATUSES,
+    NOTHING,
     Inbound,
+    Message,
     Parcel,
     Receiver,
     Releases,
     pack,
-    read_parcel,
-    released,
+    receive_parcel,
     send_message,
     split_message,
 )
-from podium.backends.process import settle_in
-from podium.runtime.host import Host, Outcome, Values, pack_outcome
+from podium.backends.process import Surroundings
+from podium.runtime.worker_process import Outcome, Values, WorkerProcess, pack_outcome
 
 if TYPE_CHECKING:
     from podium.data import TensorStore
 
 __all__ = ["main"]
 
-_Header = tuple[str, str, bool, bool]
 
-
-def main(
-    calls_fd: int, control_fd: int, threads: int, cwd: str, sys_path: list[str], store: tuple[int | None, str]
-) -> NoReturn:
+def main(calls_fd: int, control_fd: int, surroundings: tuple[Any, ...], store: tuple[int | None, str]) -> NoReturn:
     """Run until told to shut down or until the controller is gone; never returns."""
-    _prepare(threads, cwd, sys_path)
-    process = _HostProcess(socket.socket(fileno=calls_fd), socket.socket(fileno=control_fd), store)
-    threading.Thread(target=process.serve_control, name="podium-control", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+    faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
+    Surroundings(*surroundings).settle_in("lo")
+    child = _Child(socket.socket(fileno=calls_fd), socket.socket(fileno=control_fd), store)
+    threading.Thread(target=child.serve_control, name="podium-control", daemon=True).start()
     code = 1
     try:
-        process.serve_calls()
+        child.serve_calls()
         code = 0
     except BaseException as error:  # noqa: BLE001 - the end of the process: say why, then go
         sys.excepthook(type(error), error, error.__traceback__)
@@ -65,99 +64,69 @@ def main(
         os._exit(code)
 
 
-def _prepare(threads: int, cwd: str, sys_path: list[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides what Ctrl-C means
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
-    faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
-    settle_in(threads, cwd, sys_path, "lo")
-
-
-class _HostProcess:
+class _Child:
     def __init__(self, calls: socket.socket, control: socket.socket, store: tuple[int | None, str]) -> None:
         self._calls = calls
         self._control = control
         self._store = store
-        self._host = Host(make_store=self._make_store)
+        self._process = WorkerProcess(make_store=self._make_store)
         self._segments = SegmentPool()
         self._sending = threading.Lock()
         self._releases = Releases(calls)
-        self._none = pack(None, self._segments)
-        self._headers: dict[bytes, _Header] = {}
 
     def serve_calls(self) -> None:
         receiver = Receiver()
-        while True:
-            message, fds = receiver.receive(self._calls, wait=True)
-            if not message:
-                os.killpg(0, signal.SIGKILL)
-            call_id, target, method, wants, values = self._read(message, fds)
-            outcome = self._host.execute(call_id, target, method, values)
+        target = method = ""
+        while target or method != "shutdown":
+            number, target, method, wants, values = self._read(*receiver.receive(self._calls, wait=True))
+            outcome = self._process.execute(number, target, method, values)
             del values  # its tensors may be the last readers of a segment
-            self._answer(call_id, outcome, wants)
-            if method == "shutdown" and not target:
-                return
+            self._answer(number, wants, outcome)
             del outcome
 
     def serve_control(self) -> None:
         try:
-            self._serve_control()
+            receiver = Receiver()
+            while True:
+                message, fds = receiver.receive(self._control, wait=True)
+                if message and message[0] == "release":
+                    for number in message[1]:
+                        self._segments.release(number, "controller")
+                    continue
+                number, target, method, wants, values = self._read(message, fds)
+                self._process.execute_concurrently(number, target, method, values, partial(self._answer, number, wants))
         except BaseException as error:  # noqa: BLE001 - without this thread no call ends: say why, then go
             sys.excepthook(type(error), error, error.__traceback__)
             sys.stderr.flush()
             os._exit(1)
 
-    def _serve_control(self) -> NoReturn:
-        receiver = Receiver()
-        while True:
-            message, fds = receiver.receive(self._control, wait=True)
-            if not message:
-                os.killpg(0, signal.SIGKILL)  # the controller is gone: so are we, and what we started
-            if message[0] == RELEASE:
-                for number in released(message):
-                    self._segments.release(number, "controller")
-                continue
-            call_id, target, method, wants, values = self._read(message, fds)
-            self._host.execute_concurrently(
-                call_id, target, method, values, lambda outcome, c=call_id, w=wants: self._answer(c, outcome, w)
-            )
-
-    def _read(self, message: memoryview, fds: list[int]) -> tuple[int, str, str, bool, Values]:
-        _, call_id, length = CALL.unpack_from(message)
-        at = CALL.size + length
-        header = bytes(message[CALL.size : at])
-        known = self._headers.get(header)
-        if known is None:
-            known = self._headers[header] = pickle.loads(header)
-        target, method, wants, has_own = known
-        if not has_own and len(message) == at + len(EMPTY) and bytes(message[at:]) == EMPTY:
-            return call_id, target, method, wants, {}
-        shared, at = read_parcel(message, at, fds, self._releases, self._segments)
-        parcels = [shared]
-        if has_own:
-            parcels.append(read_parcel(message, at, fds, self._releases, self._segments)[0])
-        return call_id, target, method, wants, partial(_read_all, parcels, f"an argument of {target}.{method}")
+    def _read(self, message: Message, fds: list[int]) -> tuple[int, str, str, bool, Values]:
+        if not message:
+            os.killpg(0, signal.SIGKILL)  # the controller is gone: so are we, and what we started
+            raise SystemExit
+        _, number, target, method, wants, *wires = message
+        parcels = [receive_parcel(wire, fds, self._releases, self._segments) for wire in wires if wire is not None]
+        if not parcels:
+            return number, target, method, wants, {}
+        return number, target, method, wants, partial(_read_all, parcels, f"an argument of {target}.{method}")
 
     def _make_store(self) -> TensorStore:
         from podium.backends.local.store import LocalStore
 
         return LocalStore(self._segments, *self._store)
 
-    def _answer(self, call_id: int, outcome: Outcome, wants: bool) -> None:
-        if outcome.status == "ok" and (outcome.value is None or not wants):
-            parcel = self._none
-        else:
+    def _answer(self, number: int, wants: bool, outcome: Outcome) -> None:
+        parcel = NOTHING
+        if outcome.status == "error" or (wants and outcome.value is not None):
             outcome, parcel = pack_outcome(outcome, wants, self._packed)
-        status, _, started, ended, _ = outcome
-        wire = parcel.wire
-        message = ANSWER.pack(b"A", call_id, STATUSES.index(status), started, ended) + wire
+        answer = ("answer", number, outcome.status, outcome.started_ns, outcome.ended_ns, parcel.wire)
+        message = pickle.dumps(answer, 5)
         for lease in parcel.leases:
             self._segments.hold(lease.segment, "controller")
         fds = [lease.segment.fd for lease in parcel.leases]
         try:
             with self._sending:  # nothing comes between the parts of one message
-                for part, some in split_message(message, fds) if fds else [(message, fds)]:
+                for part, some in split_message(message, fds):
                     send_message(self._calls, part, some, wait=True)
             self._releases.flush()
         except OSError:
@@ -165,7 +134,7 @@ class _HostProcess:
 
     def _packed(self, value: Any) -> Parcel:
         parcel = pack(value, self._segments, "the result")
-        parcel.store()
+        _ = parcel.wire  # a result for which there is no memory is an error of the call
         return parcel
 
 

@@ -15,8 +15,8 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """One socket to a host. What it does not take at once is kept in order, with descriptors of its own, until
-    :meth:`flush`; ``flush_later`` is called with the socket's number when there is something to flush."""
+    """One socket to a worker process. What it does not take at once is kept in order, with descriptors of its own,
+    until :meth:`flush`; ``flush_later`` is called with the socket's number when there is something to flush."""
 
     def __init__(self, connection: socket.socket, flush_later: Callable[[int], None]) -> None:
         self._connection = connection

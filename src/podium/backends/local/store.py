@@ -5,16 +5,16 @@ The kernel counts who holds it, so nothing leaks however processes end, and what
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from podium.backends.local.segments import Lease, SegmentPool
+from podium.backends.local.shared_memory import INLINE_LIMIT, Lease, SegmentPool
 from podium.backends.local.views import map_segment, map_writable
-from podium.backends.local.wire import INLINE_LIMIT
-from podium.data import Block, BlockInfo, PlainBlock, TensorStore, Usage
-from podium.data.store import Bytes
+from podium.data import Block, BlockInfo, PlainBlock, TensorStore
+from podium.data.store import Bytes, filled
 from podium.errors import StoreFullError
 
 __all__ = ["LocalBlock", "LocalStore", "brought"]
@@ -65,15 +65,13 @@ class LocalStore(TensorStore):
 
     def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
         if info.nbytes <= INLINE_LIMIT:  # no descriptor for it
-            memory = np.empty(info.nbytes, dtype=np.uint8)
-            _copy(buffers, offsets, memory)
-            return PlainBlock(memory, info)
+            return PlainBlock(filled(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
         try:
             lease = self._segments.take(info.nbytes, info.label)
             memory = lease.segment.memory
         except OSError as error:
             raise StoreFullError(f"no shared memory for {info.nbytes} bytes made by {info.label}: {error}") from error
-        _copy(buffers, offsets, memory)
+        filled(memory, buffers, offsets)
         return LocalBlock(lease, info)
 
     def overflow(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block | None:
@@ -86,7 +84,7 @@ class LocalStore(TensorStore):
             raise StoreFullError(
                 f"no room in spill_dir {self._spill} for {info.nbytes} bytes made by {info.label}: {error}"
             ) from error
-        _copy(buffers, offsets, memory)
+        filled(memory, buffers, offsets)
         return LocalBlock(lease, info)
 
     def room(self, nbytes: int, label: str) -> tuple[Block, Bytes] | None:
@@ -96,11 +94,5 @@ class LocalStore(TensorStore):
         except OSError as error:
             raise StoreFullError(f"no shared memory for {nbytes} bytes of {label}: {error}") from error
 
-    def usage(self) -> Usage:
-        kept = self._segments.kept()
-        return Usage(sum(kept.values()), self.limit, kept.most_common())
-
-
-def _copy(buffers: Sequence[Bytes], offsets: Sequence[int], memory: Bytes) -> None:
-    for buffer, at in zip(buffers, offsets, strict=True):
-        np.copyto(memory[at : at + buffer.nbytes], buffer)
+    def kept(self) -> Counter[str]:
+        return self._segments.kept()

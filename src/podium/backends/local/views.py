@@ -19,7 +19,7 @@ import numpy as np
 from podium.errors import RefLostError, StoreFullError
 
 if TYPE_CHECKING:
-    from podium.backends.local.segments import Bytes, Lease
+    from podium.backends.local.shared_memory import Bytes, Lease
 
 __all__ = ["KEPT_VIEWS", "MEMORY", "Views", "map_segment", "map_writable"]
 

@@ -1,4 +1,4 @@
-"""The backend ``monarch``: one Monarch proc a host, on this machine. Needs ``pip install 'podium[monarch]'``."""
+"""The backend ``monarch``: one Monarch proc a rank, on this machine. Needs ``pip install 'podium[monarch]'``."""
 
 from podium.backends.monarch.backend import MonarchBackend
 

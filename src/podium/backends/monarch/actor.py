@@ -1,53 +1,43 @@
+# Monarch is not installed where types are checked, so all its names are unknown.
 # pyright: basic, reportMissingImports=false
-"""What runs inside a Monarch proc: a Host behind one generic endpoint.
+"""What runs inside a Monarch proc: a WorkerProcess behind one generic endpoint.
 
 Monarch runs an actor's endpoints in one event loop. ``invoke`` only puts a message into a queue, so the loop, and with
 it the proc's mailbox, is always free; outcomes leave through a port of the controller's.
 
     invoke ──▶ calls   ──▶ thread: one request at a time, in order
-           └─▶ control ──▶ thread: concurrent requests, through ``Host.execute_concurrently``
+           └─▶ control ──▶ thread: concurrent requests, through ``WorkerProcess.execute_concurrently``
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from monarch.actor import Actor, Port, endpoint
 
-from podium.backends.process import keep_freed_memory, settle_in
+from podium.backends.process import Surroundings
 from podium.runtime.codec import decode, encode
-from podium.runtime.host import Host, Outcome, pack_outcome
+from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
 
-__all__ = ["HostActor", "Message", "Parcel", "Setting", "pack", "read"]
+__all__ = ["Message", "Parcel", "ProcessActor", "pack", "read"]
 
 Parcel = tuple[bytes, list[bytearray]]
 """A value as pickle bytes and buffers. Monarch unpickles a bytearray into fresh memory: the reader's own to change."""
 
 
-class Setting(NamedTuple):
-    """What an actor takes over from its controller; ``controller`` is the controller's pid."""
-
-    controller: int
-    threads: int
-    cwd: str
-    sys_path: Sequence[str]
-    preload: Sequence[str]
-
-
 class Message(NamedTuple):
-    """A request as it travels; the same for every host it goes to."""
+    """A request as it travels; the same for every process it goes to."""
 
-    call_id: int
+    number: int
     target: str
     method: str
     wants_result: bool
@@ -56,28 +46,24 @@ class Message(NamedTuple):
     own: Parcel | None
 
 
-class HostActor(Actor):
-    """One host. Answers are ``(key, call_id, status, started_ns, ended_ns, parcel)`` on ``answers``."""
+class ProcessActor(Actor):
+    """One worker process. Answers are ``(key, number, status, started_ns, ended_ns, parcel)`` on ``answers``."""
 
     def __init__(self, answers: Port[Any], key: int) -> None:
         self._answers = answers
         self._key = key
-        self._host = Host()
+        self._process = WorkerProcess()
         self._calls: SimpleQueue[Message] = SimpleQueue()
         self._control: SimpleQueue[Message] = SimpleQueue()
         for queue, run in ((self._calls, self._call), (self._control, self._call_concurrently)):
             threading.Thread(target=_serve, args=(queue, run), daemon=True).start()
 
     @endpoint
-    async def settle_in(self, setting: Setting) -> int:
-        """Take over the controller's surroundings, then import what workers need; the process's id."""
-        threading.Thread(target=_end_with, args=(setting.controller,), daemon=True).start()
+    async def settle_in(self, controller: int, surroundings: Surroundings) -> int:
+        """Work as the process ``controller`` does, and end with it. Returns this process's id."""
+        threading.Thread(target=_end_with, args=(controller,), daemon=True).start()
         faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
-        keep_freed_memory()
-        for module in setting.preload:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
-        settle_in(setting.threads, setting.cwd, setting.sys_path, "lo")
+        surroundings.settle_in("lo")
         return os.getpid()
 
     @endpoint
@@ -86,16 +72,16 @@ class HostActor(Actor):
         (self._control if message.concurrent else self._calls).put(message)
 
     def _call(self, message: Message) -> None:
-        self._answer(message, self._host.execute(*message[:3], lambda: _values(message)))
+        self._answer(message, self._process.execute(*message[:3], lambda: _values(message)))
 
     def _call_concurrently(self, message: Message) -> None:
-        self._host.execute_concurrently(
+        self._process.execute_concurrently(
             *message[:3], lambda: _values(message), lambda outcome: self._answer(message, outcome)
         )
 
     def _answer(self, message: Message, outcome: Outcome) -> None:
         outcome, parcel = pack_outcome(outcome, message.wants_result, lambda value: pack(value, "the result"))
-        self._answers.send((self._key, message.call_id, outcome.status, outcome.started_ns, outcome.ended_ns, parcel))
+        self._answers.send((self._key, message.number, outcome.status, outcome.started_ns, outcome.ended_ns, parcel))
 
 
 def pack(value: Any, what: str) -> Parcel:

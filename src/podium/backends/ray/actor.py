@@ -1,19 +1,16 @@
-# pyright: basic
-"""What runs inside a Ray actor: a Host behind three kinds of calls.
+"""What runs inside a Ray actor: a WorkerProcess behind three kinds of calls.
 
 The actor is a threaded one with concurrency groups, not an async one: a call through an async actor took 1.45 times as
 long. Ray keeps a caller's calls in the order sent, and the default group has one thread.
 
     call     one request at a time, in order            (default group: one thread)
-    control  the host's own: status, cancel, …          (a few threads)
+    control  Podium's own: status, cancel, …          (a few threads)
     aside    endpoints marked concurrent                (GROUPS[...] threads)
-    watch    never returns: its failure is the host's end
+    watch    never returns: its failure is the process's end
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import pickle
 import socket
@@ -24,65 +21,51 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ray
-
 from podium.backends.devices import accelerators, visibility
-from podium.backends.process import THREAD_VARIABLES, interface_of, log_to, settle_in
+from podium.backends.process import THREAD_VARIABLES, Surroundings, interface_of, log_to
+from podium.backends.ray.untyped import ray
 from podium.backends.ray.wire import Parcel, outcome_to_wire, read_bare_name
-from podium.runtime.host import Host
+from podium.runtime.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from podium.data import TensorStore
 
-__all__ = ["GROUPS", "HostActor", "Setting", "Settled"]
+__all__ = ["GROUPS", "ProcessActor", "Setting"]
 
 GROUPS = {"control": 4, "aside": 32, "watch": 1}
 
 
 _here: dict[str, Any] = {}
-"""The host of this process, for the method that has no ``self``."""
+"""The WorkerProcess here, for the method that has no ``self``."""
 
 
 class Setting(NamedTuple):
     """What an actor is told before anything is imported in it."""
 
-    threads: int
+    surroundings: Surroundings
     visible: Sequence[str]
     env: Mapping[str, str]
     log_path: str
-    cwd: str
-    sys_path: Sequence[str]
-    preload: Sequence[str]
     store_bytes: int | None
 
 
-class Settled(NamedTuple):
-    """An actor that is ready: its process, and where its log begins."""
-
-    pid: int
-    log_start: int
-
-
-class HostActor:
-    """One host. Its own errors are the runtime's to report: a method raises only if Podium itself is at fault."""
+class ProcessActor:
+    """One worker process. A method raises only where Podium itself is at fault; what workers raise is an outcome."""
 
     def __init__(self) -> None:
-        self._host = Host(make_store=self._make_store)
+        self._process = WorkerProcess(make_store=self._make_store)
         self._store_bytes: int | None = None
-        _here.update({"host": self._host, "name of task": ray.get_runtime_context().get_task_name})
+        _here.update({"process": self._process, "name of task": ray.get_runtime_context().get_task_name})
 
-    def settle_in(self, setting: Setting) -> Settled:
-        """Take over the controller's surroundings, then import what workers need."""
+    def settle_in(self, setting: Setting) -> int:
+        """Take over the controller's surroundings. Returns this process's id."""
         self._store_bytes = setting.store_bytes
-        limits = dict.fromkeys(THREAD_VARIABLES, setting.env.get("OMP_NUM_THREADS", str(setting.threads)))
+        limits = dict.fromkeys(THREAD_VARIABLES, setting.env.get("OMP_NUM_THREADS", str(setting.surroundings.threads)))
         seen = visibility(range(len(setting.visible)), setting.visible or accelerators())
         os.environ.update({**limits, **seen, **setting.env})
-        log_start = log_to(Path(setting.log_path))
-        settle_in(setting.threads, setting.cwd, setting.sys_path, interface_of(ray.util.get_node_ip_address()))
-        for module in setting.preload:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
-        return Settled(os.getpid(), log_start)
+        log_to(Path(setting.log_path))
+        setting.surroundings.settle_in(interface_of(ray.util.get_node_ip_address()))
+        return os.getpid()
 
     def call(self, message: bytes) -> bytes | list[Any]:
         """Run one request to its end. A method of its own: Ray takes 8 % longer where a signature ends in ``*``."""
@@ -92,17 +75,17 @@ class HostActor:
     def bare() -> bytes | list[Any]:
         """A call without arguments: what to run is in the task's name. Static, as Ray gives every other method a hidden
         parameter for its tracing, and checks it at every call."""
-        call_id, target, method, wants = read_bare_name(_here["name of task"]() or "")
-        return outcome_to_wire(_here["host"].execute(call_id, target, method, {}), wants)
+        number, target, method, wants = read_bare_name(_here["name of task"]() or "")
+        return outcome_to_wire(_here["process"].execute(number, target, method, {}), wants)
 
     def call_stored(self, message: bytes, *beside: Any) -> bytes | list[Any]:
         """As ``call``, with references to blocks, and large values from the object store."""
         return self._run(message, *beside)
 
     def _run(self, message: bytes, blocks: Sequence[Any] = (), *stored: Any) -> bytes | list[Any]:
-        call_id, target, method, wants, parcels = pickle.loads(message)
+        number, target, method, wants, parcels = pickle.loads(message)
         values = partial(_values, parcels, blocks, stored, f"an argument of {target}.{method}")
-        return outcome_to_wire(self._host.execute(call_id, target, method, values), wants)
+        return outcome_to_wire(self._process.execute(number, target, method, values), wants)
 
     def _make_store(self) -> TensorStore:
         from podium.backends.ray.store import RayStore
@@ -111,7 +94,7 @@ class HostActor:
 
     @ray.method(concurrency_group="control")
     def control(self, message: bytes, *beside: Any) -> bytes | list[Any]:
-        """A request to the host itself, beside whatever it runs."""
+        """A request to the process itself, beside whatever it runs."""
         return self._run(message, *beside)
 
     @ray.method(concurrency_group="aside")
@@ -125,13 +108,13 @@ class HostActor:
         threading.Event().wait()
 
     @ray.method(concurrency_group="control")
-    def hello(self) -> Settled:
-        """For a controller that attaches."""
-        return Settled(os.getpid(), 0)
+    def pid(self) -> int:
+        """This process's id, for a controller that attaches."""
+        return os.getpid()
 
     @ray.method(concurrency_group="control")
     def free_address(self) -> str:
-        """``host:port`` where this host can listen."""
+        """``host:port`` where this process can listen."""
         with socket.create_server(("", 0)) as server:
             return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
 

@@ -1,5 +1,4 @@
-# pyright: basic
-"""The backend ``ray``: hosts are actors of a Ray cluster, embedded or running.
+"""The backend ``ray``: worker processes are actors of a Ray cluster, embedded or running.
 
     connect("ray")                       a cluster of this machine alone, which ends with the script
     connect("ray", address="auto")       the cluster that runs on this machine, or that RAY_ADDRESS names
@@ -14,33 +13,33 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import ray
 from ray.exceptions import RayActorError, RayError
 
-from podium.backends.logs import LogEcho, last_lines
-from podium.backends.ray.actor import GROUPS, HostActor, Setting
+from podium.backends.logs import Log, Logs
+from podium.backends.process import Surroundings
+from podium.backends.ray.actor import GROUPS, ProcessActor, Setting
 from podium.backends.ray.connect import connect, disconnect
-from podium.backends.ray.host import RayHost
 from podium.backends.ray.placement import Inventory, Reservation
+from podium.backends.ray.process import RayProcess
 from podium.backends.ray.replies import Replies
+from podium.backends.ray.untyped import ray
 from podium.backends.ray.wire import Parcel, pack
 from podium.errors import ConfigError, WorkerStartError
-from podium.runtime.backend import Backend, Capabilities, Death, HostHandle, HostSpec, Node, Place
+from podium.runtime.backend import Backend, ProcessHandle
+from podium.runtime.messages import Capabilities, Death, Node, OnDeath, Place, ProcessSpec
 
 __all__ = ["RayBackend"]
 
 START_TIMEOUT_S = 120.0
 START_SAYS_S = 15.0
-LOOK_S = 1.0  # between two looks at whether the nodes on which hosts start are still there
+LOOK_S = 1.0  # between two looks at whether the nodes on which processes start are still there
 NAMESPACE = "podium"
 REFUSED = ("max_restarts", "max_task_retries")
 
@@ -51,12 +50,12 @@ class RayBackend(Backend):
     """Args:
     address: "auto", "host:port" or "ray://host:port" of a running cluster; None starts one for this script, or uses
         the one to which this process is connected already.
-    actor_options: of Ray, for every host; ``start(options=...)`` adds to them. ``max_restarts`` and
-        ``max_task_retries`` are refused: a call is delivered at most once.
-    preload: modules that every host imports before its workers are made.
-    log_dir: where each host's output goes, ``LABEL.log``, on the node it runs on; a temporary directory unless given.
-    echo: also print the output of hosts on this machine here, every line with its host's label; done unless there
-        is a ``log_dir``.
+    actor_options: Ray's options for the actor of every worker process; ``start(options=...)`` adds to them.
+        ``max_restarts`` and ``max_task_retries`` are refused: a call is delivered at most once.
+    preload: Modules that every worker process imports before its workers are made.
+    log_dir: Directory for the output of each worker process, ``LABEL.log``, on its node. A temporary one by default.
+    echo: also print the output of those on this machine here, every line with its process's label; done unless there is
+        a ``log_dir``.
     store_bytes: how much each worker may keep by reference in memory; half of the machine's unless given. Ray's own
         store spills to disk long before (``init={"object_store_memory": ...}``).
     init: further arguments of ``ray.init``, such as ``num_cpus``, ``object_store_memory`` or ``runtime_env``.
@@ -83,9 +82,8 @@ class RayBackend(Backend):
         self._inventory = Inventory()
         self._replies = Replies()
         self._private = Path(tempfile.mkdtemp(prefix="podium-ray-"))
-        self._log_dir = Path(log_dir or self._private / "logs").absolute()
-        self._echo = LogEcho() if (log_dir is None if echo is None else echo) else None
-        self._hosts: set[RayHost] = set()
+        self._logs = Logs(log_dir or self._private / "logs", echo=log_dir is None if echo is None else echo)
+        self._processes: set[RayProcess] = set()
         self._rendezvous = itertools.count(1)
         self._reservations: list[Reservation] = []
         self._closed = False
@@ -106,43 +104,43 @@ class RayBackend(Backend):
         if token in self._reservations:
             self._reservations.remove(token)
 
-    def start_hosts(self, specs: Sequence[HostSpec], on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
+    def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
         self._look_for(specs)
-        hosts: list[RayHost] = []
+        processes: list[RayProcess] = []
         try:
             for spec in specs:
-                hosts.append(self._make(spec, on_death))
-            self._settle(hosts, specs)
+                processes.append(self._make(spec, on_death))
+            self._settle(processes, specs)
         except BaseException:
-            for host in hosts:
+            for process in processes:
                 with contextlib.suppress(RayError):
-                    ray.kill(host.actor, no_restart=True)
+                    ray.kill(process.actor, no_restart=True)
             raise
-        self._hosts.update(hosts)
-        return hosts
+        self._processes.update(processes)
+        return processes
 
-    def attach(self, name: str, on_death: Callable[[int, Death], None]) -> Sequence[HostHandle]:
-        hosts: list[RayHost] = []
-        named: Any = ray.util.list_named_actors(all_namespaces=True)
+    def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
+        processes: list[RayProcess] = []
+        named = ray.util.list_named_actors(all_namespaces=True)
         mine = [each["name"].rpartition(":") for each in named if each["namespace"] == NAMESPACE]
         for rank in sorted(int(rank) for group, _, rank in mine if group == name):
             with contextlib.suppress(ValueError, RayActorError):  # it ended just now
                 actor = ray.get_actor(f"{name}:{rank}", namespace=NAMESPACE)
-                host = RayHost(rank, f"{name}-{rank}", actor, self._replies, on_death)
-                settled: Any = ray.get(actor.hello.remote())
-                host.settled(settled, self._log_dir / f"{host.label}.log")
-                hosts.append(host)
-        return hosts
+                process = RayProcess(rank, f"{name}-{rank}", actor, self._replies, on_death)
+                process.settled(ray.get(actor.pid.remote()), Log(self._logs.directory / f"{process.label}.log", 0))
+                processes.append(process)
+        return processes
 
-    def let_go(self, hosts: Sequence[HostHandle]) -> None:
-        for host in hosts:
-            if isinstance(host, RayHost):
-                host.forget()
-                self._hosts.discard(host)
+    def let_go(self, processes: Sequence[ProcessHandle]) -> None:
+        for process in processes:
+            if isinstance(process, RayProcess):
+                process.forget()
+                self._processes.discard(process)
 
-    def rendezvous(self, hosts: Sequence[HostHandle]) -> str:
-        known = [host for host in hosts if isinstance(host, RayHost)]
-        if len({host.node for host in known}) == 1 and _is_here(known[0]):
+    def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
+        known = [process for process in processes if isinstance(process, RayProcess)]
+        log = known[0].log
+        if len({process.node for process in known}) == 1 and log is not None and log.path.exists():  # it runs here
             return f"file://{self._private}/rendezvous-{next(self._rendezvous)}"
         return f"tcp://{ray.get(known[0].actor.free_address.remote())}"
 
@@ -160,26 +158,25 @@ class RayBackend(Backend):
             return
         self._closed = True
         if ray.is_initialized():
-            for host in list(self._hosts):
-                host.kill()
+            for process in list(self._processes):
+                process.kill()
             for reservation in list(self._reservations):
                 with contextlib.suppress(RayError):
                     self.release(reservation)
         self._replies.close()
-        if self._echo is not None:
-            self._echo.stop()
+        self._logs.close()
         disconnect()
         shutil.rmtree(self._private, ignore_errors=True)
 
-    # -- hosts ---------------------------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------------------------
 
-    def _look_for(self, specs: Sequence[HostSpec]) -> None:
+    def _look_for(self, specs: Sequence[ProcessSpec]) -> None:
         there = {node.name for node in self.nodes()}
         for spec in specs:
             if spec.place.node not in there:
                 raise WorkerStartError(f"{spec.label}: node {spec.place.node} has left the cluster", rank=spec.rank)
 
-    def _make(self, spec: HostSpec, on_death: Callable[[int, Death], None]) -> RayHost:
+    def _make(self, spec: ProcessSpec, on_death: OnDeath) -> RayProcess:
         _refuse(spec.options, "start(options=...)")
         own = {**self._actor_options, **spec.options}
         runtime_env = dict(own.pop("runtime_env", {}))
@@ -200,25 +197,20 @@ class RayBackend(Backend):
             raise ConfigError(f"{spec.label}: Ray refuses these actor options: {error}") from error
 
         def ended(rank: int, death: Death) -> None:
-            self._hosts.discard(host)
+            self._processes.discard(process)
             on_death(rank, death)
 
-        host = RayHost(spec.rank, spec.label, made, self._replies, ended, spec.place.node)
-        return host
+        process = RayProcess(spec.rank, spec.label, made, self._replies, ended, spec.place.node)
+        return process
 
-    def _settle(self, hosts: Sequence[RayHost], specs: Sequence[HostSpec]) -> None:
+    def _settle(self, processes: Sequence[RayProcess], specs: Sequence[ProcessSpec]) -> None:
         """Wait until all have taken over this script's surroundings."""
-        here = [path or os.getcwd() for path in sys.path]
-        asked: dict[Any, tuple[RayHost, Path]] = {}
-        for host, spec in zip(hosts, specs, strict=True):
-            path = self._log_dir / f"{spec.label}.log"
-            visible = spec.token.devices[spec.slot]
-            setting = Setting(
-                spec.threads, visible, spec.env, str(path), os.getcwd(), here, self._preload, self._store_bytes
-            )
-            asked[host.actor.settle_in.remote(setting)] = host, path
-            if self._echo is not None:
-                self._echo.follow(spec.label, path)
+        asked: dict[Any, tuple[RayProcess, Log]] = {}
+        for process, spec in zip(processes, specs, strict=True):
+            log, visible = self._logs.begin(spec.label), spec.token.devices[spec.slot]
+            surroundings = Surroundings.here(spec.threads, self._preload)
+            setting = Setting(surroundings, visible, spec.env, str(log.path), self._store_bytes)
+            asked[process.actor.settle_in.remote(setting)] = process, log
         began = time.monotonic()
         say = START_SAYS_S
         while asked:
@@ -226,26 +218,26 @@ class RayBackend(Backend):
             if ready:
                 self._settled(ready[0], *asked.pop(ready[0]), specs)
                 continue
-            late, waited = ", ".join(host.label for host, _ in asked.values()), time.monotonic() - began
+            late, waited = ", ".join(process.label for process, _ in asked.values()), time.monotonic() - began
             if waited >= START_TIMEOUT_S:
                 raise WorkerStartError(
                     f"Ray did not start {late} within {START_TIMEOUT_S:g} s. Its workers have a niceness of 15: where "
                     "others keep the machine busy, start Ray with RAY_worker_niceness=0",
-                    rank=hosts[0].rank,
+                    rank=processes[0].rank,
                 )
             if waited >= say:
                 _log.warning("Ray has not started %s for %.0f s", late, waited)
                 say += START_SAYS_S
             self._look_for(specs)
 
-    def _settled(self, answer: Any, host: RayHost, log: Path, specs: Sequence[HostSpec]) -> None:
+    def _settled(self, answer: Any, process: RayProcess, log: Log, specs: Sequence[ProcessSpec]) -> None:
         try:
-            host.settled(cast(Any, ray.get(answer)), log)
+            process.settled(ray.get(answer), log)
         except RayError as error:
             self._look_for(specs)
-            words = "\n".join(last_lines(log))
+            words = "\n".join(log.last_lines())
             raise WorkerStartError(
-                f"{host.label}: its Ray actor did not start: {error}\n{words}", rank=host.rank
+                f"{process.label}: its Ray actor did not start: {error}\n{words}", rank=process.rank
             ) from error
 
 
@@ -258,8 +250,4 @@ def _refuse(options: Mapping[str, Any], where: str) -> None:
             )
 
 
-_Actor: Any = cast(Any, ray.remote)(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(HostActor)
-
-
-def _is_here(host: RayHost) -> bool:
-    return host.log is not None and host.log[0].exists()
+_Actor = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(ProcessActor)

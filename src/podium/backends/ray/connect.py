@@ -1,4 +1,3 @@
-# pyright: basic
 """This process's connection to Ray: one for all open backends, made by the first and ended by the last."""
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
+from podium.backends.ray.untyped import ray
 from podium.errors import ConfigError
 
 __all__ = ["connect", "disconnect"]

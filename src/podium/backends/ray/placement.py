@@ -1,8 +1,7 @@
-# pyright: basic
 """What a Ray cluster has, who holds it, and placement groups for what is reserved.
 
 A reservation is one placement group with one bundle a node, pinned to the node that the runtime chose: all or nothing,
-all slots of an entry on one node. Slots that hold nothing need none. Hosts themselves ask Ray for nothing: they are
+all slots of an entry on one node. Slots that hold nothing need none. Processes themselves ask Ray for nothing: they are
 placed in their bundle, so that groups which share a pool share its devices, and each sees the devices of its slot.
 """
 
@@ -17,13 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.util.client import ray as client
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from podium.backends.ray.untyped import ray
 from podium.errors import PlacementError
-from podium.runtime.backend import Node, Place
+from podium.runtime.messages import Node, Place
 
 __all__ = ["Inventory", "Reservation"]
 
@@ -38,7 +35,7 @@ Amounts = dict[str, float]
 class Reservation:
     """A placement group (None where nothing is held), the bundle of each slot, and the ids of the slot's devices."""
 
-    group: PlacementGroup | None
+    group: Any  # a PlacementGroup or None
     bundles: tuple[int, ...]
     devices: tuple[tuple[str, ...], ...]
 
@@ -76,7 +73,7 @@ class Inventory:
         if not all(wants):
             return Reservation(None, bundles, ((),) * len(places)), list(places)
         ids = [self.node_id(node) for node in nodes]
-        group = placement_group(
+        group = ray.util.placement_group(
             wants,
             strategy="SPREAD",
             name=f"podium:{os.path.basename(sys.argv[0]) or 'python'}:{os.getpid()}#{uuid.uuid4().hex}",
@@ -84,7 +81,7 @@ class Inventory:
             bundle_label_selector=[{"ray.io/node-id": node_id} for node_id in ids],
         )
         if not group.wait(READY_S):
-            remove_placement_group(group)
+            ray.util.remove_placement_group(group)
             raise PlacementError(
                 f"Ray did not reserve {wants} on {nodes} within {READY_S:g} s: somebody else was first"
             )
@@ -100,10 +97,10 @@ class Inventory:
         """Remove the placement group; returns when Ray's books show it, or after FREED_S."""
         if reservation.group is None:
             return
-        table: Any = placement_group_table(reservation.group)
+        table: Any = ray.util.placement_group_table(reservation.group)
         held = [(table["bundles_to_node_id"].get(at), kind) for at, want in table["bundles"].items() for kind in want]
         self._own.pop(reservation.group.id.hex(), None)
-        remove_placement_group(reservation.group)
+        ray.util.remove_placement_group(reservation.group)
         until = time.monotonic() + FREED_S
         while time.monotonic() < until:
             taken = self._taken({n["NodeID"]: _for_slots(n["Resources"]) for n in ray.nodes() if n["Alive"]})
@@ -112,7 +109,7 @@ class Inventory:
             time.sleep(0.02)
 
     def strategy(self, node: str, reservation: Reservation, slot: int) -> Any:
-        """Where Ray shall put the host of a slot."""
+        """Where Ray shall put the process of a slot."""
         if reservation.group is None:
             return NodeAffinitySchedulingStrategy(self.node_id(node), soft=False)
         return PlacementGroupSchedulingStrategy(reservation.group, reservation.bundles[slot])
@@ -129,7 +126,7 @@ class Inventory:
         left = {at: {k: v - free.get(at, {}).get(k, 0.0) for k, v in has.items()} for at, has in total.items()}
         taken: dict[str, dict[str, Amounts]] = {at: defaultdict(Amounts) for at in total}
         held = [(None, at, want) for bundles in self._own.values() for at, want in bundles]
-        for group in placement_group_table().values():
+        for group in ray.util.placement_group_table().values():
             if group["placement_group_id"] not in self._own and group["state"] in ("CREATED", "RESCHEDULING"):
                 name = group["name"].partition("#")[0] or "a placement group without a name"
                 held += [(name, at, group["bundles"][number]) for number, at in group["bundles_to_node_id"].items()]
@@ -157,9 +154,7 @@ class Inventory:
         gpu = names["gpu"]
         return {k: float(-(-v // 1)) if k == gpu and v > 1 else float(v) for k, v in total.items() if v}
 
-    def _devices(
-        self, group: PlacementGroup, nodes: Sequence[str], wants: Sequence[Amounts]
-    ) -> dict[str, Iterator[str]]:
+    def _devices(self, group: Any, nodes: Sequence[str], wants: Sequence[Amounts]) -> dict[str, Iterator[str]]:
         """The ids of the accelerators that Ray gave to the bundle of each node."""
         asked: dict[str, Any] = {}
         for at, (node, want) in enumerate(zip(nodes, wants, strict=True)):
@@ -191,15 +186,16 @@ def _accelerator_ids(kind: str) -> list[str]:
 
 
 def _available() -> dict[str, Amounts]:
-    if client.is_connected():
+    if ray.util.client.ray.is_connected():
         return ray.get(ray.remote(num_cpus=0)(_available_here).remote())
     return _available_here()
 
 
 def _available_here() -> dict[str, Amounts]:
-    from ray._private.state import available_resources_per_node  # Ray says it by node nowhere else without a dashboard
+    from ray._private import state  # Ray says it by node nowhere else without a dashboard
 
-    return available_resources_per_node()
+    resources: Any = state
+    return resources.available_resources_per_node()
 
 
 def _for_slots(resources: Mapping[str, float]) -> Amounts:

@@ -1,4 +1,3 @@
-# pyright: basic
 """Who hears the replies: the thread that waits for a call, or else Ray's own.
 
 A future for each reply makes a broadcast to eight actors 1.17 times as long as `ray.get` on all of them, so a reply is
@@ -13,9 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import ray
-
 from podium.backends.interrupts import Interrupts
+from podium.backends.ray.untyped import ray
 
 __all__ = ["Replies"]
 

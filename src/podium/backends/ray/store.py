@@ -1,4 +1,3 @@
-# pyright: basic
 """What stays with a worker by reference: an object of Ray's store, put by the worker, which so owns it.
 
 Blocks travel as nested ``ObjectRef``s, so Ray counts who holds them, frees them when nobody does, brings them to other
@@ -8,22 +7,27 @@ nodes and spills them to disk. They end with their owner.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import ray
-from ray.exceptions import ObjectLostError
+from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
-from podium.backends.ray.wire import FULL, INLINE_BYTES, no_room
-from podium.data import Block, BlockInfo, PlainBlock, TensorStore, Usage
+from podium.backends.ray.untyped import ray
+from podium.data import Block, BlockInfo, PlainBlock, TensorStore
 from podium.data.store import ALIGN, Bytes
-from podium.errors import RefLostError, StoreFullError
+from podium.errors import RefLostError, SerializationError, StoreFullError
 from podium.runtime.codec import Opener
 
-__all__ = ["RayBlock", "RayStore", "openers"]
+__all__ = ["FULL", "INLINE_BYTES", "RayBlock", "RayStore", "no_room", "openers"]
+
+INLINE_BYTES = 64 << 10
+"""Buffers up to here travel inside the message; Ray itself keeps results above 100 kB in the object store."""
+
+FULL = (ObjectStoreFullError, OutOfDiskError)
 
 
 class RayBlock(Block):
@@ -52,7 +56,7 @@ class _Made(NamedTuple):
 
 
 class RayStore(TensorStore):
-    """The blocks made in this process. ``usage`` counts those that Ray has in memory here, not those it spilled."""
+    """The blocks made in this process. ``kept`` counts those that Ray has in memory here, not those it spilled."""
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__(limit)
@@ -69,12 +73,12 @@ class RayStore(TensorStore):
         self._made.append(_Made(reference.binary(), info))
         return RayBlock(reference, info)
 
-    def usage(self) -> Usage:
+    def kept(self) -> Counter[str]:
         self._made = [made for made in self._made if _is_here(made.key)]
-        held: dict[str, int] = {}
+        kept: Counter[str] = Counter()
         for _, info in self._made:
-            held[info.label] = held.get(info.label, 0) + info.nbytes
-        return Usage(sum(held.values()), self.limit, sorted(held.items(), key=lambda entry: -entry[1]))
+            kept[info.label] += info.nbytes
+        return kept
 
 
 def openers(references: Sequence[Any]) -> list[Opener]:
@@ -113,3 +117,11 @@ def _is_here(key: bytes) -> bool:
 
     worker: Any = global_worker
     return worker.core_worker.object_exists(ray.ObjectRef(key, skip_adding_local_ref=True))
+
+
+def no_room(what: str) -> SerializationError:
+    """What to say, and to do, where Ray raises one of FULL."""
+    return SerializationError(
+        f"{what}: Ray's object store has no room for it, and the disk it spills to is full. Free some disk, or give "
+        "the store more memory: connect('ray', init={'object_store_memory': BYTES}) or ray start --object-store-memory"
+    )

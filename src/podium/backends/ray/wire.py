@@ -1,4 +1,3 @@
-# pyright: basic
 """Values on their way through Ray: small ones inside the message, large ones in its object store.
 
 A message is one ``bytes``: Ray spends about 30 µs on every further argument. Large values lie in the object store as a
@@ -18,29 +17,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from podium.errors import SerializationError
+from podium.backends.ray.store import FULL, INLINE_BYTES, no_room, openers
+from podium.backends.ray.untyped import ray
 from podium.runtime.codec import decode, encode
-from podium.runtime.host import Outcome, pack_outcome
+from podium.runtime.worker_process import Outcome, pack_outcome
 
 __all__ = [
-    "FULL",
     "NO_VALUES",
     "Parcel",
     "bare_name",
-    "no_room",
     "outcome_to_wire",
     "pack",
     "read_bare_name",
     "wire_to_outcome",
 ]
 
-INLINE_BYTES = 64 << 10
-"""Buffers up to here travel inside the message; Ray itself keeps results above 100 kB in the object store."""
-
-FULL = (ObjectStoreFullError, OutOfDiskError)
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -61,7 +53,6 @@ class Parcel(NamedTuple):
         buffers = [_writable(buffer, self.alone) for buffer in self.buffers]
         if not self.blocks:
             return decode(self.data, buffers, what)
-        from podium.backends.ray.store import openers
 
         return decode(self.data, buffers, what, openers(self.blocks))
 
@@ -83,7 +74,7 @@ def _size(buffers: Sequence[Bytes]) -> int:
 
 
 def pack(value: Any, what: str, readers: int) -> Parcel:
-    """``value`` for ``readers`` hosts; stored once. Raises SerializationError."""
+    """``value`` for ``readers`` processes; stored once. Raises SerializationError."""
     if type(value) is dict and not value:
         return NO_VALUES
     data, buffers, blocks = _encoded(value, what)
@@ -93,14 +84,6 @@ def pack(value: Any, what: str, readers: int) -> Parcel:
         return Parcel(data, (), ray.put(buffers), readers == 1, blocks)
     except FULL as error:
         raise no_room(f"{what} of {_size(buffers) >> 20} MiB") from error
-
-
-def no_room(what: str) -> SerializationError:
-    """What to say, and to do, where Ray raises one of FULL."""
-    return SerializationError(
-        f"{what}: Ray's object store has no room for it, and the disk it spills to is full. Free some disk, or give "
-        "the store more memory: connect('ray', init={'object_store_memory': BYTES}) or ray start --object-store-memory"
-    )
 
 
 def outcome_to_wire(outcome: Outcome, wants_result: bool) -> bytes | list[Any]:
@@ -127,11 +110,11 @@ def wire_to_outcome(answer: bytes | list[Any]) -> tuple[Any, int, int, Parcel]:
 
 def _writable(buffer: Any, alone: bool) -> Any:
     """``buffer``'s bytes to write into: its own pages if nobody else reads them, or a copy."""
-    if not isinstance(buffer, np.ndarray):
+    if isinstance(buffer, bytes):
         return bytearray(buffer)
     if alone:  # numpy marks them read-only, as Ray cannot know; the pages themselves are not
-        pages = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
-        pages.keeps = buffer  # type: ignore[attr-defined] - and with it the object in Ray's store
+        pages: Any = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
+        pages.keeps = buffer  # and with it the object in Ray's store
         return pages
     if "torch" not in sys.modules:
         return bytearray(buffer)
@@ -140,16 +123,16 @@ def _writable(buffer: Any, alone: bool) -> Any:
     return copy_bytes(buffer)
 
 
-def bare_name(call_id: int, target: str, method: str, wants_result: bool) -> str:
+def bare_name(number: int, target: str, method: str, wants_result: bool) -> str:
     """The name of a task that is a call without arguments, as Ray's own tools show it."""
-    return f"{target}.{method}{'' if wants_result else '!'} {call_id}"
+    return f"{target}.{method}{'' if wants_result else '!'} {number}"
 
 
 def read_bare_name(name: str) -> tuple[int, str, str, bool]:
     """Call, target, method and whether its result is wanted."""
-    label, _, call_id = name.rpartition(" ")
+    label, _, number = name.rpartition(" ")
     target, _, method = label.rpartition(".")
-    return int(call_id), target, method.removesuffix("!"), not method.endswith("!")
+    return int(number), target, method.removesuffix("!"), not method.endswith("!")
 
 
 _TIMES = struct.Struct("<qq")

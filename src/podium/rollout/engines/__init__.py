@@ -1,6 +1,28 @@
 """Generation engines: one contract, several ways to draw completions from a language model."""
 
-from podium.rollout.engines.base import Engine, EngineConfig, EngineName
-from podium.rollout.engines.factory import make_engine
+from __future__ import annotations
 
-__all__ = ["Engine", "EngineConfig", "EngineName", "make_engine"]
+from typing import TYPE_CHECKING
+
+from podium.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from podium.rollout.engines.base import Engine as Engine
+    from podium.rollout.engines.config import (
+        EngineConfig as EngineConfig,
+        check_installed as check_installed,
+        installed_engines as installed_engines,
+    )
+    from podium.rollout.engines.factory import make_engine as make_engine
+    from podium.rollout.engines.model import ModelEngine as ModelEngine
+    from podium.rollout.engines.requests import (
+        Aborted as Aborted,
+        Event as Event,
+        Failed as Failed,
+        Finished as Finished,
+        Request as Request,
+        Tokens as Tokens,
+        conclude as conclude,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,111 +1,287 @@
-"""The contract of a generation engine, its configuration and the checks that all engines share."""
+"""The contract of a generation engine.
+
+    any thread     submit(request) ─┐   abort(id) ─┐
+                                    v              v
+    one thread     poll or generate: take in ── drop ── advance ── advance ── ... ── events go to whom they belong to
+    at a time                                              │
+                                                     gate: a forward pass, or a batch
+                                                           │
+    any thread     refresh(version)          gate closed ── copy ── gate open
+
+The thread that calls ``poll`` or ``generate`` does the work of the engine: it calls ``advance`` until an event is there
+for it. Only one thread does so at a time. Another thread that calls ``poll`` or ``generate`` meanwhile waits until the
+first one has delivered its events, or takes over when the first one has all of its own. ``submit`` and ``abort`` do not
+wait for a forward pass; a running ``advance`` sees them at its next look at ``interrupted``. An engine has no thread of
+its own, so there is nothing to shut down.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import ClassVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from podium.errors import ConfigError, GenerationError
+from podium.rollout.engines.config import EngineConfig
 from podium.rollout.engines.gate import WeightGate
-from podium.rollout.sampling import Completion, KeptSet, SamplingParams
+from podium.rollout.engines.requests import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    RequestId,
+    RequestQueue,
+    RowOfBatch,
+    Tokens,
+    check_prompt,
+)
+from podium.rollout.sampling import Completion, SamplingParams
 
-__all__ = ["Engine", "EngineConfig", "EngineName", "assemble", "check_request"]
-
-EngineName = Literal["auto", "native", "transformers", "vllm"]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Which engine generates, and how much it may hold.
-
-    Attributes:
-        name: ``"native"`` (Llama and Qwen families), ``"transformers"`` (any architecture), ``"vllm"`` (extra), or
-            ``"auto"``: native where it can, else transformers.
-        slots: the most completions decoded side by side.
-        cache_gib: the most memory for keys and values, in GiB; None is a quarter of what the device has free. Fewer
-            slots are used when ``slots`` of them would not fit.
-        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None generates in the model's own. Another dtype costs
-            a copy of the weights.
-        prefill_tokens: the most prompt tokens in one forward pass.
-
-    Raises:
-        ConfigError: a value outside its range, named.
-    """
-
-    name: EngineName = "auto"
-    slots: int = 128
-    cache_gib: float | None = None
-    dtype: str | None = None
-    prefill_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.name not in get_args(EngineName):
-            raise ConfigError(f"engine.name is {self.name!r}; expected one of {', '.join(get_args(EngineName))}")
-        if self.slots < 1:
-            raise ConfigError(f"engine.slots is {self.slots}; expected at least 1")
-        if self.prefill_tokens < 1:
-            raise ConfigError(f"engine.prefill_tokens is {self.prefill_tokens}; expected at least 1")
-        if self.cache_gib is not None and not self.cache_gib > 0:
-            raise ConfigError(
-                f"engine.cache_gib is {self.cache_gib}; expected above 0, or null for a quarter of what is free"
-            )
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise ConfigError(f"engine.dtype is {self.dtype!r}; expected null or one of {', '.join(_DTYPES)}")
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """``dtype`` as torch's own, or None."""
-        return None if self.dtype is None else _DTYPES[self.dtype]
+__all__ = ["Engine"]
 
 
 class Engine(ABC):
-    """Draws completions from a language model and takes new weights in place.
+    """Draws completions from a language model, and takes new weights in place.
 
-    What a completion is depends on its prompt, the sampling parameters, its seed and the weights, not on the other
-    completions of the call, their order, or the number of ranks they are spread over. Each engine's docstring says how
-    far floating-point rounding lets it keep that promise.
+    A completion depends on its prompt, its sampling parameters, its seed and the weights. It does not depend on the
+    other requests, their order, or the number of ranks that they are spread over. Each engine's docstring says how far
+    floating-point rounding lets it keep that promise.
 
-    New weights may come while ``generate`` runs in another thread. ``gate`` keeps the two apart: no token is drawn from
-    weights of two versions, and each carries the version that drew it. An engine's docstring says how soon it lets
-    them in: between two tokens, or between two batches.
+    New weights may come while requests are in flight. ``gate`` keeps the two apart: no token is drawn from weights of
+    two versions, and each token carries the version that drew it. An engine's docstring says how soon it lets new
+    weights in: between two tokens, or between two batches.
+
+    A subclass has a constructor with the parameters ``config`` and ``model``. It implements ``supports``, ``advance``,
+    ``drop`` if it holds requests between two calls of ``advance``, and the methods for new weights. An engine that
+    computes with a ``torch`` model inherits the latter from :class:`~podium.rollout.engines.model.ModelEngine`.
 
     Args:
-        refusal: why nothing can be drawn yet; "" where the weights are there.
+        config: Which engine generates, and how much it may hold.
+        model: The model whose weights it draws from.
+        refusal: Why nothing can be drawn before the first ``refresh``; "" where the weights are there.
+
+    Attributes:
+        waiting: Requests that ``advance`` has not begun. Only ``advance`` touches it.
+        vocabulary: Number of tokens that the model knows. The constructor sets it.
+        positions: The longest sequence that the model takes, or None for any. The constructor sets it.
+        prefilled_tokens: Number of prompt tokens that went through the model so far, where the engine counts them.
     """
 
-    def __init__(self, refusal: str = "") -> None:
+    auto_rank: ClassVar[int] = 0
+    """``engine.name=auto`` takes the engine of the highest rank that supports the model; none of rank 0."""
+
+    vocabulary: int
+    positions: int | None = None
+    prefilled_tokens: int = 0
+
+    def __init__(self, config: EngineConfig, model: nn.Module, refusal: str = "") -> None:
+        self.config = config
         self.gate = WeightGate(refusal)
+        self.waiting = RequestQueue()
+        self._changed = threading.Condition()  # guards what follows
+        self._driving = False
+        self._arrived: list[Request] = []
+        self._aborted: set[RequestId] = set()
+        self._events: list[Event] = []
+        self._in_flight: dict[RequestId, list[Event]] = {}  # where the events of each request go
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, model: nn.Module) -> str | None:
+        """Return why the engine cannot run ``model``, or None when it can."""
 
     @property
     def version(self) -> int:
-        """The version of the weights that the next token is drawn from; 0 before the first ``refresh``."""
+        """Version of the weights that the next token is drawn from; 0 before the first ``refresh``."""
         return self.gate.version
 
-    @abstractmethod
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Give the engine a request. Any thread may call this at any time.
+
+        Raises:
+            ConfigError: The prompt is empty, has an id outside the vocabulary, or is with ``max_new_tokens`` longer
+                than the model's positions; or a request of that id is in flight. Other requests go on.
+        """
+        self.check(f"the prompt of {request}", request.prompt, request.params)
+        self._enqueue([request], self._events)
+
+    def abort(self, id: RequestId) -> None:
+        """End a request early: its last event is ``Aborted``. Nothing happens if it is not in flight.
+
+        Any thread may call this at any time.
+        """
+        with self._changed:
+            box = self._in_flight.pop(id, None)
+            if box is not None:
+                self._aborted.add(id)
+                box.append(Aborted(id))
+                self._changed.notify_all()
+                if not self._driving:
+                    self._take_in()
+
+    def poll(self, timeout_s: float | None = None) -> list[Event]:
+        """Do work in this thread until there are events of submitted requests, and return them.
+
+        Args:
+            timeout_s: Return after about this many seconds also without an event, at the earliest after one call of
+                ``advance``. Requests that come meanwhile are served. Without it, an empty list means that no request
+                is in flight.
+        """
+        return self._drive(self._events, None if timeout_s is None else time.monotonic() + timeout_s)
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         """Draw ``params.n`` completions for each of P prompts, one seed a completion.
 
+        Other requests may be in flight; they go on beside these.
+
         Args:
             prompts: P sequences of token ids, none of them empty; lengths may differ.
-            params: how to draw.
+            params: How to draw.
             seeds: ``P * params.n`` signed integers of 64 bits, prompt-major like the result.
 
         Returns:
             ``P * params.n`` completions: those of the first prompt, then those of the second, and so on.
 
         Raises:
-            ConfigError: an empty prompt, an id outside the vocabulary, a wrong number of seeds, or a prompt that with
+            ConfigError: An empty prompt, an id outside the vocabulary, a wrong number of seeds, or a prompt that with
                 ``max_new_tokens`` is longer than the model's positions.
-            GenerationError: the model's logits are not finite, or there are no whole weights to draw from.
+            GenerationError: The model's logits are not finite, or there are no whole weights to draw from.
         """
+        count = len(prompts) * params.n
+        if len(seeds) != count:
+            raise ConfigError(
+                f"{len(prompts)} prompts with n={params.n} need {count} seeds, one a completion; got {len(seeds)}"
+            )
+        for index, prompt in enumerate(prompts):
+            self.check(f"prompt {index}", prompt, params)
+        rows = [RowOfBatch(index, params.n) for index in range(count)]
+        completions: dict[int, Completion] = {}
+        box: list[Event] = []
+        self._enqueue(
+            [
+                Request(
+                    id=row, prompt=prompts[row.index // params.n], params=params, seed=seed, reuse_completions=False
+                )
+                for row, seed in zip(rows, seeds, strict=True)
+            ],
+            box,
+        )
+        try:
+            while len(completions) < count:
+                for event in self._drive(box, None):
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, Finished) and isinstance(event.id, RowOfBatch):
+                        completions[event.id.index] = event.completion
+        finally:
+            if len(completions) < count:
+                for row in rows:
+                    self.abort(row)
+        return [completions[index] for index in range(count)]
+
+    def _enqueue(self, requests: Sequence[Request], box: list[Event]) -> None:
+        with self._changed:
+            for request in requests:
+                if request.id in self._in_flight or request.id in self._aborted:
+                    raise ConfigError(f"{request} is in flight already; give each request an id of its own")
+                self._in_flight[request.id] = box
+            self._arrived += requests
+            self._changed.notify_all()
+
+    def _drive(self, box: list[Event], deadline: float | None) -> list[Event]:
+        """Empty ``box`` once an event is in it, at the deadline, or if nothing is in flight."""
+        with self._changed:
+            while not box:
+                if not self._driving and self._take_in():
+                    self._driving = True
+                    self._changed.release()
+                    events: list[Event] = []
+                    try:
+                        events = self._advance(deadline)
+                    finally:
+                        self._changed.acquire()
+                        self._driving = False
+                        self._deliver(events)
+                elif self._driving or deadline is not None:
+                    self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                else:
+                    break
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+            events = box.copy()
+            box.clear()
+            return events
+
+    def _take_in(self) -> bool:
+        """Hand the engine what came since the last time. Return whether it has anything to do."""
+        if self._aborted:
+            self._arrived = [request for request in self._arrived if request.id not in self._aborted]
+            self.waiting.drop(self._aborted)
+            self.drop(self._aborted)
+            self._aborted = set()
+        self.waiting.push(self._arrived)
+        self._arrived = []
+        return bool(self._in_flight)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            box = self._in_flight.get(event.id)
+            if box is not None:  # else it was aborted meanwhile
+                box.append(event)
+                if not isinstance(event, Tokens):
+                    del self._in_flight[event.id]
+        if self._aborted:
+            self._take_in()
+        self._changed.notify_all()
+
+    def _advance(self, deadline: float | None) -> list[Event]:
+        def interrupted() -> bool:
+            came = bool(self._arrived) or bool(self._aborted)
+            return came or (deadline is not None and time.monotonic() >= deadline)
+
+        try:
+            return self.advance(interrupted)
+        except BaseException as error:
+            failure = error if isinstance(error, Exception) else GenerationError(f"generation ended by {error!r}")
+            with self._changed:
+                begun = self._in_flight.keys() - {request.id for request in self._arrived}
+                for id in begun:
+                    self._in_flight.pop(id).append(Failed(id, failure))
+                self._aborted |= begun
+            if failure is not error:
+                raise
+            return []
+
+    def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise ConfigError for a prompt that the engine cannot continue; ``subject`` names it. Lengthen as needed."""
+        check_prompt(subject, prompt, params, self.vocabulary, self.positions)
+
+    @abstractmethod
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        """Do a piece of work for the requests that were begun and those in ``waiting``; return what came of it.
+
+        There is at least one such request. A piece of work may be one token of each, or a whole batch. It should end
+        soon after an event is there, and when ``interrupted()`` is true, which it becomes when a request arrives, one
+        is aborted, or the time of ``poll`` is over. Each request gets one ``Finished`` or ``Failed`` (see
+        :func:`~podium.rollout.engines.requests.conclude`), and before that, if it asks for it, ``Tokens``. An exception
+        fails all requests that were begun or waited.
+
+        The weights are read within ``with self.gate:``, after which ``self.version`` is theirs.
+        """
+
+    def drop(self, ids: Collection[RequestId]) -> None:  # noqa: B027 - an engine that works batch by batch holds none
+        """Forget these requests, as far as ``advance`` has begun them. Their events would be ignored."""
+
+    # -- new weights ----------------------------------------------------------------------------------------------
 
     def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Take the weights of ``version``, in place.
@@ -122,7 +298,7 @@ class Engine(ABC):
             self.check_weights({name: tuple(tensor.shape) for name, tensor in weights.items()})
         with self.gate.changing(version):
             if weights is None:
-                self._reread()
+                self.reread()
             else:
                 for name, tensor in weights.items():
                     self.load(name, 0, tensor)
@@ -147,86 +323,8 @@ class Engine(ABC):
         """All of the new weights are there: forget what was derived from the old; the gate is closed."""
 
     @abstractmethod
-    def _reread(self) -> None:
+    def reread(self) -> None:
         """Bring the engine's weights to what the model that it was made with holds now; the gate is closed."""
 
     def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
-        """Give back the buffers kept between calls; the next ``generate`` makes them again."""
-
-
-def check_request(
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    seeds: Sequence[int],
-    *,
-    vocabulary: int,
-    positions: int | None,
-) -> None:
-    """Raise ConfigError for what no engine can generate; see ``Engine.generate``."""
-    if len(seeds) != len(prompts) * params.n:
-        raise ConfigError(
-            f"{len(prompts)} prompts with n={params.n} need {len(prompts) * params.n} seeds, one a completion; "
-            f"got {len(seeds)}"
-        )
-    for index, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ConfigError(f"prompt {index} is empty; give it at least one token, such as the model's BOS")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= vocabulary:
-            raise ConfigError(
-                f"prompt {index} has token {low if low < 0 else high}, outside the model's vocabulary of {vocabulary}; "
-                "is it the model's own tokenizer?"
-            )
-        if positions is not None and len(prompt) + params.max_new_tokens > positions:
-            raise ConfigError(
-                f"prompt {index} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} exceeds "
-                f"the model's {positions} positions; shorten the prompt or lower sampling.max_new_tokens"
-            )
-
-
-@torch.inference_mode(False)  # what is returned may take part in training, which inference tensors may not
-def assemble(
-    ids_CT: Tensor,
-    logprobs_CT: Tensor,
-    params: SamplingParams,
-    versions_CT: Tensor,
-    kept: Sequence[Sequence[Tensor]] | None = None,
-) -> list[Completion]:
-    """The records of C completions from T draws each, on the CPU; what follows a first stop token is dropped.
-
-    ``versions_CT`` are those of the weights that each draw was made from.
-    ``kept[c][t]`` are the ids kept for draw t of completion c, for at least its length of draws.
-    """
-    lengths, stopped = _lengths(ids_CT, params.stop_token_ids)
-    drawn = torch.arange(ids_CT.shape[1]) < lengths.unsqueeze(1)
-    broken = (~torch.isfinite(logprobs_CT) & drawn).nonzero()
-    if len(broken):
-        row, position = broken[0].tolist()
-        raise GenerationError(
-            f"the log-probability of token {position} of completion {row % params.n} of prompt {row // params.n} is "
-            f"{logprobs_CT[row, position].item()}: the model's logits are not finite; look at the last update's "
-            "gradient norm and learning rate, or at the checkpoint"
-        )
-    return [
-        Completion(
-            ids_CT[row, :length].clone(),
-            logprobs_CT[row, :length].clone(),
-            "stop" if stop else "length",
-            versions_CT[row, :length].clone(),
-            None if kept is None else _kept_set(kept[row][:length]),
-        )
-        for row, (length, stop) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
-    ]
-
-
-def _lengths(ids_CT: Tensor, stop_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of each row: tokens up to and with its first stop token, int64 ``[C]``, and whether it has one, bool ``[C]``."""
-    hits = torch.isin(ids_CT, torch.tensor(stop_token_ids, dtype=torch.int64))
-    stopped = hits.any(1)
-    first = hits.to(torch.int8).argmax(1) + 1
-    return torch.where(stopped, first, ids_CT.shape[1]), stopped
-
-
-def _kept_set(sets: Sequence[Tensor]) -> KeptSet:
-    sizes = torch.tensor([0, *map(len, sets)], dtype=torch.int64)
-    return KeptSet(torch.cat(list(sets)), sizes.cumsum(0))
+        """Give back the buffers kept between calls; the next request makes them again."""

@@ -87,6 +87,6 @@ class WeightGate:
         try:
             yield
         except BaseException as error:
-            self.refuse(f"the weights of version {version} came only in part ({error}); publish them again")
+            self.refuse(f"the weights of version {version} came only in part ({error}); sync again")
             raise
         self.open(version)

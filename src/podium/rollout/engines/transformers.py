@@ -1,12 +1,12 @@
-"""The engine for every architecture: ``generate`` of transformers, drawing with this package's own numbers.
+"""Generation through ``transformers``' own ``generate``: any decoder-only architecture it runs, at its own speed.
 
-It is also what the native engine is tested against. ``generate`` calls a logits processor before it picks a token; ours
+Also what the native engine is tested against. ``generate`` calls a logits processor before it picks a token; ours
 draws the token there, from the seed and position of each completion, and leaves ``generate`` no choice but that token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,96 +14,80 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from podium.errors import ConfigError
-from podium.rollout.engines.base import EngineConfig, assemble, check_request
 from podium.rollout.engines.draw import draw, uniforms
-from podium.rollout.engines.weights import ModelEngine
-from podium.rollout.sampling import Completion, SamplingParams
+from podium.rollout.engines.model import ModelEngine
+from podium.rollout.engines.requests import Event, Finished, Request, Tokens, conclude
+from podium.rollout.sampling import SamplingParams
 
 __all__ = ["TransformersEngine"]
 
 
 class TransformersEngine(ModelEngine):
-    """Generates with ``model.generate``, up to ``config.slots`` completions side by side, prompts padded on the left.
+    """Generates with ``model.generate``, up to ``config.max_sequences`` completions side by side.
 
-    Models that carry a recurrent state (Mamba and kin), which padding would disturb, get prompts of one length at a
-    time. The model's own generation settings are not used. In float32 the same seeds give the same ids in any batch
-    except where a draw falls within rounding of the boundary between two tokens (seen: never in 114,688 tokens).
+    A batch holds waiting requests of equal sampling parameters, prompts padded on the left. Models that carry a
+    recurrent state (Mamba and kin), which padding would disturb, get prompts of one length at a time. The model's own
+    generation settings are not used. In float32 the same seeds give the same ids in any batch except where a draw falls
+    within rounding of the boundary between two tokens (seen: never in 114,688 tokens).
 
-    New weights come in between two batches of ``slots`` completions, since ``generate`` keeps keys and values of its
-    own: a completion is of one version, and weights may have to wait for as long as a batch takes.
+    New requests and new weights come in between two batches, since ``generate`` keeps keys and values of its own. So a
+    completion is of one version, weights may have to wait for as long as a batch takes, and a request with ``stream``
+    gets all of its tokens at the end of its batch.
 
     Args:
-        config: ``slots`` and ``dtype`` are used.
-        model: any ``transformers`` model with a decoder-only ``generate``.
-        pad_token_id: an id of the vocabulary to fill with; which one does not matter.
-
-    Raises:
-        ConfigError: a model without ``generate``, or an encoder-decoder.
+        config: ``max_sequences`` and ``dtype`` are used.
+        model: Any ``transformers`` model with a decoder-only ``generate``.
     """
 
-    def __init__(self, config: EngineConfig, model: nn.Module, pad_token_id: int = 0) -> None:
+    auto_rank = 1
+
+    @classmethod
+    def supports(cls, model: nn.Module) -> str | None:
         model_config: Any = getattr(model, "config", None)
         if not hasattr(model, "generate") or getattr(model_config, "is_encoder_decoder", False):
-            raise ConfigError(
-                f"the transformers engine needs a decoder-only model with generate(); got {type(model).__name__}"
-            )
-        super().__init__(model, config)
-        self._pad_token_id = pad_token_id
+            return f"it takes a decoder-only model with generate(), not a {type(model).__name__}"
+        return None
 
     @torch.inference_mode()
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
-        model: Any = self._source.model
-        text_config = model.config.get_text_config()
-        positions = getattr(text_config, "max_position_embeddings", None)
-        check_request(prompts, params, seeds, vocabulary=text_config.vocab_size, positions=positions)
-        rows = [list(prompt) for prompt in prompts for _ in range(params.n)]
-        ids = torch.zeros(len(rows), params.max_new_tokens, dtype=torch.int64)
-        logprobs = torch.zeros(len(rows), params.max_new_tokens)
-        versions = torch.zeros_like(ids)
-        kept: list[list[Tensor]] | None = [[] for _ in rows] if params.filtered else None
-        with _sampling_mode(model):
-            for part in self._parts(rows, bool(getattr(model, "_is_stateful", False))):
-                with self.gate:
-                    versions[part] = self.version
-                    processor = self._draw_part([rows[i] for i in part], params, [seeds[i] for i in part])
-                count = len(processor.ids)
-                ids[part, :count] = torch.stack(processor.ids, 1).cpu()
-                logprobs[part, :count] = torch.stack(processor.logprobs, 1).cpu()
-                if kept is not None:
-                    for row, index in enumerate(part):
-                        kept[index] = [sets[row] for sets in processor.kept]
-        return assemble(ids, logprobs, params, versions, kept)
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        stateful = bool(getattr(self.model, "_is_stateful", False))
+        requests = self.waiting.take(
+            self.config.max_sequences, lambda one: (one.params, len(one.prompt) if stateful else 0)
+        )
+        with _sampling_mode(self.model), self.gate:
+            version = self.version
+            drawing = self._draw(requests)
+        ids_BT = torch.stack(drawing.ids, 1).cpu()
+        logprobs_BT = torch.stack(drawing.logprobs, 1).cpu()
+        events: list[Event] = []
+        for row, (request, length) in enumerate(zip(requests, _lengths(ids_BT, requests[0].params), strict=True)):
+            kept = [sets[row] for sets in drawing.kept[:length]] if drawing.kept else None
+            last = conclude(request, ids_BT[row, :length], logprobs_BT[row, :length], version, kept)
+            if request.stream and isinstance(last, Finished):
+                drawn = last.completion
+                events.append(Tokens(request.id, drawn.token_ids.tolist(), drawn.logprobs.tolist(), version))
+            events.append(last)
+        return events
 
-    def _parts(self, rows: list[list[int]], one_length: bool) -> Iterator[list[int]]:
-        """Indices of the rows to generate together."""
-        if one_length:
-            groups = [[i for i, row in enumerate(rows) if len(row) == size] for size in sorted({len(r) for r in rows})]
-        else:
-            groups = [list(range(len(rows)))]
-        for group in groups:
-            for start in range(0, len(group), self._config.slots):
-                yield group[start : start + self._config.slots]
-
-    def _draw_part(self, rows: list[list[int]], params: SamplingParams, seeds: list[int]) -> _Drawing:
-        model: Any = self._source.model
-        device = next(model.parameters()).device
-        width = max(map(len, rows))
-        tokens = torch.tensor([[self._pad_token_id] * (width - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        processor = _Drawing(params, torch.tensor(seeds, device=device))
+    def _draw(self, requests: Sequence[Request]) -> _Drawing:
+        params = requests[0].params
+        device = next(self.model.parameters()).device
+        pad = getattr(self.model.config, "pad_token_id", None) or 0  # any id of the vocabulary would do
+        width = max(len(request.prompt) for request in requests)
+        paddings = [width - len(request.prompt) for request in requests]
+        tokens = [[pad] * padding + list(one.prompt) for padding, one in zip(paddings, requests, strict=True)]
+        mask = [[0] * padding + [1] * (width - padding) for padding in paddings]
+        processor = _Drawing(params, torch.tensor([request.seed for request in requests], device=device))
         settings = GenerationConfig(
             do_sample=False,
             max_new_tokens=params.max_new_tokens,
             eos_token_id=list(params.stop_token_ids) or None,
-            pad_token_id=self._pad_token_id,
+            pad_token_id=pad,
             use_cache=True,
         )
-        model.generate(
-            tokens,
-            attention_mask=mask,
+        self.model.generate(
+            torch.tensor(tokens, device=device),
+            attention_mask=torch.tensor(mask, device=device),
             generation_config=settings,
             logits_processor=LogitsProcessorList([processor]),
         )
@@ -128,6 +112,13 @@ class _Drawing(LogitsProcessor):
             order = result.kept_ids_BK.cpu()
             self.kept.append([order[row, :size].clone() for row, size in enumerate(result.kept_sizes_B.tolist())])
         return torch.full_like(scores, float("-inf")).scatter_(1, result.ids_B.unsqueeze(1), 0.0)
+
+
+def _lengths(ids_BT: Tensor, params: SamplingParams) -> list[int]:
+    """Tokens of each row up to and with its first stop token."""
+    hits = torch.isin(ids_BT, torch.tensor(params.stop_token_ids, dtype=torch.int64))
+    first = hits.to(torch.int8).argmax(1) + 1
+    return torch.where(hits.any(1), first, ids_BT.shape[1]).tolist()
 
 
 @contextmanager

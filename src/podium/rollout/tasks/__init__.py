@@ -1,18 +1,24 @@
 """Where prompts come from: files, hub datasets, generated tasks; how they are written, and in which order taken."""
 
-from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.encode import EncodedPrompts, encode_pairs, encode_prompts
-from podium.rollout.tasks.examples import Example, Messages, check_data, load_examples
-from podium.rollout.tasks.stream import PromptStream
+from __future__ import annotations
 
-__all__ = [
-    "DataConfig",
-    "EncodedPrompts",
-    "Example",
-    "Messages",
-    "PromptStream",
-    "check_data",
-    "encode_pairs",
-    "encode_prompts",
-    "load_examples",
-]
+from typing import TYPE_CHECKING
+
+from podium.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from podium.rollout.tasks.config import DataConfig as DataConfig
+    from podium.rollout.tasks.encode import (
+        EncodedPrompts as EncodedPrompts,
+        encode_pairs as encode_pairs,
+        encode_prompts as encode_prompts,
+    )
+    from podium.rollout.tasks.examples import (
+        Example as Example,
+        Messages as Messages,
+        check_data as check_data,
+        load_examples as load_examples,
+    )
+    from podium.rollout.tasks.stream import PromptStream as PromptStream
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

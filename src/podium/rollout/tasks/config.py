@@ -1,49 +1,49 @@
-"""What data a run takes and how its rows become prompts."""
+"""Settings of the data: where examples come from and how they become prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from podium.errors import ConfigError
+from pydantic import Field
+
+from podium.config import section
 
 __all__ = ["DataConfig"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section("data")
 class DataConfig:
-    """Where the examples are, which columns matter, and how a prompt is written for the model.
+    """The data, its columns, and how a prompt is written for the model."""
 
-    Raises:
-        ConfigError: a value outside its range, named.
-    """
-
-    train: str = ""  # .jsonl or .parquet file or glob, a directory or hub dataset, or reasoning_gym:TASK
-    eval: str = ""  # held-out data, named likewise; empty: what holdout keeps apart, or a hub dataset's eval_split
-    holdout: float = 0.1  # share of train kept apart for evaluation where there is no other held-out data
-    train_items: int | None = None  # most training examples; null: all of a file, 10000 of a generated task
-    prompt_column: str = "prompt"  # column with the prompt: text, or a list of chat messages
-    answer_column: str | None = "answer"  # column with the answer; null: there is none
-    template: str = ""  # writes the prompt from any columns, as in "Q: {question}\nA: "; replaces prompt_column
-    system_prompt: str = ""  # goes before each prompt that brings no system message of its own
-    chat_template: str = "auto"  # auto: the tokenizer's if it has one; none: plain text; or a Jinja file
-    max_prompt_tokens: int = 1024  # longest prompt, with system prompt and template
-    overlong: Literal["drop", "cut"] = "drop"  # a longer one: left out, or its text shortened from the front
-    train_split: str = "train"  # split of a hub dataset or directory to train on
-    eval_split: str = "test"  # split of a hub dataset or directory to evaluate on
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the reasoning_gym task, or of datasets.load_dataset
-
-    def __post_init__(self) -> None:
-        checks = {
-            "holdout": (0 <= self.holdout < 1, "a share, at least 0 and below 1"),
-            "train_items": (self.train_items is None or self.train_items >= 1, "at least 1, or null for all"),
-            "prompt_column": (bool(self.prompt_column), "a column's name"),
-            "answer_column": (self.answer_column != "", "a column's name, or null if there is none"),
-            "chat_template": (bool(self.chat_template), '"auto", "none" or a path'),
-            "max_prompt_tokens": (self.max_prompt_tokens >= 1, "at least 1"),
-            "overlong": (self.overlong in ("drop", "cut"), '"drop" or "cut"'),
-        }
-        for name, (valid, expected) in checks.items():
-            if not valid:
-                raise ConfigError(f"data.{name} = {getattr(self, name)!r}: expected {expected}")
+    train: str = ""
+    """Training examples come from this .jsonl or .parquet file or glob, directory, hub dataset, or
+    reasoning_gym:TASK."""
+    eval: str = ""
+    """Held-out examples come from this place, named as in data.train. An empty value means the share data.holdout of
+    the training data, or the split data.eval_split of a hub dataset."""
+    holdout: float = Field(default=0.1, ge=0, lt=1)
+    """This share of the training data is held out for evaluation where there is no other held-out data."""
+    train_items: int | None = Field(default=None, ge=1, le=10**12)
+    """Training uses at most this many examples. null means all of a file, and 10000 of a generated task."""
+    prompt_column: str = Field(default="prompt", min_length=1)
+    """This column holds the prompt: text, or a list of chat messages."""
+    answer_column: str | None = Field(default="answer", min_length=1)
+    """This column holds the answer that a reward compares with. null means that the data has no answers."""
+    template: str = ""
+    """This template writes the prompt from any columns, as in "Q: {question}\\nA: ". It replaces prompt_column."""
+    system_prompt: str = ""
+    """This system message precedes each prompt that has none of its own."""
+    chat_template: str = Field(default="auto", min_length=1)
+    """Prompts are formatted by the tokenizer's chat template if it has one (auto), as plain text (none), or by this
+    Jinja file."""
+    max_prompt_tokens: int = Field(default=1024, ge=1, le=10**9)
+    """A prompt has at most this many tokens, system prompt and template included."""
+    overlong: Literal["drop", "cut"] = "drop"
+    """A longer prompt is left out (drop), or its text is shortened at the front (cut)."""
+    train_split: str = Field(default="train", min_length=1)
+    """Training uses this split of a hub dataset or directory."""
+    eval_split: str = Field(default="test", min_length=1)
+    """Evaluation uses this split of a hub dataset or directory."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """The reasoning_gym task, or datasets.load_dataset, gets these options."""

@@ -30,7 +30,8 @@ def generated_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator
     from one series. A row has the task's question, answer and metadata, and "task_options".
 
     Raises:
-        ConfigError: no such task or option, named with the nearest; or the task refuses its options.
+        ConfigError: no such task or option, named with the nearest; or the task refuses its options; or reasoning-gym
+            is not installed.
     """
     _check(spec, options)
     try:
@@ -43,8 +44,12 @@ def generated_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator
 
 
 def _check(spec: str, options: Mapping[str, Any]) -> None:
-    import reasoning_gym
-
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            f"{spec} needs reasoning-gym, which cannot be imported ({error}): pip install 'podium[tasks]'"
+        ) from error
     task = spec.removeprefix(PREFIX)
     registry: dict[str, Any] = reasoning_gym.factory.DATASETS
     if task not in registry:

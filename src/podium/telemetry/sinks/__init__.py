@@ -1,4 +1,4 @@
-"""Where events go. Each sink is used as ``with Sink(...):`` or through ``attach()`` and ``close()``.
+"""The sinks that show and store events. Each is used as ``with Sink(...):`` or through ``attach()`` and ``close()``.
 
 The names are looked up on first use, so that importing this package imports neither rich nor a tracker.
 """

@@ -1,4 +1,4 @@
-"""What all sinks share: a lock, one door for events, and an end."""
+"""The base of all sinks: a lock around every event, and an end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Sink"]
 
 
 class Sink(ABC):
-    """Somewhere events go. ``with SomeSink(...):`` listens until the block ends.
+    """Receives events. ``with SomeSink(...):`` listens until the block ends.
 
-    A sink of one's own implements ``handle`` and, if it holds something open, ``finish``. Both run under the sink's
-    lock. An event that arrives after ``close`` is dropped.
+    A subclass implements ``handle`` and, if it holds something open, ``finish``. Both run under the sink's lock. An
+    event that arrives after ``close`` is dropped.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Sink(ABC):
 
     @abstractmethod
     def handle(self, event: Event) -> None:
-        """Take one event. An exception unsubscribes the sink; the run goes on."""
+        """Take one event. An exception unsubscribes the sink, and the run goes on."""
 
     def finish(self) -> None:  # noqa: B027 - not abstract: a sink that holds nothing needs none
-        """Write what is still held and let go of it; called once."""
+        """Write what is still held and let go of it. Called once."""
 
     def attach(self) -> Self:
         """Listen to the program's events until ``close``, or until the program exits."""

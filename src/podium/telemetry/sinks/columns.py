@@ -14,9 +14,10 @@ __all__ = ["STEP_COLUMNS", "Column", "cells", "fitting", "headers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """``metric`` under ``header``, right-aligned in ``width`` characters. Rank 0 is the last to go when space is short.
+    """``metric`` under ``header``, right-aligned in ``width`` characters.
 
-    ``unless`` names a metric that makes this one say nothing: a GRPO step's loss, once there is a reward.
+    Columns of the highest ``rank`` are left out first where space is short. ``unless`` names a metric beside which this
+    one is not shown: a GRPO step's loss, once there is a reward.
     """
 
     header: str
@@ -49,15 +50,14 @@ def fitting(
 ) -> tuple[Column, ...]:
     """Those of `columns` whose metric was seen, as many as fit in `width` characters, least important left out first.
 
-    The two columns of rank 0 stay however narrow the terminal is.
+    The columns of rank 0 stay however narrow the terminal is.
     """
     present = [column for column in columns if column.metric in seen and column.unless not in seen]
-    while present and step_width + sum(column.width + _GAP for column in present) > width:
-        worst = max(column.rank for column in present)
-        if worst == 0:
+    while step_width + sum(column.width + _GAP for column in present) > width:
+        worst = max(reversed(present), key=lambda column: column.rank, default=None)  # the rightmost of equals
+        if worst is None or worst.rank == 0:
             break
-        # The rightmost of equals goes first.
-        present.remove(next(column for column in reversed(present) if column.rank == worst))
+        present.remove(worst)
     return tuple(present)
 
 

@@ -18,19 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.rule import Rule
 from rich.text import Text
 
-from podium.telemetry import metrics
-from podium.telemetry.events import (
-    CheckpointSaved,
-    CompletionsSampled,
-    EvalFinished,
-    Event,
-    Note,
-    PhaseStarted,
-    Stalled,
-    StepFinished,
-    WorkerLost,
-    WorkerStarted,
-)
+from podium.telemetry import events, metrics
+from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, PhaseStarted, StepFinished
 from podium.telemetry.formatting import duration, percent, plain, visible
 from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.columns import STEP_COLUMNS, Column, cells, fitting, headers
@@ -44,7 +33,7 @@ _SAMPLE_CHARACTERS: Final = 600
 
 
 def terminal() -> Console:
-    """rich's console on stdout. Where stdout cannot encode a character it is spelled out, and nothing is raised."""
+    """A console of rich on stdout. Characters that stdout cannot encode are spelled out, and nothing is raised."""
     if isinstance(sys.stdout, io.TextIOWrapper) and "utf" not in sys.stdout.encoding.lower():
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False)
@@ -63,19 +52,21 @@ class _Remaining(ProgressColumn):
 class ConsoleSink(Sink):
     """Shows a run to the person who started it.
 
-    ``row_every_s``: at most one row in so many seconds (0 shows every step); the first and the last of a phase are
-    always shown, and metrics.jsonl has them all. ``console`` is rich's, for tests and notebooks.
+    While the sink is attached, log records and warnings are shown through the same console (`LogRouter`), and
+    ``breakpoint()`` takes the bar away before the debugger asks its first question. The next step brings the bar back.
 
-    While it is attached, log records and warnings are shown through the same console (`LogRouter`), and
-    ``breakpoint()`` takes the bar away before the debugger asks its first question; the next step brings it back.
+    Args:
+        console: Console of rich, for tests and notebooks. The terminal unless given.
+        row_every_s: Time between two rows, at least. The first and the last step of a phase are always shown, and
+            metrics.jsonl has all steps.
     """
 
     def __init__(self, *, console: Console | None = None, row_every_s: float = 1.0) -> None:
         super().__init__()
-        self.console = console if console is not None else terminal()
+        self.console = console or terminal()
         self._live = (self.console.is_terminal and not self.console.is_dumb_terminal) or self.console.is_jupyter
         self._row_every_s = row_every_s
-        self._router = LogRouter(self.console) if self._live else LogRouter(None)
+        self._router = LogRouter(self.console if self._live else None)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._phase = PhaseStarted("", 0)
@@ -110,16 +101,16 @@ class ConsoleSink(Sink):
                 self._evaluation(event)
             case CompletionsSampled():
                 self._samples(event)
-            case WorkerStarted(role=role):
+            case events.WorkerStarted(role=role):
                 self._workers[role] = self._workers.get(role, 0) + 1
-            case WorkerLost(role=role, rank=rank, node=node, cause=cause):
+            case events.WorkerLost(role=role, rank=rank, node=node, cause=cause):
                 self._say(Text(f"lost  {role} rank {rank} on {node}: {cause}", "bold red"))
-            case Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
+            case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
                 who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
                 self._say(Text(f"waiting  {seconds:.0f} s for {who} of {role}.{method}", "yellow"))
-            case CheckpointSaved(step=step, path=path):
+            case events.CheckpointSaved(step=step, path=path):
                 self._say(Text(f"{step:>{_STEP_WIDTH}}  checkpoint  {path}", "dim"))
-            case Note(text=text):
+            case events.Note(text=text):
                 self._say(Text(visible(text)))
             case _:
                 pass
@@ -137,8 +128,7 @@ class ConsoleSink(Sink):
             self._say(Text(f"workers  {counts}", "dim"))
             self._workers.clear()
         resumed = f", from step {phase.first_step}" if phase.first_step > 1 else ""
-        title = Text.assemble((phase.name, "bold"), f"  {phase.total_steps} steps{resumed}")
-        self.console.print(Rule(title, align="left", style="dim", characters="─" if self._live else "-"))
+        self._rule(Text.assemble((phase.name, "bold"), f"  {phase.total_steps} steps{resumed}"))
         self._start_bar(phase.first_step - 1)
 
     def _start_bar(self, completed: int) -> None:
@@ -182,18 +172,15 @@ class ConsoleSink(Sink):
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, state=self._state())
         now = time.monotonic()
-        due = now - self._last_row_s >= self._row_every_s or step == self._phase.total_steps
-        if not due:
+        if now - self._last_row_s < self._row_every_s and step != self._phase.total_steps:
             return
         self._last_row_s = now
         if not self._seen.issuperset(values):
             self._seen.update(values)
-            # A file has room for every column.
-            width = self.console.width if self._live else 10_000
+            width = self.console.width if self._live else 10_000  # a file has room for every column
             columns = fitting(STEP_COLUMNS, self._seen, width, _STEP_WIDTH)
-            if columns != self._columns:
-                self._columns = columns
-                self._rows_since_header = 0
+            self._rows_since_header = self._rows_since_header if columns == self._columns else 0
+            self._columns = columns
         if self._rows_since_header % _ROWS_PER_HEADER == 0:
             self._say(Text("step".rjust(_STEP_WIDTH) + "".join(headers(self._columns)), "dim"))
         self._rows_since_header += 1
@@ -220,8 +207,7 @@ class ConsoleSink(Sink):
 
     def _samples(self, event: CompletionsSampled) -> None:
         for number, sample in enumerate(event.samples, 1):
-            title = Text(f"step {event.step} · sample {number} of {len(event.samples)}", "dim")
-            self.console.print(Rule(title, align="left", style="dim", characters="─" if self._live else "-"))
+            self._rule(Text(f"step {event.step} · sample {number} of {len(event.samples)}", "dim"))
             self._field("prompt", sample.prompt, "dim")
             self._field("completion", sample.completion, "")
             if sample.expected is not None:
@@ -232,6 +218,9 @@ class ConsoleSink(Sink):
         indent = "\n" + " " * 12
         shown = visible(text, _SAMPLE_CHARACTERS).strip("\n").replace("\n", indent)
         self._say(Text.assemble((name.rjust(10) + "  ", "dim"), (shown, style)))
+
+    def _rule(self, title: Text) -> None:
+        self.console.print(Rule(title, align="left", style="dim", characters="─" if self._live else "-"))
 
     def _say(self, text: Text) -> None:
         # soft_wrap: a line longer than the terminal is the terminal's to wrap, and a file's to keep whole.

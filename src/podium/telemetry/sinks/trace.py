@@ -1,14 +1,17 @@
 """trace.json: what ran where and when, for https://ui.perfetto.dev or chrome://tracing.
 
-    controller │ stages  [──── generate ────][── score ──][───── update ─────]
+    controller │ run                                                          ╷ step 1 finished
+               │ collect [──── generate ────][── score ──]
+               │ learn                                    [───── update ─────]
                │ calls   [submit]                         [submit]
                              ╲ flow                           ╲ flow
     generator  │ 0           [─── generate ───]                ╲
     policy     │ 0                                             [── update ──]
 
-A process of the viewer is a role, a track is a worker. A slice on "calls" lasts from a call's submission until a
-worker took it up; from it one arrow leads to the call's slice on each rank. Endpoints that overlap on one worker
-(``concurrent=True``) move to a second track of that worker, since slices of one track must nest.
+A process of the viewer is a role, and a track is a worker. The two halves of a step have a track each, so that steps
+which overlap are seen beside each other. A slice on "calls" lasts from a call's submission until a worker took it up.
+One arrow leads from there to the call's slice on each rank. Endpoints that overlap on one worker (``concurrent=True``)
+move to a second track of that worker, since slices of one track must nest.
 
 The file is in the format's JSON array form, whose closing bracket is optional: every complete line counts, so the
 file also opens after a crash. Times of workers on another machine are on that machine's clock.
@@ -19,32 +22,23 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any, Final
 
-from podium.telemetry import metrics
-from podium.telemetry.events import (
-    CallFinished,
-    CheckpointSaved,
-    EvalFinished,
-    Event,
-    Note,
-    StageFinished,
-    Stalled,
-    StepFinished,
-    WorkerLost,
-    WorkerStarted,
-)
+from podium.telemetry import events, metrics
+from podium.telemetry.events import CallFinished, Event, StepFinished
 from podium.telemetry.sinks.base import Sink
 
 __all__ = ["TraceSink"]
 
 _CONTROLLER: Final = 1  # process number in the viewer; the roles follow
-_STAGES: Final = 1
+_RUN: Final = 1
+_LANES: Final = 100  # of overlapping slices of one kind; also the distance between the first lanes of kinds
+_FIRST_LANES: Final = {"collect": 100, "learn": 200}
 _CALLS: Final = 1000  # lanes of overlapping calls follow: 1001, 1002, …
-_LANES_PER_WORKER: Final = 100
 _COUNTERS: Final = (metrics.REWARD_MEAN, metrics.ACCURACY, metrics.LOSS, metrics.TOKENS_PER_S)
 _CALLS_REMEMBERED: Final = 4096
 
@@ -75,26 +69,38 @@ class TraceSink(Sink):
         self._call_tracks: dict[tuple[str, int], int] = {}
         self._flows = itertools.count(1)
         self._names: dict[str, str] = {}
-        self._name_track(_CONTROLLER, _STAGES, "stages", process="controller")
+        self._name_track(_CONTROLLER, _RUN, "run", process="controller")
 
     def handle(self, event: Event) -> None:
         if self._full:
             return
+        self._draw(event)
+        if len(self._lines) >= self._chunk or time.monotonic_ns() - self._flushed_ns > 1_000_000_000:
+            self._flush()
+
+    def _draw(self, event: Event) -> None:
         match event:
             case CallFinished():
                 self._call(event)
-            case StageFinished(name=name, step=step, started_ns=started, ended_ns=ended):
-                self._slice(_CONTROLLER, _STAGES, name, started, ended, {"step": step})
+            case events.StageFinished(name=name, step=step, started_ns=started, ended_ns=ended, half=half):
+                tid = self._lane(_CONTROLLER, _FIRST_LANES[half], started, ended, half)
+                self._slice(_CONTROLLER, tid, name, started, ended, {"step": step})
             case StepFinished(step=step, metrics=values):
                 self._step(step, {name: float(values[name]) for name in _COUNTERS if name in values})
-            case WorkerStarted(role=role, rank=rank, node=node, pid=pid):
+            case events.WorkerStarted(role=role, rank=rank, node=node, pid=pid):
                 self._instant("started", self._worker(role, rank), {"node": node, "pid": pid})
-            case WorkerLost(role=role, rank=rank, node=node, cause=cause):
+            case events.WorkerLost(role=role, rank=rank, node=node, cause=cause):
                 self._instant(f"lost: {cause}", self._worker(role, rank), {"node": node})
+            case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
+                self._remark(f"stalled: {role}.{method}", waiting_for=list(ranks), seconds=seconds)
+            case events.EvalFinished(step=step, accuracy=accuracy, items=items):
+                self._remark("evaluated", step=step, accuracy=str(accuracy), items=items)
+            case events.CheckpointSaved(step=step, path=path):
+                self._remark("checkpoint saved", step=step, path=path)
+            case events.Note(text=text):
+                self._remark(text)
             case _:
-                self._remark(event)
-        if len(self._lines) >= self._chunk or time.monotonic_ns() - self._flushed_ns > 1_000_000_000:
-            self._flush()
+                pass
 
     def finish(self) -> None:
         self._flush()
@@ -140,33 +146,21 @@ class TraceSink(Sink):
         return tid
 
     def _step(self, step: int, values: dict[str, float]) -> None:
-        now = time.monotonic_ns()
-        self._instant(f"step {step} finished", (_CONTROLLER, _STAGES), {}, at_ns=now)
+        now_us = time.monotonic_ns() / 1000
+        self._remark(f"step {step} finished")
         for name, value in values.items():
-            if value - value == 0:  # finite: JSON has no other numbers
-                self._add({"ph": "C", "name": name, "pid": _CONTROLLER, "ts": _us(now), "args": {"value": value}})
+            if math.isfinite(value):  # JSON has no other numbers
+                self._add({"ph": "C", "name": name, "pid": _CONTROLLER, "ts": now_us, "args": {"value": value}})
 
-    def _remark(self, event: Event) -> None:
-        match event:
-            case Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
-                said = f"stalled: {role}.{method}"
-                facts: dict[str, Any] = {"waiting_for": list(ranks), "seconds": seconds}
-            case EvalFinished(step=step, accuracy=accuracy, items=items):
-                said, facts = "evaluated", {"step": step, "accuracy": str(accuracy), "items": items}
-            case CheckpointSaved(step=step, path=path):
-                said, facts = "checkpoint saved", {"step": step, "path": path}
-            case Note(text=text):
-                said, facts = text, {}
-            case _:
-                return
-        self._instant(said, (_CONTROLLER, _STAGES), facts)
+    def _remark(self, said: str, **facts: Any) -> None:
+        self._instant(said, (_CONTROLLER, _RUN), facts)
 
     # Tracks
 
     def _worker(self, role: str, rank: int) -> tuple[int, int]:
         if role not in self._processes:
             self._processes[role] = _CONTROLLER + 1 + len(self._processes)
-        pid, tid = self._processes[role], 1 + rank * _LANES_PER_WORKER
+        pid, tid = self._processes[role], 1 + rank * _LANES
         if (pid, tid) not in self._tracks:
             self._name_track(pid, tid, f"{role} {rank}", process=role)
         return pid, tid
@@ -177,13 +171,13 @@ class TraceSink(Sink):
         """The first track of those from `first_tid` on where this slice overlaps none."""
         ends = self._lane_ends.setdefault((pid, first_tid), [])
         lane = next((i for i, end in enumerate(ends) if end <= started_ns), len(ends))
-        lane = min(lane, _LANES_PER_WORKER - 1)
+        lane = min(lane, _LANES - 1)
         if lane == len(ends):
             ends.append(0)
         ends[lane] = max(ends[lane], ended_ns)
-        if (pid, first_tid + lane) not in self._tracks:
-            name = name if rank is None else f"{name} {rank}"
-            self._name_track(pid, first_tid + lane, name if lane == 0 else f"{name} (+{lane})")
+        if (pid, first_tid + lane) not in self._tracks:  # only now: a name for each call would cost time
+            name += ("" if rank is None else f" {rank}") + (f" (+{lane})" if lane else "")
+            self._name_track(pid, first_tid + lane, name)
         return first_tid + lane
 
     def _name_track(self, pid: int, tid: int, name: str, process: str | None = None) -> None:
@@ -204,13 +198,14 @@ class TraceSink(Sink):
         return self._names[name]
 
     def _slice(self, pid: int, tid: int, name: str, started_ns: int, ended_ns: int, args: dict[str, Any]) -> None:
-        line = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": _us(started_ns)}
-        line["dur"] = _us(max(0, ended_ns - started_ns))
-        self._add(line | {"args": args})
+        begin, length = started_ns / 1000, max(0, ended_ns - started_ns) / 1000
+        self._add({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": length, "args": args})
 
-    def _instant(self, name: str, where: tuple[int, int], args: dict[str, Any], at_ns: int | None = None) -> None:
-        at_us = _us(time.monotonic_ns() if at_ns is None else at_ns)
-        self._add({"ph": "i", "s": "t", "name": name, "pid": where[0], "tid": where[1], "ts": at_us, "args": args})
+    def _instant(self, name: str, where: tuple[int, int], args: dict[str, Any]) -> None:
+        pid, tid = where
+        self._add(
+            {"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid, "ts": time.monotonic_ns() / 1000, "args": args}
+        )
 
     def _add(self, line: dict[str, Any]) -> None:
         self._lines.append(json.dumps(line, allow_nan=False, separators=(",", ":")) + ",\n")
@@ -231,10 +226,6 @@ class TraceSink(Sink):
 
     def _end(self, remark: str) -> None:
         # The one line without a comma, then the bracket that makes the file plain JSON.
-        self._instant(remark, (_CONTROLLER, _STAGES), {})
+        self._remark(remark)
         self._file.write(self._lines.pop().rstrip(",\n") + "\n]\n")
         self._file.flush()
-
-
-def _us(ns: int) -> float:
-    return ns / 1000

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import ConfigError
-from podium.telemetry.events import (
-    CompletionsSampled,
-    EvalFinished,
-    Event,
-    PhaseStarted,
-    Sample,
-    StepFinished,
-)
+from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, PhaseStarted, Sample, StepFinished
 from podium.telemetry.sinks.base import Sink
 
 __all__ = ["TensorBoardSink", "TrackerSink", "TrackioSink", "WandbSink"]
@@ -78,12 +71,9 @@ class TensorBoardSink(TrackerSink):
 
     def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
         for number, sample in enumerate(samples, 1):
-            lines = [
-                "reward", f"{sample.reward:g}", "prompt", *sample.prompt.splitlines(),
-                "completion", *sample.completion.splitlines(),
-            ]  # fmt: skip
-            # Four spaces make a line of Markdown verbatim.
-            self._writer.add_text(f"samples/{number}", "\n".join(f"    {line}" for line in lines), step)
+            shown = f"reward\n{sample.reward:g}\nprompt\n{sample.prompt}\ncompletion\n{sample.completion}"
+            lines = [f"    {line}" for line in shown.splitlines()]  # four spaces make a line of Markdown verbatim
+            self._writer.add_text(f"samples/{number}", "\n".join(lines), step)
 
     def finish(self) -> None:
         self._writer.close()

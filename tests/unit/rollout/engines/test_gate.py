@@ -22,7 +22,7 @@ SAMPLING = {"plain": {}, "top-k": {"top_k": 7, "temperature": 0.7}}
 
 
 class Swapping:
-    """Publishes ``weights`` from a thread of its own, during the forward pass in which it is told to."""
+    """Writes ``weights`` from a thread of its own, during the forward pass in which it is told to."""
 
     def __init__(self, engine: Engine, at: dict[int, tuple[int, dict[str, torch.Tensor]]]) -> None:
         self.engine, self.at, self.passes = engine, at, 0
@@ -84,7 +84,7 @@ def test_new_weights_come_in_between_two_tokens(
 ) -> None:
     """With 17 slots completions wait, and prompts are seen ahead of their turn; with 128 all are under way."""
     models = {version: make_model(family, seed=version) for version in (0, 3, 4)}
-    engine = make_engine(EngineConfig(name="native", slots=slots, prefill_tokens=128), copy.deepcopy(models[0]))
+    engine = make_engine(EngineConfig(name="native", max_sequences=slots, prefill_tokens=128), copy.deepcopy(models[0]))
     swaps = Swapping(engine, {4: (3, models[3].state_dict()), 12: (4, models[4].state_dict())})
     hooked(monkeypatch, Decoder, "decode", swaps)
     params = SamplingParams(max_new_tokens=24, n=3, stop_token_ids=(1, 2, 3), **SAMPLING[sampling])
@@ -98,7 +98,7 @@ def test_transformers_takes_new_weights_between_two_batches(
 ) -> None:
     models = {version: make_model("qwen3", seed=version) for version in (0, 3)}
     own = copy.deepcopy(models[0])
-    engine = make_engine(EngineConfig(name="transformers", slots=10), own)
+    engine = make_engine(EngineConfig(name="transformers", max_sequences=10), own)
     swaps = Swapping(engine, {4: (3, models[3].state_dict())})
     hooked(monkeypatch, own, "forward", swaps)
     params = SamplingParams(max_new_tokens=12, n=2)
@@ -120,7 +120,7 @@ def test_what_came_in_part_is_drawn_from_no_more(make_model: MakeModel, prompts:
 
     with pytest.raises(OSError, match="the line broke"):
         broken(6)
-    with pytest.raises(GenerationError, match=r"version 6 came only in part \(the line broke\); publish them again"):
+    with pytest.raises(GenerationError, match=r"version 6 came only in part \(the line broke\); sync again"):
         engine.generate(prompts, params, range(10))
     assert engine.version == 0
     engine.refresh(6, model.state_dict())

@@ -11,7 +11,7 @@ import torch
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.native import NativeEngine, cache, engine
-from podium.rollout.engines.native.decoder import Decoder, Prefill
+from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
 
 from .conftest import VOCABULARY, MakeModel, same, trained_logprobs
@@ -96,7 +96,7 @@ def test_a_completion_does_not_depend_on_its_batch(
 
     order = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = [seeds[4 * i + j] for i in order for j in range(4)]
-    permuted = _native(model, slots=18).generate([prompts[i] for i in order], params, shuffled)
+    permuted = _native(model, max_sequences=18).generate([prompts[i] for i in order], params, shuffled)
     assert same(permuted, [together[4 * i + j] for i in order for j in range(4)])
 
 
@@ -105,24 +105,16 @@ def test_finished_slots_are_refilled(make_model: MakeModel, prompts: list[list[i
     model = make_model("qwen3")
     params = SamplingParams(max_new_tokens=30, n=3, stop_token_ids=STOPS, top_k=40)
     everything = _native(model).generate(prompts, params, range(30))
-    assert same(_native(model, slots=slots).generate(prompts, params, range(30)), everything)
+    assert same(_native(model, max_sequences=slots).generate(prompts, params, range(30)), everything)
 
 
 def test_a_prompt_goes_through_the_model_once_for_all_its_completions(
-    make_model: MakeModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    make_model: MakeModel, prompts: list[list[int]]
 ) -> None:
-    seen: list[list[int]] = []
-    prefill = Decoder.prefill
-
-    def counting(self: Decoder, batch: list[list[int]]) -> Prefill:
-        seen.extend(batch)
-        return prefill(self, batch)
-
-    monkeypatch.setattr(Decoder, "prefill", counting)
     params = SamplingParams(max_new_tokens=12, n=8, stop_token_ids=STOPS)
-    native = _native(make_model("llama"), slots=20, prefill_tokens=64)
+    native = _native(make_model("llama"), max_sequences=20, prefill_tokens=64)
     assert len(native.generate(prompts, params, range(80))) == 80
-    assert seen == prompts
+    assert native.prefilled_tokens == sum(map(len, prompts))
 
 
 def test_steps_run_only_for_rows_that_are_alive(
@@ -137,7 +129,7 @@ def test_steps_run_only_for_rows_that_are_alive(
 
     monkeypatch.setattr(Decoder, "decode", counting)
     params = SamplingParams(max_new_tokens=60, n=8, stop_token_ids=STOPS)
-    completions = _native(make_model("qwen3"), slots=80).generate(prompts, params, range(80))
+    completions = _native(make_model("qwen3"), max_sequences=80).generate(prompts, params, range(80))
     assert rows[0] == 80
     assert rows[-1] == 16
     assert len(rows) == max(map(len, completions)) - 1
@@ -150,9 +142,9 @@ def test_the_cuda_layout_of_the_cache_gives_the_same(
 ) -> None:
     model = make_model(family)
     params = SamplingParams(max_new_tokens=30, n=3, stop_token_ids=STOPS)
-    expected = _native(model, slots=20).generate(prompts, params, range(30))
+    expected = _native(model, max_sequences=20).generate(prompts, params, range(30))
     monkeypatch.setattr(engine, "cache_class", lambda _: cache.SdpaCache)
-    got = _native(model, slots=20).generate(prompts, params, range(30))
+    got = _native(model, max_sequences=20).generate(prompts, params, range(30))
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.token_ids, theirs.token_ids)
         assert (mine.logprobs - theirs.logprobs).abs().max() < 1e-5
@@ -163,9 +155,9 @@ def test_looking_for_stop_tokens_less_often_changes_nothing(
 ) -> None:
     model = make_model("qwen3")
     params = SamplingParams(max_new_tokens=30, n=3, stop_token_ids=STOPS, top_k=50)
-    expected = _native(model, slots=16).generate(prompts, params, range(30))
-    monkeypatch.setattr("podium.rollout.engines.native.slots._STEPS_BETWEEN_LOOKS", {})
-    assert same(_native(model, slots=16).generate(prompts, params, range(30)), expected)
+    expected = _native(model, max_sequences=16).generate(prompts, params, range(30))
+    monkeypatch.setattr("podium.rollout.engines.native.lanes._STEPS_BETWEEN_LOOKS", {})
+    assert same(_native(model, max_sequences=16).generate(prompts, params, range(30)), expected)
 
 
 def test_stop_tokens_end_a_completion_and_belong_to_it(make_model: MakeModel, prompts: list[list[int]]) -> None:
@@ -190,7 +182,7 @@ def test_on_cuda_logprobs_agree_with_a_training_forward(
 ) -> None:
     model = make_model(family).cuda()
     params = SamplingParams(max_new_tokens=40, n=4, temperature=0.7, stop_token_ids=STOPS)
-    completions = _native(copy.deepcopy(model), slots=20).generate(prompts, params, range(40))
+    completions = _native(copy.deepcopy(model), max_sequences=20).generate(prompts, params, range(40))
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     for index, completion in enumerate(completions):
         expected = trained_logprobs(model, prompts[index // 4], completion, 0.7)
@@ -201,7 +193,7 @@ def test_on_cuda_logprobs_agree_with_a_training_forward(
 def test_one_token_each(make_model: MakeModel, prompts: list[list[int]], stops: tuple[int, ...]) -> None:
     new_tokens = 1 if not stops else 9
     params = SamplingParams(max_new_tokens=new_tokens, n=3, stop_token_ids=stops)
-    completions = _native(make_model("qwen3"), slots=4).generate(prompts, params, range(30))
+    completions = _native(make_model("qwen3"), max_sequences=4).generate(prompts, params, range(30))
     assert [len(completion) for completion in completions] == [1] * 30
 
 
@@ -224,8 +216,8 @@ def test_fewer_slots_where_memory_is_short(make_model: MakeModel, prompts: list[
     position = 2 * 2 * 2 * 32 * 4  # keys and values, layers, kv heads, head_dim, float32
     tight = _native(model, cache_gib=20 * 64 * position / 2**30)
     assert same(tight.generate(prompts, params, range(40)), _native(model).generate(prompts, params, range(40)))
-    assert tight._cache is not None
-    assert tight._cache.slots == 16
+    assert tight._lanes.cache is not None
+    assert tight._lanes.cache.lanes == 16
     with pytest.raises(ConfigError, match=r"cache_gib.* too little"):
         _native(model, cache_gib=1e-4).generate(prompts, params, range(40))
 

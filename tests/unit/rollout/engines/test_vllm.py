@@ -1,72 +1,189 @@
-"""The vLLM engine, where vLLM is installed; elsewhere, what it says."""
+"""The vLLM engine beyond the contract that all engines keep: `make test-vllm` has an environment with vLLM."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from podium.errors import ConfigError
-from podium.rollout.engines import EngineConfig, make_engine
-from podium.rollout.engines.vllm import VllmEngine
-from podium.rollout.sampling import SamplingParams
+from podium.errors import ConfigError, GenerationError
+from podium.rollout.engines import Aborted, Engine, EngineConfig, Failed, Finished, Request, Tokens, make_engine
+from podium.rollout.sampling import Completion, SamplingParams
 
 from .conftest import MakeModel, trained_logprobs
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
+CONFIG = EngineConfig(name="vllm", cache_gib=0.25, max_sequences=16)
+
+# vLLM is loud, and its build for CPUs complains of what it lacks.
+with_vllm = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 
 @pytest.mark.skipif(INSTALLED, reason="vllm is installed")
 def test_where_it_is_missing_the_error_says_how_to_get_it(make_model: MakeModel) -> None:
-    with pytest.raises(ConfigError, match=r"engine.name is 'vllm'.*pip install 'podium\[vllm\]'"):
-        make_engine(EngineConfig(name="vllm"), make_model("qwen3"))
+    with pytest.raises(
+        ConfigError, match=r"engine.name is 'vllm'.*No module named 'vllm'.*pip install 'podium\[vllm\]'"
+    ):
+        make_engine(CONFIG, make_model("qwen3"))
 
 
-def test_tensors_that_come_in_parts_are_handed_over_whole() -> None:
-    engine: Any = object.__new__(VllmEngine)  # without vLLM: only what it does with what it is sent
-    handed: dict[str, torch.Tensor] = {}
-    engine._shapes, engine._large, engine._changed = {"small": (2,), "tall": (5, 3)}, {}, set()
-    engine._hand_over = handed.update
-    engine._llm = SimpleNamespace(reset_prefix_cache=lambda: None)
-    small, tall = torch.randn(2), torch.randn(5, 3)
-    for name, start, values in (("tall", 3, tall[3:]), ("small", 0, small), ("tall", 0, tall[:3])):
-        engine.load(name, start, values)
-    engine.loaded()
-    assert torch.equal(handed["small"], small)
-    assert torch.equal(handed["tall"], tall)
-    engine.load("tall", 0, torch.zeros(3, 3))  # the rest has not changed
-    engine.loaded()
-    assert torch.equal(handed["tall"], torch.cat([torch.zeros(3, 3), tall[3:]]))
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, Any]]:
+    """What ``engine`` keeps for the whole module, since starting vLLM takes seconds."""
+    made: dict[str, Any] = {}
+    yield made
+    made.clear()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.skipif(not INSTALLED, reason="vllm is not installed: pip install 'podium[vllm]'")
-def test_logprobs_agree_before_and_after_new_weights(
-    make_model: MakeModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(os.environ, "VLLM_CPU_KVCACHE_SPACE", "1")
-    model, other = make_model("qwen3"), make_model("qwen3", seed=1)
-    engine = make_engine(EngineConfig(name="vllm", cache_gib=0.5, slots=16), model)
-    params = SamplingParams(max_new_tokens=20, n=2, temperature=0.7, stop_token_ids=tuple(range(10)))
+@pytest.fixture
+def engine(engines: dict[str, Any], make_model: MakeModel) -> Engine:
+    """Generates with a model of its own."""
+    if "shared" not in engines:
+        engines["shared"] = make_engine(CONFIG, make_model("qwen3", seed=7))
+    return engines["shared"]
 
-    def check(expected: object, version: int) -> None:
-        completions = engine.generate(prompts, params, range(20))
-        for index, completion in enumerate(completions):
-            trained = trained_logprobs(expected, prompts[index // 2], completion, 0.7)
-            assert (completion.logprobs - trained).abs().max() < 1e-4
-            assert set(completion.versions.tolist()) == {version}
-            assert (completion.finish_reason == "stop") == (int(completion.token_ids[-1]) < 10)
-        assert {completion.finish_reason for completion in completions} == {"stop", "length"}
 
-    check(model, 0)
-    engine.refresh(1, other.state_dict())
-    check(other, 1)
-    engine.refresh(2)
-    check(model, 2)
-    with pytest.raises(ConfigError, match="does not record the kept sets"):
-        engine.generate(prompts, SamplingParams(max_new_tokens=4, top_k=3), range(10))
+def check(completions: list[Completion], model: Any, prompts: list[list[int]], params: SamplingParams) -> None:
+    """The log-probabilities are those of the model."""
+    for index, completion in enumerate(completions):
+        trained = trained_logprobs(model, prompts[index // params.n], completion, params.temperature or 1.0)
+        assert (completion.logprobs - trained).abs().max() < 1e-4
+
+
+class TestWithVllm:
+    pytestmark = with_vllm
+
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+    def test_logprobs_agree_before_and_after_new_weights(
+        self, family: str, make_model: MakeModel, prompts: list[list[int]]
+    ) -> None:
+        """With an output layer of its own (llama, qwen2) and with one that is tied to the embedding (qwen3)."""
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM's attention for CPUs takes no smaller ones
+        first, second, own = (make_model(family, seed=seed, **heads) for seed in (0, 1, 0))
+        state = torch.get_rng_state()
+        engine = make_engine(CONFIG, own)
+        assert torch.equal(torch.get_rng_state(), state), "vLLM seeds generators, those of the process as well"
+        params = SamplingParams(max_new_tokens=20, n=2, temperature=0.7, stop_token_ids=tuple(range(10)))
+        for version, model in enumerate([first, second, first]):
+            if version:
+                engine.refresh(version, model.state_dict())
+            completions = engine.generate(prompts, params, range(20))
+            check(completions, model, prompts, params)
+            assert {version} == {one for completion in completions for one in completion.versions.tolist()}
+            assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+            for completion in completions:
+                assert (completion.finish_reason == "stop") == (int(completion.token_ids[-1]) < 10)
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            SamplingParams(max_new_tokens=12, top_k=5),
+            SamplingParams(max_new_tokens=12, top_p=0.8),
+            SamplingParams(max_new_tokens=12, top_p=0.8, top_k=7, temperature=1.3),
+            SamplingParams(max_new_tokens=12, temperature=0),
+        ],
+        ids=["top-k", "top-p", "both", "greedy"],
+    )
+    def test_kept_sets_are_those_that_tokens_were_drawn_from(
+        self, params: SamplingParams, engine: Any, prompts: list[list[int]]
+    ) -> None:
+        completions = engine.generate(prompts, params, range(10))
+        check(completions, engine.model, prompts, params)
+        for completion in completions:
+            assert (completion.kept is not None) == params.filtered
+            if completion.kept is not None:
+                sizes = completion.kept.offsets.diff()
+                assert not params.top_k or int(sizes.max()) <= params.top_k
+                assert all(token in completion.kept.at(at) for at, token in enumerate(completion.token_ids))
+
+    def test_a_kept_set_that_cannot_be_listed_is_an_error(
+        self, engine: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("podium.rollout.engines.vllm.MOST_KEPT", 4)
+        with pytest.raises(GenerationError, match=r"sampling\.top_p=0\.99 .* keep more than \d tokens"):
+            engine.generate(prompts, SamplingParams(max_new_tokens=4, top_p=0.99), range(10))
+        engine.generate(prompts, SamplingParams(max_new_tokens=4), range(10))
+
+    def test_a_temperature_that_vllm_would_raise_fails_its_request_alone(self, engine: Any) -> None:
+        for id, temperature in (("cold", 0.001), ("warm", 0.5)):
+            params = SamplingParams(max_new_tokens=3, temperature=temperature)
+            engine.submit(Request(id=id, prompt=[1, 2], params=params, seed=0))
+        last = {event.id: event for _ in range(9) for event in engine.poll()}
+        assert isinstance(last["warm"], Finished)
+        assert isinstance(last["cold"], Failed)
+        assert "temperature is 0.001" in str(last["cold"].error)
+
+    def test_weights_come_in_between_two_tokens(
+        self, engine: Any, make_model: MakeModel, prompts: list[list[int]]
+    ) -> None:
+        """Tokens before have the log-probabilities of the old weights, those after of the new, over all positions."""
+        old, new = make_model("qwen3", seed=2), make_model("qwen3", seed=3)
+        engine.refresh(11, old.state_dict())
+        params = SamplingParams(max_new_tokens=30)
+        for index, prompt in enumerate(prompts):
+            engine.submit(Request(id=index, prompt=prompt, params=params, seed=index, stream=True))
+        streamed: dict[Any, list[int]] = {index: [] for index in range(len(prompts))}
+        done: dict[Any, Completion] = {}
+        while len(streamed[0]) < 8:
+            for event in engine.poll():
+                streamed[event.id] += event.token_ids
+        engine.refresh(12, new.state_dict())
+        engine.abort(3)
+        while events := engine.poll():
+            for event in events:
+                if isinstance(event, Tokens):
+                    streamed[event.id] += event.token_ids
+                    assert event.version == 12
+                elif isinstance(event, Finished):
+                    done[event.id] = event.completion
+                else:
+                    assert event == Aborted(3)
+        assert sorted(done) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+        for index, completion in done.items():
+            assert completion.token_ids.tolist() == streamed[index]
+            assert len(completion) == 30
+            for version, model in ((11, old), (12, new)):
+                own = completion.versions == version
+                assert own.sum() >= 7
+                trained = trained_logprobs(model, prompts[index], completion, 1.0)
+                assert (completion.logprobs - trained)[own].abs().max() < 1e-4
+
+    def test_weights_come_in_parts(self, engine: Any, make_model: MakeModel, prompts: list[list[int]]) -> None:
+        model = make_model("qwen3", seed=4)
+        params = SamplingParams(max_new_tokens=8)
+        engine.gate.close()
+        for name, tensor in model.named_parameters():
+            for start in range(0, len(tensor), 40):
+                engine.load(name, start, tensor[start : start + 40])
+        engine.loaded()
+        engine.gate.open(21)
+        check(engine.generate(prompts, params, range(10)), model, prompts, params)
+        assert torch.equal(engine.rows("model.norm.weight", 3, 9), model.model.norm.weight[3:9])
+
+    def test_weights_that_vllm_does_not_take_are_noticed(
+        self, engine: Any, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        params = SamplingParams(max_new_tokens=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine, "collective_rpc", lambda *_, **__: [])
+            engine.refresh(31, make_model("qwen3", seed=5).state_dict())
+        for _ in range(2):
+            with pytest.raises(GenerationError, match="does not compute with the weights of version 31"):
+                engine.generate([[1, 2, 3]], params, [0])
+        engine.refresh(32)
+        assert len(engine.generate([[1, 2, 3]], params, [0])) == 1
+
+    def test_the_cache_takes_a_share_of_what_is_free(
+        self, make_model: MakeModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And another dtype is vLLM's own conversion, without a copy of the model."""
+        monkeypatch.setattr("podium.rollout.engines.vllm.free_memory_bytes", lambda _: 2**30)
+        model = make_model("qwen3")
+        engine: Any = make_engine(EngineConfig(name="vllm", dtype="bfloat16"), model)
+        assert engine._engine.vllm_config.cache_config.kv_cache_memory_bytes == 2**28
+        assert engine.model is model
+        (completion,) = engine.generate(prompts[:1], SamplingParams(max_new_tokens=20), [0])
+        assert (completion.logprobs - trained_logprobs(model, prompts[0], completion, 1.0)).abs().mean() < 0.05

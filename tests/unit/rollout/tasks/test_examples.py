@@ -265,20 +265,3 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_public_names() -> None:
-    import podium.rollout
-    import podium.rollout.tasks as tasks
-
-    assert set(tasks.__all__) >= {
-        "DataConfig",
-        "Example",
-        "load_examples",
-        "encode_prompts",
-        "encode_pairs",
-        "PromptStream",
-    }
-    assert all(getattr(podium.rollout, name) is not None for name in podium.rollout.__all__)
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = podium.rollout.no_such_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -98,3 +99,9 @@ def test_naming_the_same_task_twice_keeps_the_sides_apart() -> None:
 def test_mistakes_are_named(task: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(DataConfig(train=f"reasoning_gym:{task}", options=options))
+
+
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"reasoning_gym:gcd needs reasoning-gym.*pip install 'podium\[tasks\]'"):
+        load(DataConfig(train="reasoning_gym:gcd"))

@@ -23,6 +23,6 @@ longer than the eager one, each span of positions compiles anew (seconds), and d
 
 from podium.rollout.engines.native.engine import NativeEngine
 from podium.rollout.engines.native.fusion import fuse_projections
-from podium.rollout.engines.native.weights import unsupported
+from podium.rollout.engines.native.parameters import unsupported
 
 __all__ = ["NativeEngine", "fuse_projections", "unsupported"]

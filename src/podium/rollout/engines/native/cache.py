@@ -1,14 +1,14 @@
-"""Keys and values of every slot, preallocated, and attention over them.
+"""Keys and values of every lane, preallocated, and attention over them.
 
-Rows of a slot are its positions, from 0. Two layouts, one contract:
+Rows of a lane are its positions, from 0. Two layouts, one contract:
 
-    GemmCache   keys [layer, slot, kv, D, T], values [layer, slot, kv, T, D], float32    CPU: two batched products
-    SdpaCache   keys and values [layer, slot, kv, T, D], in the model's dtype            CUDA: one fused kernel
+    GemmCache   keys [layer, lane, kv, D, T], values [layer, lane, kv, T, D], float32    CPU: two batched products
+    SdpaCache   keys and values [layer, lane, kv, T, D], in the model's dtype            CUDA: one fused kernel
 
 On the CPU keys lie transposed because the product with the queries is then two to three times faster, and in float32
 because batched products of bfloat16 are half as fast there (both measured with torch 2.13).
 
-Legend: A active slots (a prefix), T positions, D head_dim, H heads, G heads that share one kv head, L layers.
+Legend: A active lanes (a prefix), T positions, D head_dim, H heads, G heads that share one kv head, L layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from podium.rollout.engines.native.weights import DecoderWeights
+from podium.rollout.engines.native.parameters import DecoderWeights
 
 __all__ = ["ROW_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class"]
 
@@ -32,18 +32,18 @@ _SHORTEST_SPAN = 32
 
 
 class KVCache(ABC):
-    """Room for ``slots`` sequences of up to ``length`` positions.
+    """Room for ``lanes`` sequences of up to ``length`` positions.
 
-    ``span(positions_A, until)`` fixes, for one decode step, which positions each slot attends to: its own and all
-    before it; ``until`` is the longest. Then, layer by layer, ``step`` writes the new key and value of each active
-    slot and returns what its queries read.
+    ``span(positions_A, until)`` fixes, for one decode step, which positions each lane attends to: its own and all
+    before it; ``until`` is the longest. Then, layer by layer, ``attend`` writes the new key and value of each active
+    lane and returns what its queries read.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, weights: DecoderWeights, slots: int, length: int) -> None:
-        self.slots = slots
+    def __init__(self, weights: DecoderWeights, lanes: int, length: int) -> None:
+        self.lanes = lanes
         self.length = length
         self._made_for = _signature(weights)
         self.kv_heads = weights.kv_heads
@@ -51,7 +51,7 @@ class KVCache(ABC):
         self.head_dim = weights.head_dim
         self.device = weights.device
         self._scale = weights.head_dim**-0.5
-        self._rows = torch.arange(slots, device=self.device)
+        self._rows = torch.arange(lanes, device=self.device)
         self._times = torch.arange(length, device=self.device)
 
     @staticmethod
@@ -61,7 +61,7 @@ class KVCache(ABC):
 
     @classmethod
     def bytes_per_position(cls, weights: DecoderWeights) -> int:
-        """Bytes that one position of one slot takes."""
+        """Bytes that one position of one lane takes."""
         return 2 * len(weights.layers) * weights.kv_heads * weights.head_dim * cls.element_size(weights)
 
     def fits(self, weights: DecoderWeights) -> bool:
@@ -72,17 +72,30 @@ class KVCache(ABC):
     def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         """Begin a step: returns ``attend(layer, q [A, H, D], k [A, kv, D], v [A, kv, D]) -> [A, H * D]``."""
 
-    def place(self, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Write prompts ``rows`` of ``keys`` and ``values [L, P, kv, T, D]`` at position 0 of ``slots``."""
+    def place(self, keys: Tensor, values: Tensor, rows: Tensor, lanes: Tensor) -> None:
+        """Write prompts ``rows`` of ``keys`` and ``values [L, P, kv, T, D]`` at position 0 of ``lanes``."""
         for cache, prompts in ((self._keys_by_time(), keys), (self.values, values)):
             chosen = prompts.index_select(1, rows).to(cache.dtype)
-            cache[:, :, :, : chosen.shape[3]].index_copy_(1, slots, chosen)
+            cache[:, :, :, : chosen.shape[3]].index_copy_(1, lanes, chosen)
 
     def move(self, source: Tensor, target: Tensor, until: int) -> None:
-        """Copy the first ``until`` positions of slots ``source`` over those of slots ``target``."""
+        """Copy the first ``until`` positions of lanes ``source`` over those of lanes ``target``."""
         for cache in (self._keys_by_time(), self.values):
             filled = cache[:, :, :, :until]
             filled.index_copy_(1, target, filled.index_select(1, source))
+
+    def read(self, lanes: Tensor, until: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[L, lanes, kv, until, D]`` of the first ``until`` positions."""
+        return self._keys_by_time()[:, lanes, :, :until], self.values[:, lanes, :, :until]
+
+    def clear(self, lanes: Tensor) -> None:
+        """Write zeros over ``lanes``."""
+        self.keys[:, lanes] = self.values[:, lanes] = 0
+
+    def take_over(self, smaller: KVCache) -> None:
+        """Copy everything from a cache of fewer lanes or positions."""
+        for cache, old in ((self._keys_by_time(), smaller._keys_by_time()), (self.values, smaller.values)):
+            cache[:, : smaller.lanes, :, : smaller.length] = old
 
     def _rounded(self, until: int) -> int:
         return min(max(-(-until // _TIME_QUANTUM) * _TIME_QUANTUM, _SHORTEST_SPAN), self.length)
@@ -95,10 +108,10 @@ class KVCache(ABC):
 class GemmCache(KVCache):
     """See the module's docstring."""
 
-    def __init__(self, weights: DecoderWeights, slots: int, length: int) -> None:
-        super().__init__(weights, slots, length)
-        shape = (len(weights.layers), slots, weights.kv_heads)
-        # Zeros: rows past a slot's length meet a probability of exactly 0, which a leftover NaN would not survive.
+    def __init__(self, weights: DecoderWeights, lanes: int, length: int) -> None:
+        super().__init__(weights, lanes, length)
+        shape = (len(weights.layers), lanes, weights.kv_heads)
+        # Zeros: rows past a lane's length meet a probability of exactly 0, which a leftover NaN would not survive.
         self.keys = torch.zeros(*shape, weights.head_dim, length, device=self.device)
         self.values = torch.zeros(*shape, length, weights.head_dim, device=self.device)
         self._dtype = weights.dtype
@@ -150,9 +163,9 @@ class GemmCache(KVCache):
 class SdpaCache(KVCache):
     """See the module's docstring."""
 
-    def __init__(self, weights: DecoderWeights, slots: int, length: int) -> None:
-        super().__init__(weights, slots, length)
-        shape = (len(weights.layers), slots, weights.kv_heads, length, weights.head_dim)
+    def __init__(self, weights: DecoderWeights, lanes: int, length: int) -> None:
+        super().__init__(weights, lanes, length)
+        shape = (len(weights.layers), lanes, weights.kv_heads, length, weights.head_dim)
         self.keys = torch.zeros(shape, dtype=weights.dtype, device=self.device)
         self.values = torch.zeros(shape, dtype=weights.dtype, device=self.device)
 

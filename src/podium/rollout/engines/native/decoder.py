@@ -1,13 +1,14 @@
-"""The forward pass of a Llama- or Qwen-family decoder: prompts at once, then one token a slot.
+"""The forward pass of a Llama- or Qwen-family decoder: prompts at once, then one token a lane.
 
 Few, large operations: small models are bound by the cost of starting an operation, not by its arithmetic.
 
-Legend: N prompt tokens of a prefill, packed; P prompts; T longest prompt; A active slots; E hidden size;
+Legend: N prompt tokens of a prefill, packed; P prompts; T longest prompt; A active lanes; E hidden size;
 H heads, K kv heads, D head_dim; V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache
-from podium.rollout.engines.native.weights import DecoderWeights, Dense
+from podium.rollout.engines.native.parameters import DecoderWeights, Dense
 
-__all__ = ["Decoder", "Prefill"]
+__all__ = ["Decoder", "Past", "Prefill"]
 
 _PROMPT_QUANTUM = 32  # attention over prompts works on blocks of 32 queries; whole blocks keep its sums in one order
 
@@ -28,6 +29,14 @@ class Prefill(NamedTuple):
     keys: Tensor
     values: Tensor
     logits_PV: Tensor
+
+
+class Past(NamedTuple):
+    """Keys and values ``[layer, P, K, S, D]`` of the first ``lengths[p]`` positions of each of P prompts."""
+
+    keys: Tensor
+    values: Tensor
+    lengths: list[int]
 
 
 class Decoder:
@@ -53,35 +62,51 @@ class Decoder:
         signed = torch.cat((-sin[:, :half], sin[:, half:]), -1)  # so that the rotation is x cos + roll(x) signed
         self._cos_sin = torch.stack((cos, signed), 1)
 
-    def prefill(self, prompts: list[list[int]]) -> Prefill:
-        """One forward pass over all prompts, packed without padding except inside attention."""
+    def prefill(self, prompts: Sequence[Sequence[int]], past: Past | None = None) -> Prefill:
+        """One forward pass over all prompts, packed without padding except inside attention.
+
+        With ``past``, only what follows it is computed, at least one token of each prompt. On the CPU in float32 that
+        changes no bit, if the past itself comes from a prefill.
+        """
         weights, device = self.weights, self.weights.device
-        lengths = [len(prompt) for prompt in prompts]
-        width = -(-max(lengths) // _PROMPT_QUANTUM) * _PROMPT_QUANTUM
+        starts = [0] * len(prompts) if past is None else past.lengths
+        lengths = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
+        width = _up(max(map(len, prompts)), _PROMPT_QUANTUM)
+        query_width = _up(max(lengths), _PROMPT_QUANTUM)
         column = torch.cat([torch.arange(length) for length in lengths])
         row = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(lengths))
-        place = _pad_rows(row * width + column).to(device)
-        position = _pad_rows(column).to(device)
-        tokens = _pad_rows(torch.tensor([token for prompt in prompts for token in prompt])).to(device)
-        count = sum(lengths)
+        start = torch.tensor(starts)
+        tokens = [token for prompt, begin in zip(prompts, starts, strict=True) for token in prompt[begin:]]
+        count = len(tokens)
+        place = _pad_rows(row * query_width + column).to(device)
+        position = _pad_rows(column + start[row]).to(device)
+        row, at = row.to(device), position[:count]
 
         shape = (len(weights.layers), len(prompts), weights.kv_heads, width, weights.head_dim)
         keys, values = (torch.zeros(shape, dtype=weights.dtype, device=device) for _ in range(2))
-        padded = torch.zeros(len(prompts) * width, weights.heads + 2 * weights.kv_heads, weights.head_dim,
-                             dtype=weights.dtype, device=device)  # fmt: skip
-        hidden = F.embedding(tokens, weights.embedding)
+        seen = None
+        if past is not None:
+            keys[:, :, :, : past.keys.shape[3]], values[:, :, :, : past.values.shape[3]] = past.keys, past.values
+            asked = start.unsqueeze(1) + torch.arange(query_width)
+            seen = (torch.arange(width) <= asked.unsqueeze(2)).unsqueeze(1).to(device)
+        grid = torch.zeros(len(prompts) * query_width, weights.heads, weights.head_dim,
+                           dtype=weights.dtype, device=device)  # fmt: skip
+        hidden = F.embedding(_pad_rows(torch.tensor(tokens)).to(device), weights.embedding)
         cos, sin = self._cos_sin[position].unsqueeze(2).unbind(1)
 
         for index, layer in enumerate(weights.layers):
             query, key, value = self._project(hidden, index, cos, sin)
-            padded[place[:count]] = torch.cat((query, key, value), 1)[:count]
-            grid = padded.view(len(prompts), width, -1, weights.head_dim).transpose(1, 2)
-            query, key, value = grid.split([weights.heads, weights.kv_heads, weights.kv_heads], 1)
-            keys[index], values[index] = key, value
+            grid[place[:count]] = query[:count]
+            keys[index][row, :, at], values[index][row, :, at] = key[:count], value[:count]
             mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=weights.heads > weights.kv_heads
+                grid.view(len(prompts), query_width, -1, weights.head_dim).transpose(1, 2),
+                keys[index],
+                values[index],
+                attn_mask=seen,
+                is_causal=seen is None,
+                enable_gqa=weights.heads > weights.kv_heads,
             )
-            mixed = mixed.transpose(1, 2).reshape(len(prompts) * width, self._q_size)[place]
+            mixed = mixed.transpose(1, 2).reshape(len(prompts) * query_width, self._q_size)[place]
             hidden = _add(hidden, mixed, layer.output)
             hidden = self._feed_forward(hidden, index)
 
@@ -90,7 +115,7 @@ class Decoder:
         return Prefill(keys, values, logits[: len(prompts)])
 
     def decode(self, tokens_A: Tensor, positions_A: Tensor, cache: KVCache, until: int) -> Tensor:
-        """Logits ``[A, V]``, float32, of what follows ``tokens_A``, which stand at ``positions_A`` of slots 0 to A-1.
+        """Logits ``[A, V]``, float32, of what follows ``tokens_A``, which stand at ``positions_A`` of lanes 0 to A-1.
 
         ``until`` is one past the largest position.
         """
@@ -149,6 +174,10 @@ def _add(residual: Tensor, x: Tensor, dense: Dense) -> Tensor:
     if dense.bias is None:
         return torch.addmm(residual, x, dense.weight_t)
     return residual + torch.addmm(dense.bias, x, dense.weight_t)
+
+
+def _up(size: int, quantum: int) -> int:
+    return -(-size // quantum) * quantum
 
 
 def _pad_rows(index: Tensor) -> Tensor:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError
-from podium.rollout.engines.base import EngineConfig, assemble, check_request
-from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, cache_class
+from podium.rollout.engines.config import EngineConfig
+from podium.rollout.engines.model import ModelEngine
+from podium.rollout.engines.native.cache import ROW_QUANTUM, cache_class
 from podium.rollout.engines.native.decoder import Decoder
-from podium.rollout.engines.native.slots import SlotLoop
-from podium.rollout.engines.native.weights import read_weights, unsupported
-from podium.rollout.engines.weights import ModelEngine
-from podium.rollout.sampling import Completion, SamplingParams
+from podium.rollout.engines.native.lanes import Lanes
+from podium.rollout.engines.native.parameters import read_weights, unsupported
+from podium.rollout.engines.requests import Event, RequestId
+from podium.rollout.sampling import SamplingParams
 
 __all__ = ["NativeEngine"]
 
@@ -24,79 +24,101 @@ _LENGTH_QUANTUM = 32
 
 
 class NativeEngine(ModelEngine):
-    """Decodes Llama- and Qwen-family models in slots, over the model's own parameters; see the package's docstring.
+    """Decodes Llama- and Qwen-family models in lanes, over the model's own parameters; see the package's docstring.
 
-    New weights come in between two tokens. Completions that were under way go on with them: what they hold of keys and
-    values is computed anew, so that each token's log-probability is that of a training forward pass with the weights
-    of its version over everything before it.
+    Requests begin and end between any two tokens. New weights come in between two tokens. Completions in flight go on
+    with them: their keys and values are computed anew, so that each token's log-probability is that of a training
+    forward pass with the weights of its version over everything before it.
 
     Args:
-        config: see ``EngineConfig``.
-        model: a ``transformers`` causal language model for which ``unsupported`` gives None. Where it is unsharded and
-            of the dtype to generate in, its q/k/v and gate/up weights become views of one storage each.
-
-    Raises:
-        ConfigError: an architecture that this engine does not run.
+        config: See ``EngineConfig``.
+        model: A ``transformers`` causal language model that ``supports`` accepts. Where it is unsharded and of the
+            dtype to generate in, its q/k/v and gate/up weights become views of one storage each.
     """
 
+    auto_rank = 2
+
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
-        reason = unsupported(model)
-        if reason is not None:
-            raise ConfigError(f"the native engine cannot run this model: {reason}; use engine.name=transformers")
-        super().__init__(model, config)
-        self._cache: KVCache | None = None
-        self._decoder = Decoder(read_weights(self._source.model))
+        super().__init__(config, model)
+        self._decoder = Decoder(read_weights(self.model))
+        self._lanes = Lanes(self.gate, lambda: self._decoder, config.prefill_tokens)
+
+    @classmethod
+    def supports(cls, model: nn.Module) -> str | None:
+        return unsupported(model)
 
     def loaded(self) -> None:
         # Reading costs microseconds a layer, joins again what was torn apart, and follows a model that was moved.
-        self._decoder = Decoder(read_weights(self._source.model))
+        self._decoder = Decoder(read_weights(self.model))
 
     def release(self) -> None:
-        self._cache = None
+        if not self._lanes.live:
+            self._lanes.clear()
+
+    def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        super().check(subject, prompt, params)
+        gib, least = self.config.cache_gib, self._bytes(ROW_QUANTUM, len(prompt) + params.max_new_tokens)
+        if gib is not None and least > gib * 2**30:
+            raise ConfigError(
+                f"engine.cache_gib={gib} is too little for {subject}: {ROW_QUANTUM} sequences of its length take "
+                f"{least / 2**30:.2f} GiB; raise it or lower sampling.max_new_tokens"
+            )
+
+    @torch.inference_mode()  # the lanes' state was made in it
+    def drop(self, ids: Collection[RequestId]) -> None:
+        self._lanes.drop(ids)
 
     @torch.inference_mode()
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
-        config: Any = self._source.model.config
-        check_request(prompts, params, seeds, vocabulary=config.vocab_size, positions=config.max_position_embeddings)
-        if not prompts:
-            return []
-        longest = max(map(len, prompts)) + params.max_new_tokens
-        length = -(-longest // _LENGTH_QUANTUM) * _LENGTH_QUANTUM
-        slots = min(self._config.slots, len(seeds), self._affordable_slots(length))
-        cache = self._reserve(slots, length)
-        loop = SlotLoop(
-            self.gate,
-            lambda: self._decoder,
-            cache,
-            prompts,
-            params,
-            seeds,
-            slots=slots,
-            prefill_tokens=self._config.prefill_tokens,
-        )
-        drawn = loop.run()
-        return assemble(drawn.ids_CT, drawn.logprobs_CT, params, drawn.versions_CT, drawn.kept)
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        waiting = self.waiting if self.waiting and self._make_room() else None
+        events = self._lanes.advance(waiting, self.config.max_sequences, interrupted)
+        self.prefilled_tokens = self._lanes.prefilled_tokens
+        return events
 
-    def _reserve(self, slots: int, length: int) -> KVCache:
-        """The cache of the last call if it is large enough, else a new one."""
-        slots = -(-slots // ROW_QUANTUM) * ROW_QUANTUM
-        kept, weights = self._cache, self._decoder.weights
-        if kept is None or kept.slots < slots or kept.length < length or not kept.fits(weights):
-            self._cache = kept = None  # before the new one, so that both are never held at once
-            self._cache = kept = cache_class(weights.device)(weights, slots, length)
-        return kept
+    def _make_room(self) -> bool:
+        """Have lanes for what waits. Return False where it must wait until no lane is live.
 
-    def _affordable_slots(self, length: int) -> int:
+        What lanes hold is copied where the old cache and the new one fit into memory at once. Otherwise nothing longer
+        than a lane begins before the others have ended.
+        """
+        lanes, most = self._lanes, self.config.max_sequences
+        if lanes.cache is not None and not lanes.live and not lanes.cache.fits(self._decoder.weights):
+            lanes.clear()
+        cache = lanes.cache
+        length = _up(self.waiting.longest, _LENGTH_QUANTUM)
+        count = _up(min(most, lanes.live + len(self.waiting)), ROW_QUANTUM)
+        if cache is not None and cache.length >= length and cache.lanes >= count:
+            return True
+        held = 0 if cache is None else self._bytes(cache.lanes, cache.length)
+        budget = self._budget(held)
+        affordable = budget // self._bytes(1, length)
+        count = min(count, max(affordable - affordable % ROW_QUANTUM, ROW_QUANTUM))
+        if cache is not None:
+            if cache.length >= length and cache.lanes >= count:
+                return True
+            larger, longer = max(count, cache.lanes), max(length, cache.length)
+            if (lanes.live or lanes.remembers) and held + self._bytes(larger, longer) <= budget:
+                # A conversation grows by a little at a time; the cache grows at once for several turns.
+                doubled = min(2 * cache.length, self.positions or 2 * cache.length)
+                spacious = length > cache.length and held + self._bytes(larger, max(longer, doubled)) <= budget
+                lanes.resize(larger, _up(max(longer, doubled), _LENGTH_QUANTUM) if spacious else longer)
+                return True
+            if lanes.live:
+                return cache.length >= length
+            lanes.clear()  # before the new one, so that both are never held at once
+        lanes.resize(count, length)
+        return True
+
+    def _budget(self, held: int) -> int:
+        """Bytes that keys and values may take, ``held`` of which they take now."""
+        gib = self.config.cache_gib
+        return (free_memory_bytes(self._decoder.weights.device) + held) // 4 if gib is None else int(gib * 2**30)
+
+    def _bytes(self, lanes: int, length: int) -> int:
         weights = self._decoder.weights
-        per_slot = cache_class(weights.device).bytes_per_position(weights) * length
-        gib = self._config.cache_gib
-        budget = free_memory_bytes(weights.device) // 4 if gib is None else int(gib * 2**30)
-        slots = budget // per_slot
-        if slots < ROW_QUANTUM and gib is not None:
-            raise ConfigError(
-                f"engine.cache_gib={gib} is too little: {ROW_QUANTUM} slots of {length} positions take "
-                f"{ROW_QUANTUM * per_slot / 2**30:.2f} GiB; raise it or lower sampling.max_new_tokens"
-            )
-        return max(slots - slots % ROW_QUANTUM, ROW_QUANTUM)
+        per_position = cache_class(weights.device).bytes_per_position(weights)
+        return lanes * _up(length, _LENGTH_QUANTUM) * per_position
+
+
+def _up(size: int, quantum: int) -> int:
+    return -(-size // quantum) * quantum

@@ -1,0 +1,80 @@
+"""Sums, scans and moments over the flat token layout, vectorized over its rows.
+
+Legend: B rows, N tokens over all rows, M chosen tokens (a subset of N in order), ``row_N`` the row of each token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["discounted_sums", "ends_of_rows", "row_sums", "rows_of_tokens", "whiten", "wide"]
+
+EPSILON = 1e-6  # added to standard deviations before dividing by them
+
+
+def wide(values: Tensor) -> Tensor:
+    """``values`` in float32 at least: half precisions and integers are widened, float64 stays."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def rows_of_tokens(offsets_B1: Tensor) -> Tensor:
+    """The row of each token, int64 ``[N]``.
+
+    >>> rows_of_tokens(torch.tensor([0, 2, 2, 5])).tolist()
+    [0, 0, 2, 2, 2]
+    """
+    lengths_B = offsets_B1[1:] - offsets_B1[:-1]
+    return torch.repeat_interleave(torch.arange(len(lengths_B), device=offsets_B1.device), lengths_B)
+
+
+def row_sums(values_N: Tensor, row_N: Tensor, rows: int) -> Tensor:
+    """Sum of each row's values, ``[B]``, in float32 at least; an empty row gives 0."""
+    values_N = wide(values_N)
+    return values_N.new_zeros(rows).index_add(0, row_N, values_N)
+
+
+def ends_of_rows(row_M: Tensor) -> Tensor:
+    """True at the last chosen token of each row, bool ``[M]``; ``row_M`` must not decrease.
+
+    >>> ends_of_rows(torch.tensor([0, 0, 2])).tolist()
+    [False, True, True]
+    """
+    ends_M = torch.ones_like(row_M, dtype=torch.bool)
+    ends_M[:-1] = row_M[1:] != row_M[:-1]
+    return ends_M
+
+
+def discounted_sums(values_M: Tensor, row_M: Tensor, decay: float) -> Tensor:
+    """``sum_k decay^k * values[t + k]`` to the end of t's row, ``[M]``; ``row_M`` must not decrease.
+
+    A scan by doubling: once every entry holds the sum over the next s tokens, adding the entry s further on, decayed
+    by ``decay^s``, makes it the sum over the next 2 s. So it takes log2 of the longest row's length in vector
+    operations, where the textbook's recurrence takes that length.
+
+    >>> discounted_sums(torch.tensor([1.0, 1.0, 1.0, 5.0]), torch.tensor([0, 0, 0, 1]), 0.5).tolist()
+    [1.75, 1.5, 1.0, 5.0]
+    """
+    sums_M = wide(values_M)
+    longest = int(torch.bincount(row_M).max()) if len(row_M) else 0
+    span = 1
+    while span < longest:
+        same_row = row_M[span:] == row_M[:-span]
+        further_M = torch.zeros_like(sums_M)
+        further_M[:-span] = torch.where(same_row, sums_M[span:], 0.0)
+        sums_M = sums_M + decay**span * further_M
+        span *= 2
+    return sums_M
+
+
+def whiten(values_M: Tensor) -> Tensor:
+    """``(values - mean) / std`` with the sample standard deviation, ``[M]``.
+
+    Values that are all equal (or a single one) give exact zeros rather than magnified rounding errors.
+    """
+    values_M = wide(values_M)
+    if len(values_M) < 2:
+        return torch.zeros_like(values_M)
+    flat = values_M.amax() == values_M.amin()
+    whitened_M = (values_M - values_M.mean()) / (values_M.std() + EPSILON)
+    return torch.where(flat, 0.0, whitened_M)

@@ -1,0 +1,139 @@
+"""A worker process as the controller sees it: requests become actor calls, the actor's end a death."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayActorError
+
+from podium.backends.logs import Log
+from podium.backends.ray.replies import Replies
+from podium.backends.ray.store import FULL, no_room
+from podium.backends.ray.untyped import ray
+from podium.backends.ray.wire import NO_VALUES, Parcel, bare_name, wire_to_outcome
+from podium.runtime.backend import ProcessHandle
+from podium.runtime.messages import Death, Failure, OnDeath, Reply, Request
+
+__all__ = ["RayProcess"]
+
+Done = Callable[[Reply], None]
+KILL_S = 10.0
+
+
+class RayProcess(ProcessHandle):
+    """One actor. ``Backend.start_processes`` has it settle in before it carries requests."""
+
+    def __init__(
+        self,
+        rank: int,
+        label: str,
+        actor: Any,
+        replies: Replies,
+        on_death: OnDeath,
+        node: str = "",
+    ) -> None:
+        self.rank = rank
+        self.label = label
+        self.node = node
+        self.actor = actor
+        self.ended = threading.Event()
+        self.log: Log | None = None
+        self._call, self._call_stored = actor.call.remote, actor.call_stored.remote
+        self._bare = partial(
+            actor.bare._remote, args=()
+        )  # a name for a task, and no new object a call as .options() is
+        self._replies = replies
+        self._on_death = on_death
+        self._lock = threading.Lock()
+        self._in_air = 1  # the watch
+        self._lost: BaseException | None = None
+        self._killed = False
+        self._forgotten = False
+
+    def settled(self, pid: int, log: Log) -> None:
+        """It is ready. From now on its end is seen."""
+        self.pid, self.log = pid, log
+        self.actor.watch.remote().future().add_done_callback(self._on_watch)
+
+    def invoke(self, request: Request, done: Done) -> None:
+        if request.wire is None:
+            request.wire = _encode(request)
+        message, *stored = request.wire
+        if request.concurrent:
+            send = partial((self.actor.aside if request.target else self.actor.control).remote, message, *stored)
+        elif isinstance(message, str):
+            send = partial(self._bare, name=message)
+        else:
+            send = partial(self._call if not stored else self._call_stored, message, *stored)
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._in_air += 1
+        self._replies.expect(send(), partial(self._on_answer, done))
+
+    def kill(self) -> None:
+        self._killed = True
+        if not self.ended.is_set():
+            ray.kill(self.actor, no_restart=True)
+            self.ended.wait(KILL_S)
+
+    def forget(self) -> None:
+        """It goes on without this controller, which is not told of its end any more."""
+        self._forgotten = True
+
+    def _on_answer(self, done: Done, answer: Any, error: BaseException | None) -> None:
+        if error is None:
+            status, started, ended, payload = wire_to_outcome(answer)
+            done(Reply(status, payload, started, ended))
+        elif not isinstance(error, RayActorError):  # an argument that was lost on its way, say: the actor lives
+            cause = no_room("the result") if isinstance(getattr(error, "cause", None), FULL) else error
+            failure = Failure(type(cause).__name__, str(cause), "", cause if cause is not error else None, False)
+            done(Reply("error", Parcel(pickle.dumps(failure, 5))))
+        self._landed(error if isinstance(error, RayActorError) else None)
+
+    def _on_watch(self, future: Any) -> None:
+        self._landed(future.exception() or RuntimeError("its watch ended"))
+
+    def _landed(self, lost: BaseException | None) -> None:
+        """One call came back. The end is told once nothing is in the air: replies sent before it are in by then."""
+        with self._lock:
+            self._in_air -= 1
+            if isinstance(lost, ActorUnavailableError) and self._lost is None:  # it may live on: it must not
+                threading.Thread(target=ray.kill, args=(self.actor,), daemon=True).start()
+            self._lost = self._lost or lost
+            if self._lost is None or self._in_air or self.ended.is_set():
+                return
+        words = () if self._killed or self.log is None else self.log.last_lines()
+        self.ended.set()
+        if not self._forgotten:
+            self._on_death(self.rank, Death(_cause(self._lost, self._killed), words))
+
+
+def _encode(request: Request) -> tuple[Any, ...]:
+    """The message, the same for every rank it goes to, and what Ray keeps of it. A call without arguments is a string,
+    the name of its task: Ray takes 9 % longer for an argument, whatever it is."""
+    if request.shared is NO_VALUES and request.own is None and not request.concurrent:
+        return (bare_name(request.number, request.target, request.method, request.wants_result),)
+    parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
+    inside = [(p.data, None if p.stored is not None else p.buffers, p.alone, len(p.blocks)) for p in parcels]
+    message = pickle.dumps((request.number, request.target, request.method, request.wants_result, inside), 5)
+    blocks = [block for parcel in parcels for block in parcel.blocks]
+    stored = [parcel.stored for parcel in parcels if parcel.stored is not None]
+    return (message, blocks, *stored) if blocks or stored else (message,)
+
+
+def _cause(error: BaseException | None, killed: bool) -> str:
+    """Ray's own words, without its advice."""
+    if killed:
+        return "killed by its controller"
+    if isinstance(error, ActorUnavailableError):
+        return "Ray lost the connection to it, as when its node goes down"
+    text = str(error).strip()
+    why = re.search(r"because ([^\n]*?)\.(?:\s|$)", text)
+    said = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)\.(?:\s|$)", text)
+    return (why[1] if why else text.partition("\n")[0]) + (f" ({said[1]}: {said[2]})" if said else "")

@@ -1,0 +1,128 @@
+"""``podium eval MODEL`` and ``podium sample MODEL``: use a run's final model, a model's directory or a hub name."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import podium
+from podium.cli.connecting import Backend, parse_with_backend
+from podium.config import build_config, read_values
+from podium.errors import ConfigError
+from podium.trainer.config import InferenceConfig
+
+__all__ = ["inference_config", "run_eval", "run_sample"]
+
+
+def run_eval(arguments: Sequence[str]) -> int:
+    """Score a model on held-out prompts and print the result. Returns the exit status."""
+    parser = _parser("eval", "Score a model on held-out prompts.")
+    options, overrides, backend = parse_with_backend(parser, arguments, default="local")
+    config = inference_config(options.model, options.config, overrides)
+    from podium.telemetry.formatting import percent
+    from podium.trainer import evaluate_model
+
+    with _connect(backend) as cluster:
+        found = evaluate_model(config, cluster)
+    low, high = found.interval()
+    sys.stdout.write(
+        f"accuracy  {percent(found.accuracy)}  ({found.correct} of {found.items}; 95% interval {percent(low)} to "
+        f"{percent(high)})\nreward    {found.reward_mean:.4f}\n"
+    )
+    for sample in found.samples:
+        sys.stdout.write(f"\nprompt    {sample.prompt!r}\nanswer    {sample.completion!r}\n")
+        sys.stdout.write(f"expected  {sample.expected!r}  reward {sample.reward:g}\n")
+    return 0
+
+
+def run_sample(arguments: Sequence[str]) -> int:
+    """Print a model's completions of prompts. Returns the exit status."""
+    parser = _parser("sample", "Write prompts, read completions. Each prompt stands alone.")
+    parser.add_argument("--prompt", metavar="TEXT", help="one prompt, then end; without it prompts are read from stdin")
+    options, overrides, backend = parse_with_backend(parser, arguments, default="inline")
+    config = inference_config(options.model, options.config, overrides)
+    from podium.trainer import open_sampler
+
+    prompts = [options.prompt] if options.prompt is not None else _typed()
+    with _connect(backend) as cluster, open_sampler(config, cluster) as sample:
+        for number, prompt in enumerate(prompts):
+            for completion in sample(prompt, number):
+                sys.stdout.write(completion + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+def inference_config(model: str, path: str | None, overrides: Sequence[str]) -> InferenceConfig:
+    """Return the configuration to use ``model`` with: that of its run if it is one, then ``path``, then ``overrides``.
+
+    Raises:
+        ConfigError: The run has no final model, the directory is neither run nor model, or settings are wrong.
+    """
+    values: dict[str, Any] = {}
+    run = Path(model) / "config.yaml"
+    if run.is_file():
+        known = {field.name for field in dataclasses.fields(InferenceConfig)}
+        values = {name: section for name, section in read_values(InferenceConfig, run).items() if name in known}
+        values.get("sampling", {}).pop("n", None)  # training samples several completions; here a prompt gets one
+        final = Path(model) / "model"
+        if not final.is_dir():
+            raise ConfigError(
+                f"{model} has no final model yet: resume the run (podium train … --resume {model}), or name a model's "
+                "directory"
+            )
+        values["model"] = {"path": str(final)}
+    else:
+        _check_model(Path(model))
+    given = read_values(InferenceConfig, path, overrides)
+    for name, section in given.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    values.setdefault("model", {}).setdefault("path", model)
+    return build_config(InferenceConfig, values)
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"podium {command}",
+        usage=f"podium {command} MODEL [--SECTION.KEY VALUE ...] [options]",
+        description=description,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a run's directory (its final model and its settings), a model, or a hub name"
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _connect(backend: Backend) -> podium.Cluster:
+    from podium.trainer import PRELOAD
+
+    return podium.connect(backend.name, hints={"preload": PRELOAD}, **backend.options)
+
+
+def _check_model(path: Path) -> None:
+    """A hub name looks like a path; one below a directory that is here is meant as a path."""
+    if path.is_dir():
+        if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise ConfigError(f"{path} is no run (it has no config.yaml) and no model (it has no config.json)")
+    elif path.exists() or path.is_absolute() or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
+        raise ConfigError(f"no run and no model at {path}")
+
+
+def _typed() -> Iterator[str]:
+    """Lines from stdin until it ends, with a prompt on a terminal."""
+    person = sys.stdin.isatty()
+    while True:
+        if person:
+            sys.stdout.write("> ")
+            sys.stdout.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")

@@ -1,0 +1,382 @@
+"""Configuration: sections of typed and checked keys, read from YAML and from dotted overrides.
+
+    YAML ── overrides (`--optim.lr 1e-4`) ──▶ nested values ──▶ pydantic ──▶ sections
+
+A section stands beside the class that it configures. Its fields are its keys; the text below a field is the key's help:
+
+    @section("optim")
+    class OptimConfig:
+        \"\"\"AdamW with warm-up and decay.\"\"\"
+
+        lr: float = Field(default=1e-5, ge=0, le=10)
+        \"\"\"The peak learning rate.\"\"\"
+
+``dataclasses.replace`` makes a changed copy, which is checked again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast, dataclass_transform
+
+import pydantic.dataclasses
+import yaml
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from podium.errors import ConfigError
+
+__all__ = [
+    "Key",
+    "build_config",
+    "config_to_dict",
+    "config_to_yaml",
+    "keys_of",
+    "load_config",
+    "parse_overrides",
+    "prefer",
+    "read_values",
+    "section",
+]
+
+C = TypeVar("C")
+
+_RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Key(NamedTuple):
+    """One key. ``path`` is dotted; ``expects`` says which values it takes; ``section`` is the help of its section."""
+
+    path: str
+    expects: str
+    default: Any
+    doc: str
+    section: str
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, Field))
+def section(path: str = "") -> Callable[[type[C]], type[C]]:
+    """Make a class a section: a frozen, keyword-only dataclass whose values pydantic checks.
+
+    The class may check how its keys fit together in ``__post_init__``, by raising ConfigError. Building the section
+    raises ConfigError with every mistake found.
+
+    Args:
+        path: Name of the section in the configuration, as in "model.lora". Errors put it before the names of keys.
+    """
+
+    def decorate(cls: type[C]) -> type[C]:
+        made: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
+        check = made.__init__
+
+        @functools.wraps(check)
+        def __init__(self: object, **values: Any) -> None:
+            try:
+                check(self, **values)
+            except pydantic.ValidationError as error:
+                raise ConfigError("\n".join(line for _, line in _mistakes(made, error, path))) from None
+
+        made.__init__ = __init__
+        return cast("type[C]", made)
+
+    return decorate
+
+
+def prefer(cls: Callable[..., C], **values: Any) -> C:
+    """The default of a field that holds a section: ``values`` in place of the section's own defaults.
+
+    Keys that the user leaves out keep these values, also where the user gives others of the section.
+    """
+    return Field(default_factory=functools.partial(cls, **values))
+
+
+def load_config(cls: type[C], path: str | Path | None = None, overrides: Sequence[str] = ()) -> C:
+    """Read ``path`` (YAML; None reads no file), apply ``overrides`` as on a command line, check and build.
+
+    Raises:
+        ConfigError: The file cannot be read, or a key is unknown, mistyped, out of range or contradicts another; the
+            message names the key's full path, its value, the values that it takes and the nearest valid name.
+    """
+    values = read_values(cls, path, overrides)
+    typed = [dotted for dotted, _ in parse_overrides(cls, overrides)]
+    return build_config(cls, values, source=str(path or ""), typed=typed)
+
+
+def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The nested values that :func:`load_config` checks. Only their syntax has been checked."""
+    values = _read_yaml(Path(path)) if path is not None else {}
+    for dotted, value in parse_overrides(cls, overrides):
+        _put(values, dotted, value)
+    return values
+
+
+def build_config(
+    cls: type[C], values: Mapping[str, Any], *, key: str = "", source: str = "", typed: Sequence[str] = ()
+) -> C:
+    """Build a section from nested ``values``.
+
+    Args:
+        cls: The section.
+        values: Values by name of the key, as nested as the sections.
+        key: Path of the key that holds ``values``, as in "algorithm.options". Errors put it before the names of keys.
+        source: File that the values were read from. Errors name it, except for keys in ``typed``.
+        typed: Dotted paths of the values that were given on the command line.
+
+    Raises:
+        ConfigError: Every mistake found, one a line.
+    """
+    try:
+        return _validated(cls, values)
+    except pydantic.ValidationError as error:
+        lines: list[str] = []
+        for path, line in _mistakes(cls, error, key):
+            from_file = source and not any(f"{dotted}.".startswith(f"{path}.") for dotted in typed)
+            lines.append(f"{source}: {line}" if from_file else line)
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:
+    """``["--optim.lr", "1e-4", "--run.name=x"]`` as pairs of a dotted path and a value.
+
+    A value is read as YAML, except where the key takes text: there ``007`` stays ``007``. ``null`` means None.
+
+    Raises:
+        ConfigError: An argument is no ``--key``, or a key has no value.
+    """
+    pairs: list[tuple[str, Any]] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            raise ConfigError(f"{argument!r} is no setting: write --section.key value, as in --optim.lr 1e-4")
+        dotted, equals, text = argument[2:].partition("=")
+        dotted = dotted.replace("-", "_")
+        if not equals:
+            if not rest or re.match(r"--[A-Za-z]", rest[0]):
+                raise ConfigError(f"--{dotted} has no value: write --{dotted} VALUE")
+            text = rest.pop(0)
+        pairs.append((dotted, _parse_value(_locate(cls, dotted.split("."))[1], text, dotted)))
+    return pairs
+
+
+def keys_of(cls: type, path: str = "") -> list[Key]:
+    """Every key of a section and of the sections in it, in order, with the defaults that hold there."""
+    return list(_keys(cls, path, _validated(cls, {}), ""))
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """A section as nested plain values, which YAML can hold."""
+    return {name: _plain(getattr(config, name)) for name in _fields(type(config))}
+
+
+def config_to_yaml(config: Any) -> str:
+    """A section as YAML that :func:`load_config` reads back to an equal one."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``1e-4`` as a number, as YAML 1.2 does; PyYAML reads it as text. Refuses a key that occurs twice; PyYAML
+    takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"{path} holds {type(loaded).__name__}, and a configuration is a mapping of sections")
+    return cast("dict[str, Any]", loaded or {})
+
+
+def _parse_value(kind: Any, text: str, dotted: str) -> Any:
+    arms = _arms(kind)
+    if str in arms and not (type(None) in arms and text in ("null", "none", "None", "~")):
+        return text
+    try:
+        value: object = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--{dotted} {text!r} is not valid YAML: {error}") from None
+    return None if value in ("none", "None") and type(None) in arms else value
+
+
+def _put(values: dict[str, Any], dotted: str, value: object) -> None:
+    *sections, last = dotted.split(".")
+    for place, name in enumerate(sections):
+        inner = values.get(name)
+        if inner is None:
+            inner = values[name] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--{dotted}: {'.'.join(sections[: place + 1])} is {inner!r}, which has no keys below it")
+        values = cast("dict[str, Any]", inner)
+    values[last] = value
+
+
+# -- checking --------------------------------------------------------------------------------------------------------
+
+
+def _validated(cls: type[C], values: Mapping[str, Any]) -> C:
+    merged = dict(values)
+    for name, field in _fields(cls).items():
+        if isinstance(field.default_factory, functools.partial) and isinstance(values.get(name), Mapping):
+            merged[name] = {**field.default_factory.keywords, **values[name]}
+    return cast(Any, cls).__pydantic_validator__.validate_python(merged)
+
+
+def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> Iterator[tuple[str, str]]:
+    """The path of each mistake, and a line that says what is wrong."""
+    for one in error.errors(include_url=False):
+        names, kind = _locate(cls, one["loc"])
+        path, value = ".".join([prefix, *names]).strip("."), one["input"]
+        raised = one.get("ctx", {}).get("error")
+        if one["type"] == "value_error" and raised is not None:  # a section's __post_init__
+            yield path, str(raised) if not path or str(raised).startswith(path) else f"{path}: {raised}"
+        elif one["type"] in ("unexpected_keyword_argument", "invalid_key"):
+            name = str(one["loc"][-1])
+            unknown = f"{path}.{name}".strip(".")
+            given = f" (value {value!r})" if isinstance(one["loc"][-1], str) else ""
+            yield unknown, f"unknown key {unknown}{given}{_suggest(cls, prefix, names, name)}"
+        elif one["type"] == "missing" and len(names) == len(one["loc"]):
+            yield path, f"{path} is missing: expected {_expected(kind)}"
+        else:
+            finite = "a finite number" if one["type"] == "finite_number" else "a number"
+            expected = _expected(kind).replace("a number", finite)
+            literals = [typing.get_args(arm) for arm in _arms(kind) if typing.get_origin(arm) is typing.Literal]
+            choices = [str(choice) for literal in literals for choice in literal]
+            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+            yield path, f"{path} = {value!r}: expected {expected}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _suggest(root: type, prefix: str, names: Sequence[str], name: str) -> str:
+    inside = ".".join([prefix, *names]).strip(".")
+    siblings = list(_fields(_section_of(_locate(root, names)[1])))
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
+        return f": did you mean {f'{inside}.{near[0]}'.strip('.')}?"
+    leaves = {path.rpartition(".")[2]: path for path in _paths(root, prefix)}
+    near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.75)
+    hint = f": did you mean {leaves[near[0]]}?" if near else ":"
+    return f"{hint} {inside or 'the configuration'} has {', '.join(siblings)}"
+
+
+def _paths(cls: type, prefix: str) -> Iterator[str]:
+    for name, field in _fields(cls).items():
+        inner, path = _section_of(field.annotation), f"{prefix}.{name}".strip(".")
+        yield from _paths(inner, path) if inner else (path,)
+
+
+def _keys(cls: type, prefix: str, defaults: object, note: str) -> Iterator[Key]:
+    title = " ".join((cls.__doc__ or "").partition("\n\n")[0].split()) + note
+    for name, field in _fields(cls).items():
+        path, default = f"{prefix}.{name}".strip("."), getattr(defaults, name)
+        if (inner := _section_of(field.annotation)) and default is None:
+            yield from _keys(inner, path, _validated(inner, {}), f" {path} is off until one of its keys is given.")
+        elif inner:
+            yield from _keys(inner, path, default, "")
+        else:
+            yield Key(path, _expected(_kind(field)), default, " ".join((field.description or "").split()), title)
+
+
+# -- types in words --------------------------------------------------------------------------------------------------
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "a value"}
+
+
+def _expected(kind: Any) -> str:
+    """The values that a type takes, in words."""
+    bounds = _bounds(typing.get_args(kind)[1:]) if typing.get_origin(kind) is typing.Annotated else ""
+    return " or ".join(_arm_expected(arm, bounds) for arm in _arms(kind))
+
+
+def _arm_expected(arm: Any, bounds: str) -> str:
+    origin, arguments = typing.get_origin(arm) or arm, typing.get_args(arm)
+    if inner := _section_of(arm):
+        return f"a section with the keys {', '.join(_fields(inner))}"
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin is tuple:
+        count = "" if Ellipsis in arguments else f" of {len(arguments)}"
+        return f"a list{count}; each item is {_expected(arguments[0])}"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a mapping"
+    return _WORDS.get(arm, str(arm)) + (bounds if arm in (int, float, str) else "")
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    """The limits of a number or of a text's length, in words."""
+    limits = [limit for one in metadata for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    words = {"gt": " above", "ge": " of at least", "lt": " below", "le": " of at most"}
+    found = {name: getattr(limit, name) for limit in limits for name in words if hasattr(limit, name)}
+    found = {name: f"{value:g}".replace("e+0", "e").replace("e+", "e") for name, value in found.items()}
+    if found.keys() == {"ge", "le"}:
+        return f" from {found['ge']} to {found['le']}"
+    if any(hasattr(limit, "min_length") or hasattr(limit, "pattern") for limit in limits):
+        return " that is not empty"
+    return " and".join(f"{words[name]} {value}" for name, value in found.items()).replace("and of", "and")
+
+
+def _fields(cls: type) -> dict[str, FieldInfo]:
+    return cast(Any, cls).__pydantic_fields__
+
+
+def _kind(field: FieldInfo) -> Any:
+    return typing.Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+
+
+def _locate(cls: type, loc: Sequence[str | int]) -> tuple[list[str], Any]:
+    """The names of the keys that lead to ``loc``, and the type of the last; indices in a value are left out."""
+    names: list[str] = []
+    kind: Any = cls
+    for part in loc:
+        inner = _section_of(kind)
+        if inner is None or part not in _fields(inner):
+            break
+        names.append(str(part))
+        kind = _kind(_fields(inner)[str(part)])
+    return names, kind
+
+
+def _arms(kind: Any) -> tuple[Any, ...]:
+    if typing.get_origin(kind) is typing.Annotated:
+        return _arms(typing.get_args(kind)[0])
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _section_of(kind: Any) -> Any:
+    """The section that ``kind`` is, or is besides None."""
+    return next((arm for arm in _arms(kind) if hasattr(arm, "__pydantic_fields__")), None)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__pydantic_fields__"):
+        return config_to_dict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in cast("Sequence[Any]", value)]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

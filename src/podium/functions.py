@@ -1,0 +1,126 @@
+"""Functions that a configuration names: rewards, advantages, losses and schedules."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Final
+
+from podium.errors import ConfigError
+
+__all__ = ["check_function_name", "load_function"]
+
+Known = Mapping[str, "str | Callable[..., Any]"]
+
+_NONE_KNOWN: Final[Known] = MappingProxyType({})
+_loading = threading.RLock()
+
+
+def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> None:
+    """Check the form of ``spec`` and import nothing. The arguments are those of :func:`load_function`.
+
+    Raises:
+        ConfigError: ``spec`` is neither a known name nor of the form ``place:function``; names the nearest known name.
+    """
+    place, _, attribute = spec.rpartition(":")
+    if spec in known or (place and all(part.isidentifier() for part in attribute.split("."))):
+        return
+    forms = ", ".join([*known, "module:function"])
+    message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function{_nearest(spec, known)}"
+    if spec.isidentifier():
+        message += f"; your own function is path/file.py:{spec} or module:{spec}"
+    raise ConfigError(message)
+
+
+def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callable[..., Any]:
+    """Return the function that ``spec`` names. A module or file is loaded once a process.
+
+    >>> load_function("statistics:mean", key="reward.name")([1, 3])
+    2
+
+    Args:
+        spec: A name in ``known``, ``package.module:function``, or ``path/file.py:function``. A relative path starts at
+            the working directory. The file may import its neighbors, as a script may.
+        key: The configuration's key, for errors.
+        known: Names that need no place. A value is a function, or a string in one of the two other forms.
+
+    Raises:
+        ConfigError: The name, module, file or function does not exist; names the nearest that does. What a module
+            itself raises while it is loaded passes through.
+    """
+    check_function_name(spec, key=key, known=known)
+    target = known.get(spec, spec)
+    if not isinstance(target, str):
+        return target
+    subject = f"{key} = {spec!r}"
+    place, _, attribute = target.rpartition(":")
+    with _loading:
+        module = _load_file(Path(place), subject) if place.endswith(".py") else _import(place, attribute, subject)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{subject}: {place} has no {part!r}{_defined(module, part)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{subject}: {attribute!r} in {place} is not a function but of type {type(found).__name__}")
+    return found
+
+
+def _import(name: str, attribute: str, subject: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise  # The module exists and lacks something itself; its own traceback says what.
+        near = {path.stem for path in Path.cwd().glob("*.py")}.union(sys.modules) - {name, error.name}
+        file = Path(*name.split(".")).with_suffix(".py")
+        raise ConfigError(
+            f"{subject}: there is no module {error.name!r} on sys.path{_nearest(name, sorted(near))}; "
+            f"a file goes by its path: {file}:{attribute}"
+        ) from None
+
+
+def _load_file(path: Path, subject: str) -> ModuleType:
+    path = path.expanduser().absolute()
+    if not path.is_file():
+        folder = path.parent
+        if not folder.is_dir():
+            raise ConfigError(f"{subject}: there is no file {path}, and no directory {folder}")
+        raise ConfigError(f"{subject}: there is no file {path}{_nearest(str(path), map(str, folder.glob('*.py')))}")
+    # The checksum keeps two files of one name apart.
+    name = f"podium_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None  # true for every path that ends in .py
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module there
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _defined(module: ModuleType, wanted: str) -> str:
+    own = [name for name, value in vars(module).items() if _is_own(module, name, value)]
+    return _nearest(wanted, own) or (f"; it defines {', '.join(own)}" if own else "; it defines no function")
+
+
+def _is_own(module: ModuleType, name: str, value: object) -> bool:
+    return callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__

@@ -1,0 +1,44 @@
+"""Packages whose public names are imported on first use, so that importing a light module imports nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["lazy_exports"]
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package.
+
+    Its public names are those that its source imports under ``if TYPE_CHECKING``, where type checkers and editors see
+    them:
+
+        if TYPE_CHECKING:
+            from podium.workers.critic import Critic as Critic
+        else:
+            __getattr__, __dir__, __all__ = lazy_exports(__name__)
+
+    Args:
+        package: Name of the package. It calls this function while it is imported.
+    """
+    module = sys.modules[package]
+    loader: Any = module.__loader__
+    homes: dict[str, str] = {}
+    for statement in ast.parse(loader.get_source(package)).body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            for line in statement.body:
+                if isinstance(line, ast.ImportFrom) and line.module is not None:
+                    homes.update((alias.name, line.module) for alias in line.names)
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(module, name, value)
+        return value
+
+    return get, lambda: sorted({*vars(module), *homes}), list(homes)

@@ -1,0 +1,267 @@
+"""The process between a grader and its grading processes: it loads the reward, hands out items and keeps time.
+
+    grader ──pickled items──▶ dispatcher ──chunks──▶ grading process, a fork of the dispatcher
+           ◀─lines of JSON───            ◀─lines───
+
+A grading process has one chunk at a time; each line that it sends moves its deadline on. A process that passes its
+deadline, ends, or writes anything but the line that is due, is killed for the item that it is at. What it had answered
+is kept; what lay behind that item goes to another process. The dispatcher never waits for one party: one poll covers
+the grader, the grading processes, their ends and the nearest deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from podium.errors import ConfigError
+from podium.rewards.child import CHUNK, ITEM, REPLACE, grade_items
+from podium.rewards.resolve import RewardFn, resolve_reward
+from podium.rewards.results import Result, encode
+from podium.supervisor import Supervisor, describe_exit
+
+__all__ = ["MAX_LINE_BYTES", "Settings", "main"]
+
+MAX_LINE_BYTES: Final = 1 << 20
+
+_MOST_ITEMS: Final = 64  # in a chunk: enough to make a message's cost vanish, few enough to share out evenly
+
+
+class Settings(NamedTuple):
+    """What the grader tells the dispatcher first. ``reward`` is a name, or a pickled function."""
+
+    reward: str | bytes
+    time_limit_s: float
+    memory_bytes: int | None
+    processes: int
+
+
+def main(fd: int) -> None:
+    """Dispatch until the grader's end of the socket ``fd`` is closed. The result of item 0 is that of the loading."""
+    connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)
+    supervisor = Supervisor(connection)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+    try:
+        with connection.makefile("rb") as stream:
+            settings = Settings(*pickle.loads(stream.read(ITEM.unpack(stream.read(ITEM.size))[1])))
+        reward, result = _load(settings.reward)
+        connection.sendall(encode(0, result))
+        if reward is not None:
+            supervisor.settle()
+            _Dispatcher(supervisor, connection, reward, settings).run()
+    except OSError:
+        pass  # the grader is gone
+    finally:
+        supervisor.end()
+        os._exit(0)
+
+
+def _load(source: str | bytes) -> tuple[RewardFn | None, Result]:
+    try:
+        return (resolve_reward(source) if isinstance(source, str) else pickle.loads(source)), Result(0.0)
+    except ConfigError as error:
+        return None, Result(problem=str(error), limit="configuration")
+    except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+        return None, Result(problem=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+
+
+class _Stream:
+    """A socket that never blocks: what it does not take at once waits in memory."""
+
+    def __init__(self, sock: socket.socket, poller: select.poll) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.incoming = bytearray()
+        self._outgoing = bytearray()
+        self._poller = poller
+        poller.register(sock, select.POLLIN)
+
+    def send(self, data: bytes | bytearray = b"") -> None:
+        self._outgoing += data
+        if not self._outgoing:
+            return
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            del self._outgoing[: self.sock.send(self._outgoing)]
+        with suppress(FileNotFoundError):  # the other side has closed
+            self._poller.modify(self.sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+
+    def receive(self) -> bool:
+        """Take what has arrived. Returns whether the other side may send more."""
+        try:
+            data = self.sock.recv(1 << 18)
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self.stop_polling()
+        self.incoming += data
+        return bool(data)
+
+    def stop_polling(self) -> None:
+        with suppress(KeyError):
+            self._poller.unregister(self.sock)
+
+
+@dataclass(eq=False)
+class _Child:
+    """A grading process.
+
+    Attributes:
+        pending: Numbers of the items that it was given and has not answered, in its order.
+        answered: The number of the item that it answered last; 0 if it has answered none.
+        deadline: Of the item that it is at, on time.monotonic's clock.
+    """
+
+    pid: int
+    stream: _Stream
+    pending: deque[int] = field(default_factory=deque)
+    answered: int = 0
+    deadline: float = 0.0
+
+
+class _Dispatcher:
+    def __init__(self, supervisor: Supervisor, connection: socket.socket, reward: RewardFn, settings: Settings) -> None:
+        self._supervisor = supervisor
+        self._grader = _Stream(connection, supervisor.poller)
+        self._reward = reward
+        self._settings = settings
+        self._items: dict[int, bytes] = {}  # all that have no result yet, by number
+        self._waiting: deque[int] = deque()  # their numbers, but for those given to a child; and dropped ones
+        self._children: dict[int, _Child] = {}  # by process id
+        self._lines = bytearray()
+
+    def run(self) -> None:
+        """Serve the grader until it closes its end."""
+        while (ready := self._supervisor.wait(self._patience())) is not None:
+            if self._grader.sock.fileno() in ready and not self._receive():
+                return
+            for child in [child for child in self._children.values() if child.stream.sock.fileno() in ready]:
+                child.stream.send()
+                self._hear(child)
+            for pid, status in self._supervisor.ended():
+                if pid in self._children:
+                    self._bury(self._children[pid], os.waitstatus_to_exitcode(status))
+            self._expire()
+            self._hand_out()
+            self._grader.send(self._lines)
+            self._lines.clear()
+
+    def _patience(self) -> float:
+        """Return the seconds until the first deadline."""
+        busy = [child.deadline for child in self._children.values() if child.pending]
+        return max(0.0, min(busy) - time.monotonic()) if busy else float("inf")
+
+    def _receive(self) -> bool:
+        """Take items, and orders to drop one: those have no data. Returns False when the grader has closed."""
+        if not self._grader.receive():
+            return False
+        data, start, dropped = self._grader.incoming, 0, False
+        while len(data) - start >= ITEM.size:
+            number, length = ITEM.unpack_from(data, start)
+            stop = start + ITEM.size + length
+            if stop > len(data):
+                break
+            if length:
+                self._items[number] = bytes(data[start:stop])
+                self._waiting.append(number)
+            else:
+                dropped |= self._items.pop(number, None) is not None
+            start = stop
+        del data[:start]
+        if dropped:
+            for child in list(self._children.values()):
+                if child.pending and not any(number in self._items for number in child.pending):
+                    self._end(child)
+        return True
+
+    def _hand_out(self) -> None:
+        """Give chunks to idle children, smaller towards the end, so that all finish at about the same time."""
+        while True:
+            while self._waiting and self._waiting[0] not in self._items:
+                self._waiting.popleft()
+            child = self._idle_child() if self._waiting else None
+            if child is None:
+                return
+            size = min(_MOST_ITEMS, max(1, len(self._waiting) // (2 * self._settings.processes)))
+            taken = [self._waiting.popleft() for _ in range(size)]
+            child.pending.extend(number for number in taken if number in self._items)
+            child.deadline = time.monotonic() + self._settings.time_limit_s
+            child.stream.send(CHUNK.pack(len(child.pending)) + b"".join(self._items[n] for n in child.pending))
+
+    def _idle_child(self) -> _Child | None:
+        for child in self._children.values():
+            if not child.pending:
+                return child
+        return self._started_child() if len(self._children) < self._settings.processes else None
+
+    def _started_child(self) -> _Child:
+        ours, theirs = socket.socketpair()
+        others = [child.stream.sock for child in self._children.values()]
+
+        def run() -> int:
+            for sock in (ours, *others):
+                sock.close()
+            return grade_items(theirs, self._reward, self._settings.memory_bytes)
+
+        with theirs:
+            pid = self._supervisor.fork(run)
+        self._children[pid] = child = _Child(pid, _Stream(ours, self._supervisor.poller))
+        return child
+
+    def _hear(self, child: _Child) -> None:
+        """Take what a child has sent, and end a child that sent anything but what was due."""
+        if not child.stream.receive() and not child.pending:
+            return self._end(child)
+        *lines, rest = child.stream.incoming.split(b"\n")
+        child.stream.incoming = rest
+        for line in lines:
+            if child.pending and line.startswith(b"%d " % child.pending[0]):
+                child.answered = child.pending.popleft()
+                child.deadline = time.monotonic() + self._settings.time_limit_s
+                if self._items.pop(child.answered, None) is not None:  # else it was dropped
+                    self._lines += line + b"\n"
+            elif child.answered and line.startswith(b"%d " % child.answered):
+                return self._end(child)  # the reward had answered by itself: no other item is to blame
+            else:
+                shown = bytes(line[:60])
+                return self._end(child, Result(problem=f"wrote {shown!r} to the channel of its results"))
+        if len(rest) > MAX_LINE_BYTES:
+            self._end(child, Result(problem=f"wrote over {MAX_LINE_BYTES:,} bytes to the channel of its results"))
+        return None
+
+    def _bury(self, child: _Child, code: int) -> None:
+        """Settle what a child left that has ended by itself: its last lines, and the item at which it ended."""
+        self._hear(child)
+        if child.pid in self._children:
+            replaced = code == REPLACE and child.answered
+            self._end(child, None if replaced else Result(problem=f"ended its process ({describe_exit(code)})"))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for child in [child for child in self._children.values() if child.pending and child.deadline <= now]:
+            self._hear(child)  # this process may have been late, not the child
+            if child.pid in self._children and child.pending and child.deadline <= now:
+                self._end(child, Result(problem=f"ran over {self._settings.time_limit_s:g} s", limit="time"))
+
+    def _end(self, child: _Child, result: Result | None = None) -> None:
+        """Kill a child. ``result`` is for the item that it is at; without one, that item is graded anew."""
+        del self._children[child.pid]
+        child.stream.stop_polling()
+        child.stream.sock.close()
+        self._supervisor.kill(child.pid)
+        if result is not None and child.pending:
+            number = child.pending.popleft()
+            if self._items.pop(number, None) is not None:
+                self._lines += encode(number, result)
+        self._waiting.extendleft(reversed(child.pending))

@@ -1,0 +1,464 @@
+"""The lanes of the native engine: which request sits in which lane, what it draws there, and when it leaves.
+
+    waiting ──prefill, a batch at a time──> keys and values of each prompt ──place──> lanes ──decode──> events
+       ^                                    (until no request that is due needs them)   ^         |
+       └── submit                                                                       └─ free <─┘ stop, length, abort
+
+A lane is a row of the key/value cache. Lanes 0 to A-1 are decoded at every step, A a multiple of 16. While requests
+wait, a lane that falls free is filled before the next step. When none waits, live lanes from the end change places with
+free ones and A shrinks.
+
+A free lane remembers: its keys and values stay until another request needs the lane. A prompt that begins like the text
+of some lane takes them from there, and only the rest goes through the model. What a prefill computed is the same, bit
+by bit, for every prompt that begins alike (``exact`` counts these positions); what decoding computed differs from it by
+rounding, and serves only requests that allow it (``reuse_completions``). New weights end all memory.
+
+The host knows without asking the device when a completion reaches its length. Whether a stop token was drawn it asks
+at every step on the CPU, and every eighth on other devices, where asking empties the queue of kernels; a lane that has
+drawn its stop token stands still until then.
+
+New weights may come between two steps: ``current_decoder`` then gives another decoder, and prompts and live lanes go
+through it again before the next token is drawn.
+
+Legend: A active lanes, B rows of one draw, T most new tokens, S most stop tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import dropwhile, groupby, islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from podium.rollout.engines.draw import Draw, draw, uniforms
+from podium.rollout.engines.gate import WeightGate
+from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, cache_class
+from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
+from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude
+from podium.rollout.sampling import SamplingParams
+
+__all__ = ["Lanes"]
+
+_STEPS_BETWEEN_LOOKS = {"cpu": 1}  # other devices: 8
+_SHRINK_BELOW = 0.75  # moving lanes costs about a step; worth it when a quarter of the rows falls away
+_PREFILL_AHEAD = 4  # prompts for a quarter of the lanes beyond those needed now, so that refills rarely wait for one
+_SHORTEST_PREFIX = 16  # below it, copying keys and values costs more than computing them
+
+# What the host knows of a lane. Its position at step s is ``base + s``; it has reached its length when s is ``end``.
+# ``kind`` numbers the parameters that it draws by. ``known`` positions of its text have keys and values, ``exact`` of
+# them as a prefill computes them. The lane that was freed first has the lowest ``used``; 0 where nothing is to keep.
+_LANE = np.dtype(
+    [
+        *(("live", bool), ("stops", bool), ("streams", bool), ("kind", int), ("base", int), ("end", int)),
+        *(("known", int), ("exact", int), ("used", int), ("request", object), ("versions", object), ("kept", object)),
+    ]
+)
+_Key: TypeAlias = tuple[Sequence[int], bool]  # a prompt, and whether what decoding computed may serve it
+_Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]
+
+
+class _Seen(NamedTuple):
+    """A prompt that went through the model, in row ``row`` of ``prefill``; ``exact`` of its positions as in a lane."""
+
+    prefill: Prefill
+    row: int
+    exact: int
+
+
+class Lanes:
+    """Draws the completions of requests side by side.
+
+    State of a lane on the device, rows of one tensor: the token to feed next, its position, how many tokens were drawn,
+    and whether the lane moves on (0 or 1). A free lane stands still behind the text that it remembers; what it draws
+    is not read.
+    """
+
+    def __init__(self, gate: WeightGate, current_decoder: Callable[[], Decoder], prefill_tokens: int) -> None:
+        self._gate, self._current_decoder, self._changes = gate, current_decoder, -1
+        self._prefill_tokens = prefill_tokens
+        self.prefilled_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Give back all memory. No lane may be live."""
+        self.cache: KVCache | None = None
+        self._device = device = self._current_decoder().weights.device
+        self._state = torch.zeros(4, 0, dtype=torch.int64, device=device)
+        self._ids = torch.zeros(0, 1, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(0, 1, device=device)
+        self._uniforms = torch.zeros(0, 1, dtype=torch.float64, device=device)
+        self._stops = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self._host: Any = np.zeros(0, _LANE)
+        self._texts = np.zeros((0, 0), np.int64)
+        self._seen: dict[_Key, _Seen] = {}
+        self._kinds: list[SamplingParams] = []
+        self._kind_of: dict[SamplingParams, int] = {}
+        self._step_number = self._version = self._clock = 0
+        self._activate(0)
+
+    def resize(self, count: int, length: int) -> None:
+        """Have ``count`` lanes of ``length`` positions, no fewer than before; what the lanes hold stays."""
+        cache = cache_class(self._device)(self._current_decoder().weights, count, length)
+        if self.cache is not None:
+            cache.take_over(self.cache)
+        self.cache = cache
+        more = count - len(self._host)
+        self._state = F.pad(self._state, (0, more))
+        self._host = np.concatenate((self._host, np.zeros(more, _LANE)))
+        self._texts = np.pad(self._texts, ((0, more), (0, length - self._texts.shape[1])))
+        self._widen(lanes=more)
+        self._activate(self._active)
+
+    @property
+    def live(self) -> int:
+        """Number of lanes that draw."""
+        return int(self._host["live"].sum())
+
+    @property
+    def remembers(self) -> bool:
+        """Whether some lane holds keys and values that a request may need."""
+        return bool(self._host["known"].any())
+
+    def advance(self, waiting: RequestQueue | None, most: int, interrupted: Callable[[], bool]) -> list[Event]:
+        """Begin requests of ``waiting`` in the first ``most`` lanes, and draw tokens until there is an event."""
+        self._events: list[Event] = []
+        if waiting:
+            self._fill(waiting, most)
+        if not waiting:
+            self._shrink()
+        if not self._events and self._host["live"].any():
+            self._decode(interrupted)
+        return self._events
+
+    def drop(self, ids: Collection[RequestId]) -> None:
+        """Free the lanes of these requests."""
+        live = self._host["live"].nonzero()[0]
+        lanes = [lane for lane in live if self._host["request"][lane].id in ids]
+        if lanes:
+            self._free(np.array(lanes), forget=True)
+
+    # ---- decoding
+
+    def _decode(self, interrupted: Callable[[], bool]) -> None:
+        live = self._host["live"].nonzero()[0]
+        host = self._host[live]
+        soonest, longest = int(host["end"].min()), int(host["base"].max())
+        stops, streaming = bool(host["stops"].any()), live[host["streams"]]
+        groups = self._groups(host["kind"], live)
+        interval = 1 if len(streaming) else _STEPS_BETWEEN_LOOKS.get(self._device.type, 8)
+        first = self._step_number
+        while self._step_number < soonest:
+            if stops and self._step_number % interval == 0 and bool(self._ended().any()):
+                break
+            if self._step_number > first and (len(streaming) or interrupted()):
+                return
+            self._step(longest + self._step_number + 1, groups, stops)
+            self._step_number += 1
+            self._stream(streaming)
+        self._retire()
+
+    def _ended(self) -> np.ndarray:
+        """Which live lanes have drawn a stop token."""
+        return self._host["live"] & (self._state[3].cpu().numpy() == 0)
+
+    def _step(self, until: int, groups: _Groups, stops: bool) -> None:
+        assert self.cache is not None
+        tokens, positions, drawn_A1, uniforms_AT, ids_AT, logprobs_AT, stops_AS = self._views
+        with self._gate:
+            logits = self._decoder().decode(tokens, positions, self.cache, until)
+        ids, logprobs = self._draw(logits, groups, uniforms_AT.gather(1, drawn_A1).squeeze(1), range(self._active))
+        ids_AT.scatter_(1, drawn_A1, ids.unsqueeze(1))
+        logprobs_AT.scatter_(1, drawn_A1, logprobs.unsqueeze(1))
+        tokens.copy_(ids)
+        self._advancing += self._moves
+        if stops:
+            self._moves.masked_fill_((ids.unsqueeze(1) == stops_AS).any(1), 0)
+
+    def _groups(self, kinds: np.ndarray, rows: np.ndarray) -> _Groups:
+        """Which rows are drawn alike: all of them, as a rule."""
+        if (kinds == kinds[0]).all():
+            return [(self._kinds[kinds[0]], self._index(rows))]
+        return [(self._kinds[kind], self._index(rows[kinds == kind])) for kind in np.unique(kinds)]
+
+    def _draw(
+        self, logits_BV: Tensor, groups: _Groups, uniforms_B: Tensor, lanes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities of one token of each row. Row b belongs to lane ``lanes[b]``."""
+        if len(groups) == 1:
+            result = draw(logits_BV, groups[0][0], uniforms_B)
+            self._keep(result, lanes)
+            return result.ids_B, result.logprobs_B
+        ids, logprobs = (
+            torch.zeros_like(uniforms_B, dtype=torch.int64),
+            torch.zeros_like(uniforms_B, dtype=torch.float32),
+        )
+        for params, rows in groups:
+            result = draw(logits_BV[rows], params, uniforms_B[rows])
+            self._keep(result, [lanes[row] for row in rows.tolist()])
+            ids[rows], logprobs[rows] = result.ids_B, result.logprobs_B
+        return ids, logprobs
+
+    def _keep(self, result: Draw, lanes: Sequence[int]) -> None:
+        if result.kept_ids_BK is None or result.kept_sizes_B is None:
+            return
+        sizes = result.kept_sizes_B.tolist()
+        order = result.kept_ids_BK[:, : max(sizes)].cpu()
+        for row, lane in enumerate(lanes):
+            if self._host["live"][lane]:
+                self._host["kept"][lane].append(order[row, : sizes[row]].clone())
+
+    def _stream(self, lanes: np.ndarray) -> None:
+        """Report what these lanes drew last."""
+        if len(lanes):
+            index = self._index(lanes)
+            drawn = self._state[2, index] - 1
+            ids, logprobs = self._ids[index, drawn].tolist(), self._logprobs[index, drawn].tolist()
+            for request, id, logprob in zip(self._host["request"][lanes], ids, logprobs, strict=True):
+                self._events.append(Tokens(request.id, [id], [logprob], self._version))
+
+    # ---- new weights
+
+    def _decoder(self) -> Decoder:
+        """The decoder of the weights that are there now; asked for inside the gate."""
+        assert self.cache is not None
+        decoder = self._current_decoder()
+        decoder.reserve(self.cache.length)
+        if self._gate.changes != self._changes:
+            self._changes, self._version = self._gate.changes, self._gate.version
+            self._begin_version(decoder, self.cache)
+        return decoder
+
+    def _begin_version(self, decoder: Decoder, cache: KVCache) -> None:
+        """Nothing that other weights computed is used from here on: no prompt, no memory, no lane's keys."""
+        self._seen.clear()
+        host = self._host
+        host["known"] = host["used"] = 0
+        lanes = host["live"].nonzero()[0]
+        texts: list[Sequence[int]] = []
+        for lane, drawn in zip(lanes, self._state[2, self._index(lanes)].tolist(), strict=True):
+            prompt = host["request"][lane].prompt
+            host["versions"][lane].append((drawn, self._version))
+            host["known"][lane] = host["exact"][lane] = len(prompt)
+            texts.append((*prompt, *self._ids[lane, : drawn - 1].tolist()))  # the last one drawn is fed next
+        for part in _parts(texts, self._prefill_tokens):
+            seen = decoder.prefill(texts[part])
+            self.prefilled_tokens += sum(map(len, texts[part]))
+            rows = torch.arange(part.stop - part.start, device=self._device)
+            cache.place(seen.keys, seen.values, rows, self._index(lanes[part]))
+
+    # ---- lanes
+
+    def _retire(self) -> None:
+        """Free the lanes whose completion has ended."""
+        host = self._host
+        lanes = ((host["live"] & (host["end"] <= self._step_number)) | self._ended()).nonzero()[0]
+        if not len(lanes):
+            return
+        index = self._index(lanes)
+        lengths = self._state[2, index].tolist()
+        ids, logprobs = (table[:, : max(lengths)][index].cpu() for table in (self._ids, self._logprobs))
+        failed: list[int] = []
+        for row, (lane, length) in enumerate(zip(lanes.tolist(), lengths, strict=True)):
+            request, ((_, version), *changes), kept = (host[field][lane] for field in ("request", "versions", "kept"))
+            if changes:
+                version = torch.full((length,), version)
+                for start, changed in changes:
+                    version[start:] = changed
+            event = conclude(request, ids[row, :length], logprobs[row, :length], version, kept and kept[:length])
+            self._events.append(event)
+            if isinstance(event, Failed):
+                failed.append(lane)
+            begin, end = len(request.prompt), len(request.prompt) + length - 1  # the last token was not fed
+            self._texts[lane, begin:end] = ids[row, : length - 1]
+            host["known"][lane] = end
+        self._free(lanes)
+        if failed:
+            self._free(np.array(failed), forget=True)
+
+    def _free(self, lanes: np.ndarray, forget: bool = False) -> None:
+        """Let these lanes stand still. With ``forget`` their keys and values, which may not be numbers, go."""
+        self._clock += 1
+        self._host["live"][lanes] = False
+        self._host["used"][lanes] = self._clock
+        index = self._index(lanes)
+        self._state[2:, index] = 0
+        if forget and self.cache is not None:
+            self._host["known"][lanes] = self._host["used"][lanes] = 0
+            self.cache.clear(index)
+
+    def _fill(self, waiting: RequestQueue, most: int) -> None:
+        """Give free lanes to waiting requests, which draw their first token from their prompt's last logits."""
+        assert self.cache is not None
+        host = self._host
+        free = (~host["live"][:most]).nonzero()[0]
+        requests = waiting.take(len(free))
+        if not requests:
+            return
+        lanes = free[np.argsort(host["used"][free], kind="stable")][: len(requests)]
+        index = self._index(lanes)
+        keys = list(map(_key, requests))
+        due = _due(waiting, keys[-1], min(most, len(host)) // _PREFILL_AHEAD)
+        with self._gate:
+            self._prefill(self._decoder(), keys, due)
+        logits: list[Tensor] = []
+        at = 0
+        for _, run in groupby((self._seen[key] for key in keys), lambda seen: id(seen.prefill)):
+            prefills, run_rows, _ = zip(*run, strict=True)
+            rows = torch.tensor(run_rows, device=self._device)
+            self.cache.place(prefills[0].keys, prefills[0].values, rows, index[at : at + len(rows)])
+            logits.append(prefills[0].logits_PV[rows])
+            at += len(rows)
+        for lane, key, request in zip(lanes.tolist(), keys, requests, strict=True):
+            params, length = request.params, len(request.prompt)
+            self._texts[lane, :length] = request.prompt
+            host[lane] = (
+                *(True, bool(params.stop_token_ids), request.stream, self._kind(params)),
+                *(length - self._step_number, self._step_number + params.max_new_tokens - 1),
+                *(length, self._seen[key].exact, 0, request, [(0, self._version)], [] if params.filtered else None),
+            )
+        due += map(_key, islice(waiting, 1))
+        self._seen = {key: seen for key, seen in self._seen.items() if key in due}
+
+        new_tokens = max(request.params.max_new_tokens for request in requests)
+        numbers = uniforms(torch.tensor([request.seed for request in requests], device=self._device), 0, new_tokens)
+        self._widen(new_tokens=new_tokens, stop_tokens=max(len(request.params.stop_token_ids) for request in requests))
+        width = self._stops.shape[1]
+        stops = [[*request.params.stop_token_ids, *([-1] * width)][:width] for request in requests]
+        stops_BS = torch.tensor(stops, dtype=torch.int64, device=self._device)
+        self._uniforms[:, :new_tokens].index_copy_(0, index, numbers)
+        self._stops[index] = stops_BS
+        groups = self._groups(host["kind"][lanes], np.arange(len(lanes)))
+        ids, logprobs = self._draw(torch.cat(logits), groups, numbers[:, 0], lanes.tolist())
+        self._ids[index, 0], self._logprobs[index, 0] = ids, logprobs
+        positions = torch.tensor([len(request.prompt) for request in requests], device=self._device)
+        moves = (ids.unsqueeze(1) != stops_BS).all(1).long()
+        self._state[:, index] = torch.stack((ids, positions, torch.ones_like(ids), moves))
+        self._activate(int(host["live"].nonzero()[0][-1]) + 1)
+        self._stream(lanes[host["streams"][lanes]])
+
+    def _kind(self, params: SamplingParams) -> int:
+        """Number of the parameters that draw like these."""
+        if params not in self._kind_of:
+            filters = {} if params.filtered else {"top_p": 1.0, "top_k": 0}
+            alike = replace(params, max_new_tokens=1, stop_token_ids=(), n=1, **filters)
+            if alike not in self._kinds:
+                self._kinds.append(alike)
+            self._kind_of[params] = self._kinds.index(alike)
+        return self._kind_of[params]
+
+    def _shrink(self) -> None:
+        """Nobody waits: close the gaps when that takes away enough rows."""
+        live = self._host["live"]
+        size = _up(int(live.sum()))
+        if size > _SHRINK_BELOW * self._active:
+            return
+        source = live[size:].nonzero()[0] + size
+        if len(source):
+            self._exchange(source, (~live[:size]).nonzero()[0][: len(source)])
+        self._activate(size)
+
+    def _exchange(self, first: np.ndarray, second: np.ndarray) -> None:
+        """Let lanes ``first`` and ``second`` change places."""
+        assert self.cache is not None
+        both, other = np.concatenate((first, second)), np.concatenate((second, first))
+        host = self._host[both]
+        until = int(np.where(host["live"], host["base"] + self._step_number, host["known"]).max())
+        for array in (self._host, self._texts):
+            array[both] = array[other]
+        both, other = self._index(both), self._index(other)
+        self.cache.move(other, both, until)
+        for table in (self._state.T, self._ids, self._logprobs, self._uniforms, self._stops):
+            table[both] = table[other]
+
+    def _widen(self, lanes: int = 0, new_tokens: int = 0, stop_tokens: int = 0) -> None:
+        """Have so many more lanes in the tables, and columns for so many tokens."""
+        more = (0, max(0, new_tokens - self._ids.shape[1]), 0, lanes)
+        self._ids, self._logprobs, self._uniforms = (
+            F.pad(table, more) for table in (self._ids, self._logprobs, self._uniforms)
+        )
+        self._stops = F.pad(self._stops, (0, max(0, stop_tokens - self._stops.shape[1]), 0, lanes), value=-1)
+
+    def _activate(self, lanes: int) -> None:
+        """Decode lanes 0 to ``lanes``, rounded up, from now on; the views are made once for many steps."""
+        self._active = active = _up(lanes)
+        tokens, positions, drawn, self._moves = self._state[:, :active]
+        tables = (self._uniforms[:active], self._ids[:active], self._logprobs[:active], self._stops[:active])
+        self._views = (tokens, positions, drawn.unsqueeze(1), *tables)
+        self._advancing = self._state[1:3, :active]
+
+    def _index(self, lanes: np.ndarray) -> Tensor:
+        return torch.from_numpy(lanes).to(self._device)
+
+    # ---- prompts
+
+    def _prefill(self, decoder: Decoder, keys: Sequence[_Key], due: Sequence[_Key]) -> None:
+        """See to it that the prompts ``keys`` have been through the model, and with them some that are due next."""
+        needed = [key for key in dict.fromkeys(keys) if key not in self._seen]
+        prompts = [*needed, *(key for key in dict.fromkeys(due) if key not in self._seen and key not in needed)]
+        for part in _parts([prompt for prompt, _ in prompts], self._prefill_tokens):
+            if part.start >= len(needed):
+                break
+            found = [(key, *self._longest_prefix(*key)) for key in prompts[part]]
+            for alike in ([one for one in found if not one[2]], [one for one in found if one[2]]):
+                if alike:
+                    self._prefill_part(decoder, alike)
+
+    def _prefill_part(self, decoder: Decoder, prompts: Sequence[tuple[_Key, int, int]]) -> None:
+        """One forward pass over prompts, each after so many positions of a lane that are there already."""
+        assert self.cache is not None
+        keys, lanes, lengths = (list(column) for column in zip(*prompts, strict=True))
+        past = None
+        if any(lengths):
+            past = Past(*self.cache.read(self._index(np.array(lanes)), max(lengths)), lengths)
+            self._host["used"][lanes] = 0  # the new text has all of it
+        prefill = decoder.prefill([prompt for prompt, _ in keys], past)
+        for row, (key, lane, length) in enumerate(prompts):
+            exact = int(self._host["exact"][lane])
+            self._seen[key] = _Seen(prefill, row, len(key[0]) if length <= exact else exact)
+            self.prefilled_tokens += len(key[0]) - length
+
+    def _longest_prefix(self, prompt: Sequence[int], reuse_completions: bool) -> tuple[int, int]:
+        """The lane whose text begins most like ``prompt``, and how many positions they share: all but one at most."""
+        host, head = self._host, _SHORTEST_PREFIX
+        known = host["known"] if reuse_completions else np.minimum(host["known"], host["exact"])
+        if len(prompt) <= head or not known.any():
+            return 0, 0
+        wanted = np.array(prompt[:-1])
+        lanes = ((known >= head) & (self._texts[:, :head] == wanted[:head]).all(1)).nonzero()[0]
+        if not len(lanes):
+            return 0, 0
+        differ = self._texts[lanes, : len(wanted)] != wanted
+        lengths = np.minimum(np.where(differ.any(1), differ.argmax(1), len(wanted)), known[lanes])
+        best = int(lengths.argmax())
+        return int(lanes[best]), int(lengths[best])
+
+
+def _key(request: Request) -> _Key:
+    return request.prompt, request.reuse_completions
+
+
+def _due(waiting: RequestQueue, last: _Key, count: int) -> list[_Key]:
+    """Prompts after ``last`` of which all requests are among the next ``count``."""
+    coming = list(islice(dropwhile(lambda key: key == last, map(_key, waiting)), count + 1))
+    return [key for key in coming if len(coming) <= count or key != coming[-1]]
+
+
+def _up(rows: int) -> int:
+    return -(-rows // ROW_QUANTUM) * ROW_QUANTUM
+
+
+def _parts(texts: Sequence[Sequence[int]], most_tokens: int) -> Iterator[slice]:
+    """Cut ``texts``, in order, where a part padded to its longest would exceed ``most_tokens``; at least one each."""
+    start, width = 0, 0
+    for at, text in enumerate(texts):
+        width = max(width, len(text))
+        if at > start and width * (at + 1 - start) > most_tokens:
+            yield slice(start, at)
+            start, width = at, len(text)
+    if start < len(texts):
+        yield slice(start, len(texts))

@@ -1,0 +1,222 @@
+"""Records of the engine contract: requests go in, events come out."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from podium.errors import ConfigError, GenerationError
+from podium.rollout.sampling import Completion, KeptSet, SamplingParams
+
+__all__ = [
+    "Aborted",
+    "Event",
+    "Failed",
+    "Finished",
+    "Request",
+    "RequestId",
+    "RequestQueue",
+    "RowOfBatch",
+    "Tokens",
+    "check_prompt",
+    "conclude",
+]
+
+RequestId: TypeAlias = Hashable
+
+
+class RowOfBatch:
+    """Id of one completion of ``Engine.generate``. It is equal to no other id."""
+
+    __slots__ = ("index", "n")
+
+    def __init__(self, index: int, n: int) -> None:
+        self.index, self.n = index, n
+
+    def __str__(self) -> str:
+        return f"completion {self.index % self.n} of prompt {self.index // self.n}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """One completion that a caller asks for.
+
+    Attributes:
+        id: Names the request in its events and in ``Engine.abort``. Requests in flight have different ids.
+        prompt: Token ids, at least one.
+        params: How tokens are drawn. ``params.n`` is ignored, because a request is one completion.
+        seed: Signed integer of 64 bits. Equal requests with equal seeds get equal completions.
+        priority: An engine begins requests of a higher priority first, and equal ones in the order in which they came.
+        stream: Whether the engine reports tokens before the completion is finished.
+        reuse_completions: Whether an engine may build on keys and values that it computed while it drew an earlier
+            completion. These differ from those of a fresh prompt by rounding: log-probabilities agree within 1e-5 in
+            float32. What the engine computed for earlier prompts it may always use, because that changes nothing.
+    """
+
+    id: RequestId
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    priority: int = 0
+    stream: bool = False
+    reuse_completions: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(self.prompt))  # compared and kept; a list might change
+
+    def __str__(self) -> str:
+        return str(self.id) if isinstance(self.id, RowOfBatch) else f"request {self.id!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The next tokens of a request with ``stream``. The event ``Finished`` repeats all of them."""
+
+    id: RequestId
+    token_ids: list[int]
+    logprobs: list[float]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The whole completion of a request. It is the last event of that request."""
+
+    id: RequestId
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request has no completion because of ``error``. It is the last event of that request."""
+
+    id: RequestId
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The request was aborted before it was finished. It is the last event of that request."""
+
+    id: RequestId
+
+
+Event: TypeAlias = Tokens | Finished | Failed | Aborted
+
+
+class RequestQueue:
+    """The requests that an engine has not begun, in the order in which it should begin them."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._longest = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def longest(self) -> int:
+        """At least the number of positions that the longest of these requests may take."""
+        return self._longest
+
+    def push(self, requests: Iterable[Request]) -> None:
+        """Add requests behind those of the same priority."""
+        for request in requests:
+            insort(self._requests, request, key=lambda one: -one.priority)
+            self._longest = max(self._longest, len(request.prompt) + request.params.max_new_tokens)
+
+    def take(self, count: int, alike: Callable[[Request], object] | None = None) -> list[Request]:
+        """Remove and return the first ``count`` requests.
+
+        Args:
+            alike: If given, only requests for which it returns the same value as for the first one are taken.
+        """
+        if alike is None:
+            taken, self._requests = self._requests[:count], self._requests[count:]
+        else:
+            taken = [one for one in self._requests if alike(one) == alike(self._requests[0])][:count]
+        self.drop({one.id for one in taken} if alike else ())
+        return taken
+
+    def drop(self, ids: Collection[RequestId]) -> None:
+        """Remove the requests of these ids, as far as they are in the queue."""
+        if ids:
+            self._requests = [one for one in self._requests if one.id not in ids]
+        if not self._requests:
+            self._longest = 0
+
+
+def check_prompt(
+    subject: str, prompt: Sequence[int], params: SamplingParams, vocabulary: int, positions: int | None
+) -> None:
+    """Refuse a prompt that no engine could continue.
+
+    Args:
+        subject: Names the prompt in errors.
+        vocabulary: Number of tokens that the model knows.
+        positions: The longest sequence that the model takes; None for any length.
+
+    Raises:
+        ConfigError: The prompt is empty, has an id outside the vocabulary, or is too long.
+    """
+    if not len(prompt):
+        raise ConfigError(f"{subject} is empty; give it at least one token, such as the model's BOS")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocabulary:
+        raise ConfigError(
+            f"{subject} has token {low if low < 0 else high}, outside the model's vocabulary of {vocabulary}; "
+            "is it the model's own tokenizer?"
+        )
+    if positions is not None and len(prompt) + params.max_new_tokens > positions:
+        raise ConfigError(
+            f"{subject} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} exceeds "
+            f"the model's {positions} positions; shorten the prompt or lower sampling.max_new_tokens"
+        )
+
+
+@torch.inference_mode(False)  # what is returned may take part in training, which inference tensors may not
+def conclude(
+    request: Request,
+    token_ids_L: Tensor,
+    logprobs_L: Tensor,
+    versions: int | Tensor,
+    kept: Sequence[Tensor] | None = None,
+) -> Finished | Failed:
+    """Return the last event of a request.
+
+    Args:
+        request: The request that the tokens were drawn for.
+        token_ids_L: Ids of all tokens, int64 on the CPU, with the stop token if there was one.
+        logprobs_L: Their log-probabilities, float32 on the CPU.
+        versions: Version of the weights that drew each token, int64 ``[L]``, or one for all.
+        kept: Where top-k or top-p were used, the ids kept for each token, most probable first.
+    """
+    if not math.isfinite(logprobs_L.sum().item()):
+        position = int((~torch.isfinite(logprobs_L)).nonzero()[0])
+        return Failed(
+            request.id,
+            GenerationError(
+                f"the log-probability of token {position} of {request} is {logprobs_L[position].item()}: the "
+                "model's logits are not finite; look at the last update's gradient norm and learning rate, or at the "
+                "checkpoint"
+            ),
+        )
+    ids = token_ids_L.clone()  # neither a view of a whole batch nor an inference tensor
+    if isinstance(versions, int):
+        versions = torch.full_like(ids, versions)
+    stopped = int(ids[-1]) in request.params.stop_token_ids
+    kept_set = None
+    if kept is not None:
+        sizes = torch.tensor([0, *map(len, kept)], dtype=torch.int64)
+        kept_set = KeptSet(torch.cat(list(kept)), sizes.cumsum(0))
+    reason = "stop" if stopped else "length"
+    return Finished(request.id, Completion(ids, logprobs_L.clone(), reason, versions, kept_set))

@@ -1,0 +1,41 @@
+"""Calls, from submission to result.
+
+    endpoint.submit(...)                                       the controller, any thread
+      │
+      ▼
+    Pipeline      waits until the arguments that are calls     pipeline.py
+      │           themselves have their results
+      ▼
+    ProcessCalls  packs the arguments, keeps an InFlight,      process_calls.py, in_flight.py
+      │           sends one Request to each rank
+      ▼
+    ProcessHandle.invoke ──▶ WorkerProcess.execute ──▶ Reply   backend.py, worker_process.py
+                                                        │
+    ProcessCalls  counts replies, finds the cause of    ◀┘     whichever thread the backend replies in
+      │           a failure, ends the call
+      ▼
+    Call.result() unpacks and joins the results, or raises     call.py, the thread that asks
+
+A call ends once. The first of these events decides how:
+
+    the last rank's reply is there    the joined results, or DeadlineExceeded if the deadline has passed
+    a rank raised                     EndpointError at once
+    a rank raised what looks like a   held for SETTLE_S, since the cause may still arrive; then EndpointError
+      consequence (a broken
+      collective)
+    a process ended                   WorkerDied at once, for every call that waits for that process
+    the deadline passed               DeadlineExceeded, with the stacks of the ranks that have not replied
+    the caller cancelled              CallCancelled; the ranks are told to drop the call
+    the group restarted or closed     CallCancelled
+
+Other ranks may still run a call that failed, and wait in a collective for the rank that raised. If they do so after
+BREAK_S, the rank that raised is told to destroy its process groups. That frees its siblings, and the group is broken
+until it restarts. Until then it is open which collectives the siblings are in, so the next call waits to be sent. Where
+all ranks raise alike (a bad argument, say), nobody waits and nothing breaks.
+"""
+
+from podium.runtime.calls.call import Call
+from podium.runtime.calls.pipeline import Pipeline
+from podium.runtime.calls.process_calls import ProcessCalls
+
+__all__ = ["Call", "Pipeline", "ProcessCalls"]

@@ -1,0 +1,203 @@
+"""A call as its caller holds it: wait for it, await it, cancel it, or pass it to another call."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+
+from podium.errors import CallCancelled, DeadlineExceeded, PodiumError
+from podium.runtime.markers import CallArgument
+
+if TYPE_CHECKING:
+    from podium.runtime.backend import Backend
+
+__all__ = ["Call"]
+
+T = TypeVar("T")
+
+FIRST_NAP_S, LAST_NAP_S = 0.0005, 0.1  # between two offers to deliver replies for the backend
+
+
+class Call(Generic[T]):
+    """The result of an endpoint that may still be running.
+
+    A call ends once: with the joined results of all ranks, or with the first cause of failure. :meth:`result` raises
+
+    - EndpointError: a rank raised. Ranks that fail because of the first one are not reported.
+    - WorkerDied: a rank's process ended.
+    - DeadlineExceeded: the deadline given at submission passed. The message says which ranks still run what.
+    - CallCancelled: :meth:`cancel` was called, or the group was closed or restarted.
+    """
+
+    def __init__(self, label: str, timeout_s: float, backend: Backend) -> None:
+        self.label = label
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._gate = threading.Lock()  # held until the call has ended: a lock wakes its waiter faster than an Event
+        self._gate.acquire()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._read: Callable[[], T] | None = None
+        self._value: T | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._on_cancel: Callable[[], None] | None = None
+
+    # -- for the caller ------------------------------------------------------------------------------------------
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Wait for the result. A wait that is shorter than the deadline does not cancel the call.
+
+        Raises:
+            TimeoutError: ``timeout_s`` passed. The call goes on.
+        """
+        if not self.wait(timeout_s):
+            raise TimeoutError(
+                f"{self.label} has no result after {timeout_s} s of waiting; it goes on: ask again, or cancel()"
+            )
+        return self._outcome()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the call has ended, in whatever way. Returns False if it has not within ``timeout_s``."""
+        return self._ended or self._wait(timeout_s)
+
+    def done(self) -> bool:
+        """Whether the call has ended, in whatever way."""
+        return self._ended
+
+    def cancel(self) -> bool:
+        """Give the call up. Returns False if it had ended.
+
+        A queued call is dropped. An async endpoint that runs gets CancelledError. A sync endpoint that runs goes on,
+        and its result is dropped.
+        """
+        tell = self._on_cancel
+        if not self.fail(CallCancelled(f"{self.label} was cancelled")):
+            return False
+        if tell is not None:
+            tell()
+        return True
+
+    def arg(self) -> T:
+        """This call as an argument of another call, typed as its result.
+
+        The other call starts when this one has its result, and fails with this one's error.
+        """
+        return cast(T, CallArgument(self))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._ended:
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+
+            def wake() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            def ended() -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(wake)
+
+            self.when_done(ended)
+            yield from future.__await__()
+        return self._outcome()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Call stays in the controller; another call takes its result by call.arg()")
+
+    def __repr__(self) -> str:
+        state = "running" if not self._ended else "failed" if self._error else "done"
+        return f"<Call {self.label} {state}>"
+
+    # -- for the runtime -----------------------------------------------------------------------------------------
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` from the thread that ends the call, or at once if it has ended."""
+        with self._lock:
+            if not self._ended:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def on_cancel(self, action: Callable[[], None]) -> None:
+        """Call ``action`` if the caller cancels."""
+        self._on_cancel = action
+
+    def succeed(self, read: Callable[[], T]) -> None:
+        """End the call. ``read`` makes its result, in the thread that first asks for it."""
+        with self._lock:
+            if self._ended:
+                return
+            if time.monotonic() > self.deadline:
+                self._error = DeadlineExceeded(
+                    f"{self.label} took longer than its deadline of {self.timeout_s:g} s; its results are discarded",
+                    method=self.label,
+                )
+            else:
+                self._read = read
+            self._end()
+        self._run_callbacks()
+
+    def fail(self, error: BaseException) -> bool:
+        """End the call with ``error``. Returns False if it had ended."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._error = error
+            self._end()
+        self._backend.wake()
+        self._run_callbacks()
+        return True
+
+    def _end(self) -> None:
+        self._ended = True
+        self._on_cancel = None  # it refers to this call: a cycle would keep large results until a collection
+        self._gate.release()
+
+    def _run_callbacks(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        nap = FIRST_NAP_S
+        while not self._ended:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            delivered = self._backend.wait(self.done, left)
+            if delivered:
+                continue
+            sleep = LAST_NAP_S if delivered is None else nap
+            if self._gate.acquire(timeout=sleep if left is None else min(sleep, left)):
+                self._gate.release()
+            nap = min(2 * nap, LAST_NAP_S)
+        return self._ended
+
+    def _outcome(self) -> T:
+        with self._lock:
+            if self._read is not None:
+                try:
+                    self._value = self._read()
+                except PodiumError as error:
+                    self._error = error
+                self._read = None  # it holds the arguments
+        if self._error is not None:
+            raise _copy_of(self._error)
+        return cast(T, self._value)
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """The error to raise. Its traceback leads to the caller's frame, which holds the call. If the call held that same
+    error, whatever the frame holds, large arguments too, would live until a garbage collection."""
+    if not isinstance(error, PodiumError):
+        return error
+    again = copy.copy(error)
+    again.__cause__ = error.__cause__
+    return again

@@ -1,0 +1,382 @@
+"""The calls to one set of running processes: requests out, replies in, causes found. See the package for the whole."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from podium import telemetry
+from podium.errors import (
+    CallCancelled,
+    DeadlineExceeded,
+    EndpointError,
+    PodiumError,
+    SerializationError,
+    StoreFullError,
+    WorkerDied,
+)
+from podium.runtime.backend import Backend, ProcessHandle
+from podium.runtime.calls.call import Call
+from podium.runtime.calls.in_flight import InFlight, Numbers
+from podium.runtime.dispatch import Split
+from podium.runtime.messages import Death, Failure, Packed, Reply, Request
+from podium.runtime.watch import Watch
+
+__all__ = ["ProcessCalls"]
+
+BREAK_S = 0.2
+SETTLE_S = 1.0
+STATUS_S = 1.0
+SOON_S = 2.0  # shorter deadlines are not left to the watch's next tick
+NAP_S = 0.005  # between two offers to deliver replies for the backend
+
+_log = logging.getLogger("podium")
+_call_ids = itertools.count()
+_numbers = Numbers()
+
+
+class ProcessCalls:
+    """Args:
+    name: Name of the group, for messages.
+    nodes: Name of each rank's node; empty while that is not known.
+
+    ``handles`` are the processes, in rank order; whoever starts them sets them, and passes :meth:`on_death` to the
+    backend. ``lost`` are the ranks whose process has ended. ``broken`` says why no call can succeed before a restart.
+    """
+
+    def __init__(self, backend: Backend, watch: Watch, name: str, nodes: Sequence[str]) -> None:
+        self.name = name
+        self.nodes = nodes
+        self.handles: Sequence[ProcessHandle] = ()
+        self.lost: dict[int, Death] = {}
+        self.broken = ""
+        self._backend = backend
+        self._watch = watch
+        self._in_flight: dict[int, InFlight] = {}
+        self._sending = threading.Lock()
+        self._unsettled: set[InFlight] = set()  # calls that failed on one rank while others still ran
+        self._settled = threading.Condition()
+        self._ended = False
+        self._forget_tick = watch.every_tick(self._tick)
+
+    # -- requests out --------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        label: str,
+        method: str,
+        timeout_s: float,
+        shared: Mapping[str, Any],
+        own: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        results: bool = False,
+        concurrent: bool = False,
+    ) -> list[Any]:
+        """Call a method of the worker processes themselves, of all unless ``ranks`` are given, and wait. Returns their
+        results in order if ``results``. Raises what a call raises."""
+        call: Call[list[Any]] = Call(label, timeout_s, self._backend)
+        ranks = range(len(self.handles)) if ranks is None else ranks
+        wanted = ranks if results else ()
+        self.send(call, "", method, Split(ranks, shared, own, wanted), wanted, list, concurrent)
+        return call.result()
+
+    def send(
+        self,
+        call: Call[Any],
+        target: str,
+        method: str,
+        split: Split,
+        wanted: Sequence[int],
+        join: Callable[[list[Any]], Any],
+        concurrent: bool = False,
+    ) -> None:
+        """Send ``call``. ``join`` makes its result of those of the ranks in ``wanted``.
+
+        Raises:
+            SerializationError: An argument does not pickle.
+            WorkerDied, EndpointError, CallCancelled: The group has lost a rank, is broken, or is closed.
+        """
+        if self._unsettled:
+            with self._settled:
+                self._settled.wait_for(lambda: not self._unsettled, BREAK_S + STATUS_S)
+        self._refuse_if_unusable(call.label)
+        try:
+            shared = self._backend.pack(split.shared, len(split.ranks))
+            own = None if split.own is None else self._pack_own(split.own)
+        except SerializationError as error:
+            raise SerializationError(f"{call.label}: {error}") from error.__cause__
+        number, call_id, now = _numbers.take(), next(_call_ids), time.monotonic_ns()
+        ranks = split.ranks
+        flight = InFlight(call, target, method, wanted, join, concurrent, ranks, set(ranks), number, call_id, now)
+        self._in_flight[number] = flight  # from here on a death fails it; one while it was packed shows now
+        try:
+            self._refuse_if_unusable(call.label)
+        except PodiumError:
+            self._in_flight.pop(number, None)
+            raise
+        call.on_cancel(partial(self._tell_cancelled, flight))
+        if call.timeout_s < SOON_S:
+            self._watch.later(call.timeout_s, lambda: self._tick(time.monotonic()))
+        try:
+            with self._sending:  # every rank sees two callers' calls in the same order, or collectives would deadlock
+                self._send_to_all(flight, shared, own)
+        except (SerializationError, StoreFullError) as error:  # no room for an argument: some ranks may have begun
+            call.fail(type(error)(f"{call.label}: {error}"))
+            self._tell_cancelled(flight)
+        if self.lost:
+            for rank, death in list(self.lost.items()):  # it died just now, and may have missed this call
+                self._lose(flight, rank, death)
+
+    def _send_to_all(self, flight: InFlight, shared: Packed, own: Sequence[Packed] | None) -> None:
+        common: dict[bool, Request] = {}
+        for place, rank in enumerate(flight.ranks):
+            wants = rank in flight.wanted
+            request = common.get(wants) if own is None else None
+            if request is None:
+                mine = None if own is None else own[place]
+                request = Request(flight.number, flight.target, flight.method, shared, mine, wants, flight.concurrent)
+                common[wants] = request
+            self.handles[rank].invoke(request, partial(self._on_reply, flight, rank))
+
+    def _pack_own(self, own: Sequence[Mapping[str, Any]]) -> list[Packed]:
+        packed: dict[int, Packed] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
+        readers = [id(part) for part in own]
+        for part in own:
+            if id(part) not in packed:
+                packed[id(part)] = self._backend.pack(part, readers.count(id(part)))
+        return [packed[reader] for reader in readers]
+
+    def _refuse_if_unusable(self, label: str) -> None:
+        if self._ended and not self.broken:
+            raise CallCancelled(f"{label}: group {self.name} is closed")
+        for rank, death in self.lost.items():
+            raise self._died(label, rank, death, "has ended; call group.restart() to go on")
+        if self.broken:
+            what = f"{label}: group {self.name} is broken: {self.broken}; call group.restart() to go on"
+            raise EndpointError(what, method=label, rank=-1, role=self.name)
+
+    # -- replies in ----------------------------------------------------------------------------------------------
+
+    def _on_reply(self, flight: InFlight, rank: int, reply: Reply) -> None:
+        if reply.status == "ok":
+            flight.replies[rank] = reply
+        flight.open.discard(rank)
+        if reply.status == "error":
+            try:
+                failure = self._backend.unpack(reply.payload)
+            except PodiumError as error:  # no descriptor left to read it with, say
+                flight.call.fail(error)
+            else:
+                self._on_failure(flight, rank, failure)
+        elif reply.status == "cancelled":
+            flight.call.fail(CallCancelled(f"{flight.call.label} was cancelled on rank {rank}"))
+        if not flight.open:
+            self._all_answered(flight)
+        if telemetry.active():
+            telemetry.emit(
+                telemetry.CallFinished(
+                    role=flight.target or self.name,
+                    method=flight.method,
+                    rank=rank,
+                    node=self._node(rank),
+                    call_id=flight.call_id,
+                    submitted_ns=flight.submitted_ns,
+                    started_ns=reply.started_ns,
+                    ended_ns=reply.ended_ns,
+                    ok=reply.status == "ok",
+                )
+            )
+
+    def _all_answered(self, flight: InFlight) -> None:
+        """Every rank has replied or ended."""
+        if self._in_flight.pop(flight.number, None) is None:
+            return
+        _numbers.give_back(flight)
+        if flight.held is not None:
+            flight.call.fail(flight.held)
+        elif len(flight.replies) == len(flight.ranks):
+            flight.call.succeed(partial(self._read, flight.join, [flight.replies[rank] for rank in flight.wanted]))
+        if not flight.breaking:
+            self._settle(flight)
+
+    def _read(self, join: Callable[[list[Any]], Any], replies: list[Reply]) -> Any:
+        return join([self._backend.unpack(reply.payload) for reply in replies])
+
+    def _on_failure(self, flight: InFlight, rank: int, failure: Failure) -> None:
+        error = EndpointError(
+            f"{flight.call.label} raised {failure.type_name} on rank {rank} of {len(self.nodes)} "
+            f"({self._node(rank)}): {failure.message}\n\nTraceback of rank {rank}:\n{failure.traceback.rstrip()}",
+            method=flight.method,
+            rank=rank,
+            role=flight.target or self.name,
+            remote_traceback=failure.traceback,
+        )
+        error.__cause__ = failure.original()
+        if flight.open:
+            self._unsettled.add(flight)
+            self._watch.later(BREAK_S, lambda: self._break(flight, rank, failure))
+        if not (failure.secondary and flight.open):
+            flight.call.fail(error)
+        elif flight.held is None:
+            flight.held = error
+            self._watch.later(SETTLE_S, partial(flight.call.fail, error))
+
+    def on_death(self, rank: int, death: Death) -> None:
+        """The process of ``rank`` has ended: fail every call that waits for it."""
+        self.lost[rank] = death
+        if self._ended:
+            return
+        telemetry.emit(telemetry.WorkerLost(role=self.name, rank=rank, node=self._node(rank), cause=death.cause))
+        waiting = [flight for flight in list(self._in_flight.values()) if rank in flight.open]
+        if not waiting:
+            _log.warning("%s rank %d (%s) ended: %s", self.name, rank, self._node(rank), death.cause)
+        for flight in waiting:
+            self._lose(flight, rank, death)
+
+    def _lose(self, flight: InFlight, rank: int, death: Death) -> None:
+        if rank in flight.open:
+            flight.open.discard(rank)
+            flight.call.fail(self._died(flight.call.label, rank, death, "ended while this call waited for it"))
+            if not flight.open:
+                self._all_answered(flight)
+            self._settle(flight)
+
+    def _died(self, label: str, rank: int, death: Death, what: str) -> WorkerDied:
+        words = "".join(f"\n  | {line}" for line in death.last_words)
+        return WorkerDied(
+            f"{label}: rank {rank} of {self.name} on {self._node(rank)} {what}: {death.cause}"
+            + (f"; its last words:{words}" if words else "; it left no last words"),
+            rank=rank,
+            node=self._node(rank),
+            cause=death.cause,
+            role=self.name,
+            last_words=death.last_words,
+        )
+
+    def _node(self, rank: int) -> str:
+        return self.nodes[rank] if rank < len(self.nodes) else "a node that it has not told yet"
+
+    def _break(self, flight: InFlight, rank: int, failure: Failure) -> None:
+        """Free the ranks that still run: they may wait in a collective for ``rank``, which raised."""
+        if not flight.open or self._ended or rank in self.lost:
+            self._settle(flight)
+            return
+        others = sorted(flight.open)
+
+        def broke(reply: Reply) -> None:
+            if not self._ended and reply.status == "ok" and self._backend.unpack(reply.payload) and not self.broken:
+                self.broken = (
+                    f"rank {rank} raised {failure.type_name} in {flight.call.label} while ranks "
+                    f"{others} went on, so its process group was destroyed to free them"
+                )
+            self._settle(flight)
+
+        flight.breaking = True
+        self._ask(rank, "break_collectives", {}, broke)
+
+    def _settle(self, flight: InFlight) -> None:
+        if flight in self._unsettled:
+            with self._settled:
+                self._unsettled.discard(flight)
+                self._settled.notify_all()
+
+    # -- deadlines and cancelling --------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        for flight in list(self._in_flight.values()):
+            call = flight.call
+            if call.done():
+                continue
+            waited = now - call.deadline + call.timeout_s
+            if now >= call.deadline and not flight.expired:
+                flight.expired = True
+                threading.Thread(target=self._expire, args=(flight,), name="podium-deadline", daemon=True).start()
+            elif waited > flight.next_stall:
+                flight.next_stall *= 2
+                ranks = tuple(sorted(flight.open))
+                _log.warning("%s has waited %.0f s for rank(s) %s of %s", call.label, waited, ranks, self.name)
+                telemetry.emit(
+                    telemetry.Stalled(role=self.name, method=flight.method, waiting_for=ranks, seconds=waited)
+                )
+
+    def _expire(self, flight: InFlight) -> None:
+        stuck, call = sorted(flight.open), flight.call
+        answers = self._ask_all(stuck, "status", STATUS_S)
+        if call.done():
+            return
+        lines = [f"  rank {rank} ({self._node(rank)}): {self._status(answers.get(rank))}" for rank in stuck]
+        message = (
+            f"{call.label} passed its deadline of {call.timeout_s:g} s; "
+            f"{len(stuck)} of {len(flight.ranks)} ranks have not answered:\n" + "\n".join(lines)
+        )
+        if call.fail(DeadlineExceeded(message, method=flight.method, running=stuck)):
+            self._tell_cancelled(flight)
+
+    def _status(self, answer: Reply | None) -> str:
+        if answer is None or answer.status != "ok":
+            return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock"
+        return str(self._backend.unpack(answer.payload))
+
+    def _tell_cancelled(self, flight: InFlight) -> None:
+        flight.cancelled = True  # before a look at who has not replied: after the last reply its number is another's
+        for rank in list(flight.open):
+            self._ask(rank, "cancel", {"cancelled": flight.number}, lambda reply: None)
+
+    def _ask(
+        self, rank: int, method: str, values: Mapping[str, Any], done: Callable[[Reply], None], concurrent: bool = True
+    ) -> None:
+        """Send a request to the worker process itself."""
+        if rank < len(self.handles) and rank not in self.lost:
+            packed = self._backend.pack(values, 1)
+            self.handles[rank].invoke(Request(_numbers.take(), "", method, packed, None, True, concurrent), done)
+
+    def _ask_all(
+        self, ranks: Sequence[int], method: str, timeout_s: float, *, concurrent: bool = True
+    ) -> dict[int, Reply]:
+        """The replies of ``ranks`` that are there when all have replied or ended, or after ``timeout_s``."""
+        answers: dict[int, Reply] = {}
+        for rank in ranks:
+            self._ask(rank, method, {}, partial(answers.__setitem__, rank), concurrent)
+
+        def ended() -> bool:
+            return all(rank in answers or rank in self.lost for rank in ranks)
+
+        until = time.monotonic() + timeout_s
+        while not ended() and (left := until - time.monotonic()) > 0:
+            if not self._backend.wait(ended, left):
+                time.sleep(min(left, NAP_S))
+        return answers
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def busy(self) -> bool:
+        """Whether a call is in flight."""
+        return bool(self._in_flight)
+
+    def end(self, reason: str) -> None:
+        """Fail the calls in flight with ``reason``, and refuse further ones."""
+        self._ended = True
+        self._forget_tick()
+        for flight in list(self._in_flight.values()):
+            flight.call.fail(CallCancelled(f"{flight.call.label}: {reason}"))
+        self._in_flight.clear()
+        with self._settled:
+            self._unsettled.clear()
+            self._settled.notify_all()
+
+    def kill(self, shut_down_s: float) -> None:
+        """End the processes. They have ``shut_down_s`` seconds to close their workers first."""
+        if shut_down_s > 0:
+            self._ask_all(range(len(self.handles)), "shutdown", shut_down_s, concurrent=False)
+        enders = [threading.Thread(target=handle.kill, daemon=True) for handle in self.handles]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+        self.handles = ()

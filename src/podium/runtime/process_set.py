@@ -1,0 +1,257 @@
+"""The life of a set of worker processes: started together on a pool, restarted together, ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+from podium import telemetry
+from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
+from podium.runtime.backend import Backend
+from podium.runtime.calls import ProcessCalls
+from podium.runtime.context import WorkerContext
+from podium.runtime.endpoint import Returns
+from podium.runtime.mesh import Mesh
+from podium.runtime.messages import Place, ProcessSpec
+from podium.runtime.pool import Reservation, ResourcePool
+from podium.runtime.watch import Watch
+from podium.runtime.worker import Bound
+
+__all__ = ["ProcessSet", "StartOptions"]
+
+BUSY_END_S = 0.5
+ATTACH_S = CLOSE_WORKER_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """How a set of processes is started; see ``Cluster.start``."""
+
+    env: Mapping[str, str]
+    start_timeout_s: float
+    distributed: bool | None
+    options: Mapping[str, Any]
+    detached: bool
+
+
+@dataclass(frozen=True)
+class _Constructed:
+    """A worker that runs in every process."""
+
+    bound: Bound[Any]
+    meshes: Mapping[str, Mesh]
+    returns: Returns = "value"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a detached group leaves with its processes for those who attach to it.
+
+    Attributes:
+        workers: For each worker its class, its meshes, and the default deadline of its calls.
+    """
+
+    places: Sequence[Place]
+    token: Any
+    workers: Mapping[str, tuple[type, Mapping[str, Mesh], float]]
+
+
+class ProcessSet:
+    """The worker processes on a pool. They share one process group of torch.distributed.
+
+    ``calls`` are the calls to the processes that run now. A restart replaces them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        watch: Watch,
+        pool: ResourcePool,
+        name: str,
+        threads: Sequence[int],
+        options: StartOptions,
+        attached: ProcessCalls | None = None,
+    ) -> None:
+        self.pool = pool
+        self.name = name
+        self.size = len(pool)
+        self.options = options
+        self.workers: dict[str, _Constructed] = {}
+        self.backend = backend
+        self.watch = watch
+        self._threads = threads
+        self._contexts: list[WorkerContext] = []
+        self._attached = attached is not None
+        self._closed = False
+        self.calls = attached or self._boot()
+
+    @classmethod
+    def attach(cls, backend: Backend, watch: Watch, name: str) -> tuple[ProcessSet, Record]:
+        """The processes of a detached group that another controller started as ``name``.
+
+        Raises:
+            ConfigError: There is no such group, or it is still starting.
+        """
+        calls = ProcessCalls(backend, watch, name, ())
+        calls.handles = backend.attach(name, calls.on_death)
+        record = None
+        if calls.handles:
+            (record,) = calls.request(f"{name}.attach", "kept", ATTACH_S, {}, ranks=(0,), results=True, concurrent=True)
+        if not isinstance(record, Record):
+            calls.end("")
+            found = "is still starting, or its start failed" if calls.handles else "runs here"
+            raise ConfigError(f"{'' if calls.handles else 'no '}detached group {name!r} {found}")
+        pool = ResourcePool(Reservation(record.token, record.places, detached=True).slots)
+        calls.nodes = [slot.node for slot in pool]
+        options = StartOptions(env={}, start_timeout_s=ATTACH_S, distributed=False, options={}, detached=True)
+        processes = cls(backend, watch, pool, name, (), options, attached=calls)
+        for worker, (of, meshes, _) in record.workers.items():
+            processes.workers[worker] = _Constructed(cast(Any, Bound)(of, (), {}), meshes)
+        return processes, record
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Each rank's process id, or 0 where it shares the controller's process."""
+        return tuple(handle.pid for handle in self.calls.handles)
+
+    def construct(self, name: str, bound: Bound[Any], meshes: Mapping[str, Mesh], returns: Returns = "value") -> None:
+        """Make a worker in every process.
+
+        Raises:
+            ConfigError: The processes belong to another controller.
+            WorkerStartError: A constructor raised or took too long, or a process ended. Its ``rank`` failed first.
+        """
+        if self._attached:
+            raise ConfigError(f"group {self.name} is another controller's: no worker can be added to it")
+        worker = _Constructed(bound, MappingProxyType({"default": Mesh(dp=self.size), **meshes}), returns)
+        self._construct(name, worker)
+        self.workers[name] = worker
+
+    def restart(self) -> None:
+        """Kill all processes, start new ones in the same slots, and make their workers again. Calls in flight fail, and
+        none is repeated.
+
+        Raises:
+            ConfigError: The set was closed, or this backend has no processes to kill.
+            WorkerStartError: A process or a constructor failed. The set is broken until a restart succeeds.
+        """
+        if not self.backend.capabilities.processes:
+            raise ConfigError(f"{self.name}: this backend has no processes to kill and restart; use 'local'")
+        if self._closed:
+            raise ConfigError(f"group {self.name} is closed; start another with cluster.start(...)")
+        if self._attached:
+            raise ConfigError(f"group {self.name} is another controller's; stop it with cluster.stop({self.name!r})")
+        names = ", ".join(self.workers) or self.name
+        self._end(f"group {names} was restarted while this call was in flight", 0.0)
+        try:
+            self.calls = self._boot()
+            for name, worker in self.workers.items():
+                self._construct(name, worker)
+        except BaseException as error:
+            self.calls.lost.clear()
+            self.calls.broken = f"its restart failed ({type(error).__name__})"
+            raise
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the processes, but let those of a detached group run on. Idempotent.
+
+        Idle processes close their workers first, within ``timeout_s``. Where a call is in flight, whose result is lost
+        anyway, they have less time.
+        """
+        self._closed = True
+        reason = f"group {self.name} was closed while this call was in flight"
+        if self.options.detached:
+            self.calls.end(reason)
+            self.backend.let_go(self.calls.handles)
+            self.calls.handles = ()
+        else:
+            self._end(reason, min(timeout_s, BUSY_END_S) if self.calls.busy() else timeout_s)
+
+    def stop(self, timeout_s: float = BUSY_END_S) -> None:
+        """End the processes, whoever started them, also those of a detached group."""
+        self._closed = True
+        self._end(f"group {self.name} was stopped while this call was in flight", timeout_s)
+
+    def leave_pool(self) -> None:
+        """The processes have ended, so their slots may be released."""
+        for reservation in {id(slot.reservation): slot.reservation for slot in self.pool}.values():
+            if self.name in reservation.holders:
+                reservation.holders.remove(self.name)
+
+    def keep_record(self, workers: Mapping[str, tuple[type, Mapping[str, Mesh], float]]) -> None:
+        """Leave a record with every process, so that whoever attaches finds it although other processes have ended."""
+        record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, workers)
+        self.calls.request(f"{self.name}.keep_record", "keep", ATTACH_S, {"record": record})
+
+    def close_worker(self, name: str) -> None:
+        """Close one of several colocated workers."""
+        del self.workers[name]
+        if not self.calls.lost and not self.calls.broken:
+            self.calls.request(f"{name}.close", "close_worker", CLOSE_WORKER_S, {"name": name})
+
+    def _end(self, reason: str, shut_down_s: float) -> None:
+        self.calls.end(reason)
+        self.calls.kill(shut_down_s)
+
+    def _boot(self) -> ProcessCalls:
+        """Start the processes, and find each one's place."""
+        slots = list(self.pool)
+        nodes = [slot.node for slot in slots]
+        specs = [
+            ProcessSpec(
+                label=f"{self.name}-{rank}",
+                rank=rank,
+                place=slot.place,
+                token=slot.reservation.token,
+                slot=slot.number,
+                threads=self._threads[rank],
+                env=self.options.env,
+                options=self.options.options,
+                detached=self.name if self.options.detached else "",
+            )
+            for rank, slot in enumerate(slots)
+        ]
+        calls = ProcessCalls(self.backend, self.watch, self.name, nodes)
+        try:
+            calls.handles = self.backend.start_processes(specs, calls.on_death)
+        except BaseException:
+            calls.end("")
+            raise
+        rendezvous = self.backend.rendezvous(calls.handles) if self.options.distributed is not False else ""
+        self._contexts = [
+            WorkerContext(
+                rank=rank,
+                world_size=self.size,
+                local_rank=nodes[:rank].count(slot.node),
+                local_world_size=nodes.count(slot.node),
+                node=slot.node,
+                devices=tuple(range(len(slot.devices))) if self.backend.capabilities.processes else slot.devices,
+                threads=self._threads[rank],
+                rendezvous=rendezvous,
+            )
+            for rank, slot in enumerate(slots)
+        ]
+        for rank, handle in enumerate(calls.handles):
+            telemetry.emit(telemetry.WorkerStarted(role=self.name, rank=rank, node=nodes[rank], pid=handle.pid))
+        return calls
+
+    def _construct(self, name: str, worker: _Constructed) -> None:
+        own = [{"context": replace(context, role=name, meshes=worker.meshes)} for context in self._contexts]
+        shared = {
+            "name": name,
+            "bound": worker.bound,
+            "distributed": self.options.distributed,
+            "returns": worker.returns,
+        }
+        label = f"{worker.bound.cls.__name__}.__init__"
+        try:
+            self.calls.request(label, "construct", self.options.start_timeout_s, shared, own)
+        except EndpointError as error:
+            raise WorkerStartError(
+                f"{name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback
+            ) from error.__cause__
+        except (WorkerDied, DeadlineExceeded) as error:
+            rank = error.rank if isinstance(error, WorkerDied) else min(error.running, default=None)
+            raise WorkerStartError(f"{name} did not start: {error}", rank=rank) from error

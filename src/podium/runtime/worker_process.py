@@ -1,0 +1,402 @@
+"""A worker process holds named workers and runs requests on them.
+
+The same code runs in a forked process, in a Ray actor, and in the controller. A backend calls it from two threads:
+
+    main thread    ── execute ──────────────▶ the request runs here; one at a time, in the order received
+    second thread  ── execute_concurrently ─▶ a request to the process itself (status, cancel, …) runs here, at once;
+                                              a request to a worker runs in a pool of threads
+
+An async endpoint runs in the event loop of this process, in a thread of its own, and the thread that runs the request
+waits for it. The first async endpoint starts the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import FrameType, MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
+
+from podium.errors import SerializationError, StoreFullError
+from podium.runtime.codec import Reading, read_as, take_back
+from podium.runtime.context import WorkerContext, current_context
+from podium.runtime.endpoint import Returns, endpoints_of
+from podium.runtime.messages import Failure, Status
+from podium.runtime.worker import Bound, Worker
+
+if TYPE_CHECKING:
+    from podium.data import TensorStore, Usage
+
+__all__ = ["Outcome", "Values", "WorkerProcess", "pack_outcome"]
+
+P = TypeVar("P")
+Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""The arguments of a request, or a function that reads them. If it raises, the request has raised."""
+
+LOOP_END_S = 1.0  # for async endpoints that still run when their process shuts down
+
+_COLLECTIVE_HINTS = (
+    *("gloo", "nccl", "NCCL", "ProcessGroup"),
+    *("Connection closed by peer", "Connection reset", "Broken pipe"),
+)
+
+
+class _Function(NamedTuple):
+    """What a request runs, how it reads references, and the label under which its results are kept here, if any."""
+
+    call: Callable[..., Any]
+    context: WorkerContext | None
+    reads: Reading = "tensor"
+    keeps: str = ""
+
+
+class Outcome(NamedTuple):
+    """The outcome of a request. ``value`` is the result, a :class:`Failure`, or None if the request was cancelled.
+    ``keep`` is set where the endpoint returns references: it replaces tensors of the result by references."""
+
+    status: Literal["ok", "error", "cancelled"]
+    value: Any
+    started_ns: int
+    ended_ns: int
+    keep: Callable[[Any], Any] | None = None
+
+
+def pack_outcome(outcome: Outcome, wants_result: bool, pack: Callable[[Any], P]) -> tuple[Outcome, P]:
+    """An outcome, and its value packed by ``pack``. A result that does not pickle becomes an error, and so does a
+    result for which the store has no room."""
+    value = None if outcome.status == "ok" and not wants_result else outcome.value
+    try:
+        if value is not None and outcome.keep is not None:
+            value = outcome.keep(value)
+        return outcome, pack(value)
+    except (SerializationError, StoreFullError) as error:
+        failure = Failure(type(error).__name__, str(error), str(error.__cause__ or ""), error, False)
+        return outcome._replace(status="error", value=failure), pack(failure)
+
+
+class _Running:
+    __slots__ = ("cancelled", "coroutine", "label", "since", "task", "thread")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.since = time.monotonic()
+        self.thread = threading.get_ident()
+        self.task: asyncio.Task[Any] | None = None
+        self.coroutine: Coroutine[Any, Any, Any] | None = None
+        self.cancelled = False
+
+
+class WorkerProcess:
+    """Named workers and the requests that run on them.
+
+    Args:
+        ships_exceptions: Outcomes leave this process, so exceptions are pickled.
+        make_store: Makes the store for tensors that stay here by reference, when the first one does. Default: a store
+            whose blocks travel with the messages that refer to them.
+    """
+
+    def __init__(self, *, ships_exceptions: bool = True, make_store: Callable[[], TensorStore] | None = None) -> None:
+        self.workers: dict[str, Worker] = {}
+        self._ships_exceptions = ships_exceptions
+        self._make_store = make_store or _plain_store
+        self._store: TensorStore | None = None
+        self._making = threading.Lock()
+        self._returns: dict[str, Returns] = {}
+        self._running: dict[int, _Running] = {}
+        self._cancelled: set[int] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._functions: dict[tuple[str, str], _Function] = {}
+        self._owns_process_group = False
+        self._record: Any = None
+
+    # -- running requests ----------------------------------------------------------------------------------------
+
+    def execute(self, number: int, target: str, method: str, values: Values) -> Outcome:
+        """Run one request to its end in this thread. Nothing is raised here but what is no ``Exception``:
+        KeyboardInterrupt and a debugger's quit."""
+        started = time.monotonic_ns()
+        if number in self._cancelled:
+            self._cancelled.discard(number)
+            return Outcome("cancelled", None, started, started)
+        running = self._running[number] = _Running(f"{target}.{method}" if target else method)
+        token = None
+        try:
+            function, context, reads, keeps = self._functions.get((target, method)) or self._find(target, method)
+            token = current_context.set(context)
+            result = function(**(read_as(reads, values) if callable(values) else values))
+            if inspect.iscoroutine(result):
+                result = self._await(running, result)
+            if reads == "readonly":
+                take_back(f"{target}.{method}")
+            keep = partial(self._keep, keeps) if keeps else None
+            return Outcome("ok", result, started, time.monotonic_ns(), keep)
+        except asyncio.CancelledError:
+            return Outcome("cancelled", None, started, time.monotonic_ns())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary: everything a worker raises is translated
+            return Outcome("error", self._failure(error), started, time.monotonic_ns())
+        finally:
+            if token is not None:
+                current_context.reset(token)
+            del self._running[number]
+            running.task = running.coroutine = None  # an error's traceback leads to both: the arguments shall go now
+
+    def execute_concurrently(
+        self, number: int, target: str, method: str, values: Values, done: Callable[[Outcome], None]
+    ) -> None:
+        """Run one request beside others. ``done`` receives its outcome, in any thread."""
+        if not target:
+            done(self.execute(number, target, method, values))
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(32, "podium-concurrent")
+        self._pool.submit(lambda: done(self.execute(number, target, method, values)))
+
+    def _find(self, target: str, method: str) -> _Function:
+        if not target:
+            found = _Function(getattr(self, f"do_{method}"), None)
+        else:
+            if target not in self.workers:
+                raise RuntimeError(f"no worker {target!r} in this worker process; it has {sorted(self.workers)}")
+            worker = self.workers[target]
+            spec = endpoints_of(type(worker)).get(method)
+            returns = (spec.returns if spec else None) or self._returns.get(target)
+            keeps = f"{target}.{method} of rank {worker.ctx.rank} on {worker.ctx.node}" if returns == "ref" else ""
+            found = _Function(getattr(worker, method), worker.ctx, spec.reads if spec else "tensor", keeps)
+        self._functions[target, method] = found
+        return found
+
+    def _keep(self, label: str, value: Any) -> Any:
+        """``value`` with references in the place of its tensors, which this process's store keeps."""
+        from podium.data import keep
+
+        with self._making:
+            self._store = self._store or self._make_store()
+        try:
+            return keep(value, self._store, label)
+        except StoreFullError:
+            raise
+        except Exception as error:  # an accelerator may report here what failed before
+            what = f"the result of {label} cannot be kept: {type(error).__name__}: {error}"
+            raise SerializationError(what) from error
+
+    def _await(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._loop_thread = threading.Thread(target=_run_loop, args=(self._loop,), name="podium-loop", daemon=True)
+            self._loop_thread.start()
+
+        async def watched() -> tuple[Any, BaseException | None]:
+            running.task, running.coroutine = asyncio.current_task(), coroutine
+            running.thread = threading.get_ident()
+            if running.cancelled:
+                coroutine.close()
+                raise asyncio.CancelledError
+            try:
+                return await coroutine, None
+            except (SystemExit, KeyboardInterrupt) as error:  # raised in a task, either would end the loop's thread
+                return None, error
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        try:
+            result, left = future.result()
+        except BaseException as error:
+            if future.cancelled():
+                raise asyncio.CancelledError from error
+            raise
+        finally:
+            del future  # an error's traceback leads here, and with it the arguments
+        if left is not None:
+            raise left
+        return result
+
+    # -- what the controller asks of the process itself ---------------------------------------------------------------
+
+    def do_construct(
+        self, name: str, bound: Bound[Any], context: WorkerContext, distributed: bool | None, returns: Returns = "value"
+    ) -> None:
+        """Join the process group if there is one to join, and make the worker."""
+        self._returns[name] = returns
+        wanted = distributed or (distributed is None and "torch" in sys.modules)
+        if wanted and context.rendezvous:
+            self._join(context)
+        context = replace(context, colocated=MappingProxyType(self.workers))
+        token = current_context.set(context)
+        try:
+            self.workers[name] = bound.build()
+        finally:
+            current_context.reset(token)
+        self._functions.clear()
+
+    def do_run(self, worker: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a shipped function on a worker."""
+        token = current_context.set(self.workers[worker].ctx)
+        try:
+            return function(self.workers[worker], *args, **kwargs)
+        finally:
+            current_context.reset(token)
+
+    def do_keep(self, record: Any) -> None:
+        """Keep a record for controllers that attach later."""
+        self._record = record
+
+    def do_kept(self) -> Any:
+        """The record that was kept, or None."""
+        return self._record
+
+    def do_store(self) -> Usage | None:
+        """The usage of this process's store, or None if it never kept anything."""
+        return None if self._store is None else self._store.usage()
+
+    def do_close_worker(self, name: str) -> None:
+        """Close a worker and forget it."""
+        worker = self.workers.pop(name)
+        self._functions.clear()
+        close = getattr(worker, "close", None)
+        if callable(close):
+            close()
+
+    def do_shutdown(self) -> None:
+        """Close all workers, the last started first, and leave the process group."""
+        for name in reversed(list(self.workers)):
+            try:
+                self.do_close_worker(name)
+            except Exception:
+                logging.getLogger("podium").exception("close() of worker %r raised", name)
+        if self._owns_process_group:
+            self.do_break_collectives()
+        if self._loop is not None and self._loop_thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join(LOOP_END_S)
+            self._loop = self._loop_thread = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def do_status(self) -> Status:
+        """What runs here, for how long, and where in the code."""
+        now = time.monotonic()
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - nothing else shows another thread's stack
+        mine = threading.get_ident()
+        return Status(
+            tuple(
+                (running.label, now - running.since, _stack(running, frames))
+                for running in list(self._running.values())
+                if running.thread != mine
+            )
+        )
+
+    def do_cancel(self, cancelled: int) -> None:
+        """Drop request ``cancelled`` if it is queued; cancel it if it is an async endpoint that runs."""
+        running = self._running.get(cancelled)
+        if running is None:
+            self._cancelled.add(cancelled)
+            return
+        running.cancelled = True  # where its task does not run yet
+        if running.task is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(running.task.cancel)
+
+    def do_break_collectives(self) -> bool:
+        """Destroy the process groups, which frees the ranks that wait for this one. Returns False without any."""
+        if not self._owns_process_group:
+            return False
+        import torch.distributed as dist
+
+        self._owns_process_group = False
+        world = dist.get_world_size()
+        dist.destroy_process_group()
+        return world > 1
+
+    def _join(self, context: WorkerContext) -> None:
+        try:
+            import torch
+            import torch.distributed as dist
+        except ImportError:
+            return
+        if not dist.is_available() or dist.is_initialized():
+            return
+        device = torch.device("cuda", context.devices[0]) if context.devices and torch.cuda.is_available() else None
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device else "gloo",
+            init_method=context.rendezvous,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timedelta(minutes=30),
+            device_id=device,
+        )
+        self._owns_process_group = True
+
+    def _failure(self, error: BaseException) -> Failure:
+        text = "".join(traceback.format_exception(type(error), error, _own_part(error)))
+        message = str(error)
+        distributed = type(error).__module__.startswith("torch.distributed") or type(error).__name__.startswith("Dist")
+        secondary = distributed or (
+            isinstance(error, RuntimeError) and any(hint in message or hint in text for hint in _COLLECTIVE_HINTS)
+        )
+        kept = _pickled(error) if self._ships_exceptions else error
+        return Failure(type(error).__name__, message, text, kept, secondary)
+
+
+def _plain_store() -> TensorStore:
+    from podium.data import MemoryStore
+
+    return MemoryStore()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Serve until stopped. Then cancel what still runs, and close the loop's sockets."""
+    loop.run_forever()
+    loop.run_until_complete(_cancel_others())
+    loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        return cloudpickle.dumps(error)  # pyright: ignore[reportUnknownMemberType]
+    except Exception:  # noqa: BLE001 - a class may raise anything while it pickles; the text goes in its place
+        return None
+
+
+def _own_part(error: BaseException) -> TracebackType | None:
+    """The traceback from the worker's own first frame on, without this module's frames."""
+    step, start = error.__traceback__, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == __file__ and step.tb_next is not None:
+            start = step.tb_next
+        step = step.tb_next
+    return start
+
+
+def _stack(running: _Running, frames: Mapping[int, FrameType]) -> str:
+    waiting: Any = running.coroutine
+    if waiting is not None and not waiting.cr_running:  # suspended: it is on no thread's stack
+        lines: list[str] = []
+        while (frame := getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)) is not None:
+            lines += traceback.format_stack(frame, 1)
+            waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+        return "".join(lines)
+    frame = frames.get(running.thread)
+    if frame is None:
+        return ""
+    summary = traceback.extract_stack(frame)
+    inside = [at for at, entry in enumerate(summary) if entry.filename == __file__]
+    return "".join(traceback.format_list(summary[inside[-1] + 1 :] if inside else summary))

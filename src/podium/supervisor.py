@@ -1,0 +1,199 @@
+"""A process that forks children, and ends whatever they started.
+
+    controller ──orders──▶ supervisor ──fork──▶ child ──▶ whatever the child starts, in whatever session
+               ◀─reports──            ◀─SIGCHLD─
+
+The supervisor imports once and never computes: a forked child of a process that ran a multi-threaded operation may hang
+for ever. It forks in its main thread, because a child's parent-death signal fires when the forking thread ends.
+
+The kernel tells which process started what. The supervisor and each of its children are subreapers, so that a process
+that loses its parent becomes a child of the nearest of them. A daemon of a living child therefore belongs to that
+child, and a process that comes to the supervisor was started by a child that has ended: the supervisor kills it. When
+its socket to the controller closes, or its parent is no longer the controller, the supervisor ends, and everything
+below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+__all__ = [
+    "Supervisor",
+    "become_subreaper",
+    "children_of",
+    "describe_exit",
+    "die_with_parent",
+    "kill",
+    "kill_marked",
+]
+
+_PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+class Supervisor:
+    """What every supervisor does: fork, reap, and end.
+
+    Args:
+        connection: The supervisor's end of the socket to its controller, which is its parent.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._controller = os.getppid()
+        self._wake, wake = os.pipe()
+        for fd in (self._wake, wake):
+            os.set_blocking(fd, False)
+        become_subreaper()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
+        signal.signal(signal.SIGCHLD, _look_up)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._private = [self._wake, wake, connection.fileno()]
+        self._children: set[int] = set()
+        self._spared: set[int] = set()
+        self.poller = select.poll()  # select() cannot take a descriptor above 1023
+        self.poller.register(connection, select.POLLIN)
+        self.poller.register(self._wake, select.POLLIN)
+
+    def settle(self) -> None:
+        """Call this once, after the imports. What they started is spared; what they loaded stays shared with forks."""
+        self._spared = set(children_of(os.getpid()))
+        gc.collect()
+        gc.freeze()
+
+    def fork(self, run: Callable[[], int]) -> int:
+        """Start a child that ends with the exit code that ``run`` returns. Returns its process id."""
+        supervisor = os.getpid()
+        pid = os.fork()
+        if pid != 0:
+            self._children.add(pid)
+            return pid
+        code = 70
+        try:
+            os.setsid()
+            die_with_parent(supervisor)
+            become_subreaper()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in self._private:
+                os.close(fd)
+            code = run()
+        except BaseException:  # noqa: BLE001 - nothing may climb out of a fork into the supervisor's own loop
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def wait(self, timeout_s: float = _PARENT_CHECK_S) -> set[int] | None:
+        """Wait until a descriptor of ``poller`` is ready or a child ends. Returns the ready descriptors.
+
+        Returns None when the controller has ended.
+        """
+        ready = {fd for fd, _ in self.poller.poll(1000 * min(timeout_s, _PARENT_CHECK_S))}
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+        return ready if os.getppid() == self._controller else None
+
+    def ended(self) -> Iterator[tuple[int, int]]:
+        """Yield the process id and the wait status of each child that has ended, and kill what those had started."""
+        reaped = False
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                reaped = True
+                if found[0] in self._children:
+                    self._children.remove(found[0])
+                    yield found
+        if reaped:  # what a killed process had started comes here when that one is reaped
+            for pid in children_of(os.getpid()):
+                if pid not in self._children and pid not in self._spared:
+                    kill(pid)
+
+    def kill(self, pid: int) -> None:
+        """Kill a child and its process group; :meth:`ended` yields the child when that is done."""
+        if pid not in self._children:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        kill(pid)  # in case it has not begun its session yet
+
+    def end(self, limit_s: float = 5.0) -> None:
+        """Kill every descendant, and wait until none is left."""
+        until = time.monotonic() + limit_s
+        with contextlib.suppress(ChildProcessError):  # raised when none is left
+            while time.monotonic() < until:
+                for pid in {*children_of(os.getpid()), *self._children}:
+                    kill(pid)
+                while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                    self._children.discard(pid)
+                time.sleep(0.002)
+
+
+def _look_up(number: int, frame: FrameType | None) -> None:
+    """A child has ended: the signal's wake-up descriptor says so too, and the loop reaps it."""
+
+
+def kill(pid: int) -> None:
+    """Send SIGKILL to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that forked it ends; now, if ``parent`` has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        kill(os.getpid())
+
+
+def become_subreaper() -> None:
+    """Have descendants that lose their parent become children of this process instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "linux" and libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of the direct children of ``pid``, ended ones that were not waited for included."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended, or this system has no such table
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def kill_marked(entry: str) -> None:
+    """Kill every process that was started with ``entry`` ("NAME=value") in its environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
+            if entry.encode() in (process / "environ").read_bytes().split(b"\0"):
+                kill(int(process.name))
+
+
+def describe_exit(code: int) -> str:
+    """Return "exit code 3" or "signal SIGKILL"; ``code`` is as of ``subprocess``, negative for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"

@@ -1,0 +1,192 @@
+"""Checkpoints of a run: all that the next step depends on. A checkpoint is complete, or it is not there.
+
+checkpoints/step-000012/
+  trainer.json      step, place in the data, coefficients, evaluations so far, time spent
+  policy/ critic/   model, optimizer, step count and random state, written by their workers
+checkpoints/latest  a link to the newest
+
+write aside ─▶ sync every file ─▶ rename ─▶ move `latest` ─▶ remove what is beyond `keep`
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from podium.errors import CheckpointError
+from podium.telemetry import CheckpointSaved, Sample, emit
+from podium.trainer.evaluate import Evaluation
+from podium.trainer.files import remove, step_name, step_of, sync_folder, sync_tree
+
+if TYPE_CHECKING:
+    from podium.trainer.roles import Roles
+
+__all__ = ["Checkpoint", "Checkpoints", "TrainerState"]
+
+_STATE: Final = "trainer.json"
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """What the controller itself must remember. What is drawn at a step depends on the seed and the step alone.
+
+    Attributes:
+        step: The last step that is finished.
+        prompts: Place in the stream of prompts or examples, after those of ``step``.
+        kl_coef: Coefficient of the KL, from its controller.
+        first, last: Evaluations; they may be the same one.
+        wall_s: Seconds of training so far.
+        stage_s, stage_tokens: Totals by stage, for the speeds in the summary.
+        given: Names of the functions and classes that a script gave the run beside its configuration.
+    """
+
+    step: int = 0
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    kl_coef: float = 0.0
+    first: Evaluation | None = None
+    last: Evaluation | None = None
+    wall_s: float = 0.0
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    stage_tokens: Mapping[str, float] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> TrainerState:
+        """Read the state in the file at ``path``. Raises CheckpointError for anything else."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            for name in ("first", "last"):
+                values[name] = None if values[name] is None else _evaluation(values[name])
+            return TrainerState(**values)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is not the state of a training run: {error}") from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint of ``step`` at ``path``."""
+
+    step: int
+    path: Path
+
+    def load(self, roles: Roles) -> TrainerState:
+        """Bring the roles to where they were, and return the controller's own state.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit the roles, or belongs to another kind of run.
+        """
+        state = TrainerState.read(self.path / _STATE)
+        for name, worker in roles.learners.items():
+            if not (self.path / name).is_dir():
+                raise CheckpointError(f"{self.path} holds no {name}, and this configuration has one")
+            worker.load(str(self.path.absolute() / name))
+        return state
+
+
+class Checkpoints:
+    """The checkpoints in ``folder``, which is made if it is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tidy()
+
+    def save(self, state: TrainerState, roles: Roles, *, keep: int) -> None:
+        """Write a checkpoint of ``state.step``, then remove all but the ``keep`` newest (0: none is removed).
+
+        Raises:
+            CheckpointError: The disk refuses, or it is not the disk that the workers write to.
+        """
+        with self.writing(state.step, keep=keep) as folder:
+            whole = folder.absolute()  # a worker has a working directory of its own
+            for name, worker in roles.learners.items():
+                worker.save(str(whole / name))
+                if not (folder / name).is_dir():
+                    raise CheckpointError(
+                        f"{whole / name} was written on another machine and is not here: a run's directory must be on "
+                        "a file system that all nodes share; set run.dir to one"
+                    )
+            (folder / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+
+    @contextmanager
+    def writing(self, step: int, *, keep: int = 0) -> Iterator[Path]:
+        """Give a folder to write the checkpoint of ``step`` into. It is complete and ``latest`` after the block.
+
+        If the block raises, nothing remains of it.
+        """
+        aside = self.folder / f".{step_name(step)}.tmp"
+        remove(aside)
+        aside.mkdir()
+        try:
+            yield aside
+        except BaseException:
+            remove(aside)
+            raise
+        final = self.folder / step_name(step)
+        _commit(aside, final)
+        emit(CheckpointSaved(step, str(final)))
+        for old in self.all()[:-keep] if keep > 0 else []:
+            if old.path != final:
+                remove(old.path)
+
+    def all(self) -> list[Checkpoint]:
+        """The complete checkpoints, oldest first."""
+        found = [(step_of(entry.name), entry) for entry in self.folder.iterdir()]
+        return sorted((Checkpoint(step, entry) for step, entry in found if step is not None), key=lambda one: one.step)
+
+    def latest(self) -> Checkpoint | None:
+        """The checkpoint that ``latest`` names; if it was deleted, the newest that is there; None if there is none."""
+        link = self.folder / "latest"
+        there = self.all()
+        if link.is_symlink():
+            named = Path(os.readlink(link)).name
+            for one in there:
+                if one.path.name == named:
+                    return one
+            _logger.warning("%s points at %s, which is gone; using %s", link, named, there[-1].path if there else None)
+        return there[-1] if there else None
+
+    def _tidy(self) -> None:
+        """Remove what a process that was killed in the middle of a checkpoint left."""
+        for half in self.folder.glob(".*.tmp"):
+            remove(half)
+        for replaced in self.folder.glob(".step-*.old"):
+            final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old"))
+            if final.exists():
+                remove(replaced)
+            else:
+                replaced.rename(final)  # killed between the two renames: the old one is the newest complete one
+
+
+def _commit(aside: Path, final: Path) -> None:
+    """Make the checkpoint at ``aside`` the one at ``final``, in place of any that is there, then move ``latest``.
+
+    Every file is on the disk before the rename, and the rename before ``latest`` moves: a crash at any moment leaves
+    ``latest`` on a complete checkpoint.
+    """
+    if not any(aside.iterdir()):
+        raise CheckpointError(f"nothing was written to {aside}, so it is no checkpoint")
+    sync_tree(aside)
+    replaced = final.with_name(f".{final.name}.old")
+    remove(replaced)
+    if final.exists():
+        final.rename(replaced)
+    aside.rename(final)
+    sync_folder(final.parent)
+    link = final.with_name(".latest.tmp")
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name)
+    link.replace(final.with_name("latest"))
+    sync_folder(final.parent)
+    remove(replaced)
+
+
+def _evaluation(values: Mapping[str, Any]) -> Evaluation:
+    return Evaluation(**{**values, "samples": tuple(Sample(**sample) for sample in values["samples"])})

@@ -1,0 +1,21 @@
+"""The synchronous schedule: one half after the other, one step after the other.
+
+    generator, grader   [ collect 1 ]           [ collect 2 ]           [ collect 3 ]
+    policy, critic …                 [ learn 1 ]             [ learn 2 ]             [ learn 3 ]
+                                               ▲ evaluation and checkpoint, where they are due
+
+``learn`` waits for the grades, ``collect`` for the weights that ``learn`` sent. So every completion comes from the
+newest weights: those of step k carry version k - 1. Nobody works beside anybody else.
+"""
+
+from __future__ import annotations
+
+from podium.trainer.schedules.steps import Steps
+
+__all__ = ["sync"]
+
+
+def sync(steps: Steps) -> None:
+    """Collect and learn in turns."""
+    for step in steps:
+        steps.learn(steps.collect(step))

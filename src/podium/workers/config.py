@@ -1,0 +1,129 @@
+"""Settings of the model, its optimizer and its parallelism. This module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from podium.config import section
+from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LoraConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "Strategy"]
+
+Strategy = Literal["replicate", "fsdp2"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@section("model.lora")
+class LoraConfig:
+    """Low-rank adapters by peft. With them, only the adapters are trained."""
+
+    rank: int = Field(default=16, ge=1, le=8192)
+    """The adapters' matrices have this rank."""
+    alpha: float = Field(default=32.0, gt=0, le=1e6)
+    """The adapters' update is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """This share of the adapters' inputs is set to zero during training."""
+    targets: tuple[str, ...] = ()
+    """The linear layers with these names get adapters. An empty list means all linear layers except the
+    output layer."""
+
+
+@section("model")
+class ModelConfig:
+    """The model that is trained, and its tokenizer."""
+
+    path: str = ""
+    """The model is loaded from this directory or from the Hugging Face hub by this name. Set either path or config."""
+    config: Mapping[str, Any] = Field(default_factory=dict)
+    """The model starts with random weights and this configuration: model_type, and the fields of the transformers
+    configuration of that type. Vocabulary size and special token ids are taken from the tokenizer by default."""
+    tokenizer: str = ""
+    """The tokenizer is loaded from this directory or hub name, or is made of single characters by chars:ALPHABET. An
+    empty value means the tokenizer of model.path."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Parameters and the optimizer's state have this data type. parallel.precision sets that of matrix products."""
+    attention: str = Field(default="auto", min_length=1)
+    """Transformers uses this attention implementation. auto means torch's scaled dot product attention (sdpa)."""
+    gradient_checkpointing: bool = False
+    """The backward pass computes activations again instead of keeping them. A step takes about a third longer and needs
+    much less memory."""
+    seed: int = Field(default=0, ge=0, le=10**18)
+    """Random weights and adapters are initialized from this seed."""
+    lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == bool(self.config):
+            raise ConfigError(
+                "give either model.path (a directory or hub name) or model.config (model_type and fields, from "
+                f"scratch); got path={self.path!r} and {'a' if self.config else 'no'} config"
+            )
+        if self.config and not self.tokenizer:
+            raise ConfigError("a model from scratch needs model.tokenizer: a directory, a hub name or 'chars:ALPHABET'")
+
+    @property
+    def tokenizer_source(self) -> str:
+        """The argument for :func:`~podium.workers.load_tokenizer`."""
+        return self.tokenizer or self.path
+
+    @property
+    def attention_implementation(self) -> str:
+        return "sdpa" if self.attention == "auto" else self.attention
+
+
+@section("optim")
+class OptimConfig:
+    """AdamW (Loshchilov & Hutter 2019) and the learning rate over the run."""
+
+    lr: float = Field(default=1e-5, ge=0, le=10)
+    """The learning rate rises to this value and then follows optim.lr_schedule."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW averages the gradient and its square over time with these two decay rates."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """AdamW adds this value to the divisor of each update, so that it never divides by zero."""
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
+    """AdamW shrinks matrices by lr * weight_decay at each step. Norms and biases do not decay."""
+    grad_clip: float = Field(default=1.0, ge=0, le=1e9)
+    """Gradients with a larger global norm are scaled down to this norm. 0 turns clipping off."""
+    warmup_steps: int = Field(default=0, ge=0, le=10**9)
+    """The learning rate rises linearly over this number of optimizer steps."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up the learning rate stays constant, or falls to 0 at total_steps on a line or a half cosine."""
+    total_steps: int = Field(default=0, ge=0, le=10**9)
+    """The learning rate reaches 0 at this optimizer step. 0 means at the end of the run."""
+    non_finite: Literal["skip", "error"] = "skip"
+    """A step with a NaN or infinite gradient is skipped and counted, or raises an error that ends the run."""
+
+    def __post_init__(self) -> None:
+        if self.lr_schedule != "constant" and 0 < self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"optim.lr_schedule={self.lr_schedule!r} ends at optim.total_steps={self.total_steps}, which must "
+                f"exceed warmup_steps={self.warmup_steps}"
+            )
+
+
+@section("parallel")
+class ParallelConfig:
+    """How training uses ranks, memory and precision. Results change by rounding errors only."""
+
+    strategy: Strategy = "replicate"
+    """Each rank holds the whole model (replicate) or a shard of it (fsdp2). replicate is faster where the model
+    fits."""
+    micro_batch_tokens: int = Field(default=4096, ge=1, le=10**9)
+    """A forward pass takes at most this many tokens, padding included."""
+    batching: Literal["auto", "padded", "packed"] = "auto"
+    """Rows of similar length are padded (padded), or rows are put end to end with variable-length attention (packed).
+    auto packs on accelerators and pads on the CPU, where padding is faster."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU."""
+    compile: bool = False
+    """torch.compile compiles the decoder layers. Compilation takes minutes and pays off in long runs only."""
+
+    def packed(self, device: torch.device) -> bool:
+        """Whether rows are packed on this device."""
+        return self.batching == "packed" or (self.batching == "auto" and device.type != "cpu")

@@ -1,0 +1,16 @@
+"""Weight sync: the policy's weights, by version, become those that the generators draw from.
+
+    ColocatedSync   policy's parameters ◀──reads── engine          one call; a copy only of sharded or adapted weights
+    StreamedSync    policy ──bucket──▶ store ──bucket──▶ engine    written into the engine's own tensors
+
+A streamed sync. The controller passes names and references; the bytes go from the policy to the generators.
+
+    policy       put 0 │ put 1 │ put 2 │ put 3 │                   each bucket is gathered, merged and stored once
+    machine A          │ copy 0│ copy 1│ copy 2│ copy 3│ finish    all generators of a machine read the same memory
+    machine B          │ copy 0│ copy 1│ copy 2│ copy 3│ finish    the store holds at most two buckets
+"""
+
+from podium.workers.weight_sync.contract import ColocatedSync, WeightSync
+from podium.workers.weight_sync.streamed import BUCKET_BYTES, StreamedSync
+
+__all__ = ["BUCKET_BYTES", "ColocatedSync", "StreamedSync", "WeightSync"]

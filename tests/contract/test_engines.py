@@ -1,0 +1,168 @@
+"""Every engine of Podium's own keeps the contract; a further one only adds its name. Broken ones do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from podium.functions import load_function
+from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Tokens, installed_engines
+from podium.rollout.engines.native import NativeEngine
+from podium.rollout.engines.requests import RequestId
+from podium.rollout.sampling import Completion, SamplingParams
+from podium.testing.engines import EngineContract, EngineTarget
+
+WITH_VLLM = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # its build for CPUs warns of what it lacks
+ENGINES = [
+    EngineTarget("native"),
+    EngineTarget("transformers"),
+    pytest.param(EngineTarget("vllm", tolerance=1e-4, cache_gib=0.25), marks=WITH_VLLM),
+]
+
+
+# The page on engines shows this one.
+EXAMPLE = cast("type[Engine]", load_function("examples/custom_engine.py:PlainEngine", key="engine.name"))
+
+
+def test_no_engine_of_podiums_own_is_left_out() -> None:
+    own = {name for name, entry in installed_engines().items() if entry.module.startswith("podium.")}
+    assert {str(getattr(one, "values", (one,))[0]) for one in ENGINES} == own
+
+
+@pytest.fixture(scope="module", params=[*ENGINES, EngineTarget(EXAMPLE)], ids=str)
+def target(request: pytest.FixtureRequest) -> EngineTarget:
+    return request.param
+
+
+class TestEngines(EngineContract):
+    pass
+
+
+class Broken(NativeEngine):
+    """An engine with one mistake: ``spoil`` changes what it reports."""
+
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        events = super().advance(interrupted)
+        finished = [event for event in events if isinstance(event, Finished)]
+        others = [event for event in events if not isinstance(event, Finished)]
+        completions = self.spoil([event.completion for event in finished])
+        return others + [Finished(event.id, one) for event, one in zip(finished, completions, strict=True)]
+
+    def spoil(self, completions: list[Completion]) -> list[Completion]:
+        return completions
+
+
+class WrongLogprobs(Broken):
+    """Forgets to renormalize after the temperature."""
+
+    def spoil(self, completions: list[Completion]) -> list[Completion]:
+        return [dataclasses.replace(one, logprobs=one.logprobs * 1.001) for one in completions]
+
+
+class SwappedCompletions(Broken):
+    def spoil(self, completions: list[Completion]) -> list[Completion]:
+        return completions[::-1]
+
+
+class WrongVersions(Broken):
+    """Names the weights that it was made with."""
+
+    def spoil(self, completions: list[Completion]) -> list[Completion]:
+        return [dataclasses.replace(one, versions=torch.zeros_like(one.versions)) for one in completions]
+
+
+class OldWeights(Broken):
+    """Says that it took new weights, and does not."""
+
+    def load(self, name: str, start: int, values: Tensor) -> None:
+        pass
+
+
+class OldKeys(Broken):
+    """Goes on with keys and values of other weights."""
+
+    def __init__(self, config: EngineConfig, model: nn.Module) -> None:
+        super().__init__(config, model)
+        self._lanes._begin_version = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class SameSeed(Broken):
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        waiting = self.waiting.take(len(self.waiting))
+        self.waiting.push(dataclasses.replace(request, seed=7) for request in waiting)
+        return super().advance(interrupted)
+
+
+class AbortsAll(Broken):
+    """Loses another request with the one that is aborted."""
+
+    def drop(self, ids: Collection[RequestId]) -> None:
+        others = [id for id in self._in_flight if id not in ids]
+        super().drop({*ids, *others[:1]})
+        self.waiting.drop(others[:1])
+
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        if not self.waiting and not self._lanes.live:
+            raise RuntimeError("nothing is left of what is in flight")  # instead of waiting for ever
+        return super().advance(interrupted)
+
+
+class FirstComeFirstServed(Broken):
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        waiting = self.waiting.take(len(self.waiting))
+        self.waiting.push(
+            dataclasses.replace(request, priority=0) for request in sorted(waiting, key=lambda one: str(one.id))
+        )
+        return super().advance(interrupted)
+
+
+class DeafToStops(Broken):
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        waiting = self.waiting.take(len(self.waiting))
+        deaf = [dataclasses.replace(one, params=dataclasses.replace(one.params, stop_token_ids=())) for one in waiting]
+        self.waiting.push(deaf)
+        return super().advance(interrupted)
+
+
+class Mute(Broken):
+    """Streams nothing."""
+
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        return [event for event in super().advance(interrupted) if not isinstance(event, Tokens)]
+
+
+class Unchecked(Broken):
+    def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        pass
+
+
+BROKEN: dict[type[Broken], str] = {
+    WrongLogprobs: "test_logprobs_are_those_of_training_also_beside_other_sampling",
+    SwappedCompletions: "test_a_completion_depends_on_its_prompt_and_its_seed_alone",
+    SameSeed: "test_a_completion_depends_on_its_prompt_and_its_seed_alone",
+    DeafToStops: "test_a_completion_ends_with_its_first_stop_token_or_its_length",
+    Mute: "test_streamed_tokens_are_those_of_the_completion",
+    FirstComeFirstServed: "test_requests_of_a_higher_priority_begin_first",
+    AbortsAll: "test_an_abort_ends_one_request_and_no_other",
+    Unchecked: "test_a_bad_request_is_refused_by_its_name_and_harms_no_other",
+    WrongVersions: "test_new_weights_are_drawn_from_and_named",
+    OldWeights: "test_new_weights_are_drawn_from_and_named",
+    OldKeys: "test_new_weights_may_come_while_requests_are_in_flight",
+}
+
+
+@pytest.mark.parametrize("engine", BROKEN, ids=lambda engine: engine.__name__)
+def test_a_broken_engine_fails(engine: type[Broken]) -> None:
+    check = getattr(EngineContract(), BROKEN[engine])
+    check(EngineTarget(NativeEngine))
+    for _ in range(5):  # whether new weights come while a request is in flight depends on the machine's load
+        try:
+            check(EngineTarget(engine))
+        except (AssertionError, pytest.fail.Exception):
+            return
+    pytest.fail(f"{engine.__name__} passes {BROKEN[engine]}")

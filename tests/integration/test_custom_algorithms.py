@@ -1,0 +1,128 @@
+"""Losses and advantages of a user's own: one file and one key each, no class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from podium.cli import main
+from podium.errors import ConfigError
+from podium.telemetry import metrics
+from podium.trainer import GRPOConfig, PPOTrainer
+from tests.integration.training import metrics_rows, tiny
+
+LOSS = """
+from podium.algorithms import TokenLoss
+
+def sequence_reinforce(inputs, config):
+    log_ratio_B = inputs.row_means(inputs.logprobs_N - inputs.old_logprobs_N)
+    ratio_N = log_ratio_B.exp()[inputs.row_N]
+    loss_N = -ratio_N * inputs.advantages_N
+    return TokenLoss(loss_N, {"policy/row_ratio": ratio_N.detach()})
+"""
+ADVANTAGES = """
+import torch
+from podium.algorithms import AdvantageOutputs, Declaration, group_statistics
+
+def gdpo(inputs, config):
+    total_B = torch.zeros(len(inputs.rewards_B))
+    for name in ("digits", "length"):
+        part_B = inputs.parts_B[name]
+        stats = group_statistics(part_B, inputs.group_B)
+        total_B += (part_B - stats.mean_G[stats.index_B]) / (stats.std_G[stats.index_B] + 1e-6)
+    return AdvantageOutputs(advantages_N=inputs.spread(total_B))
+
+@Declaration(data=("source",), columns=("entropy",))
+def per_source(inputs, config):
+    names = sorted(set(inputs.data["source"]))
+    source_B = torch.tensor([names.index(name) for name in inputs.data["source"]])
+    stats = group_statistics(inputs.rewards_B, source_B)
+    advantages_B = torch.where(inputs.truncated_B, 0.0, inputs.rewards_B - stats.mean_G[source_B])
+    assert (inputs.entropy_N[inputs.mask_N] > 0).all()
+    return AdvantageOutputs(advantages_N=inputs.spread(advantages_B))
+"""
+
+
+def two_parts(completion: str, row: Any) -> dict[str, float]:
+    digits, length = sum(character.isdigit() for character in completion), len(completion)
+    return {"score": digits + 0.1 * length + len(row["source"]), "digits": float(digits), "length": float(length)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(LOSS + ADVANTAGES)
+    rows = [{"prompt": f"{n:02d}=", "answer": f"{n:02d}", "source": "ab"[n % 2] * (n % 2 + 1)} for n in range(60)]
+    (tmp_path / "sources.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def config_of(folder: Path, ranks: int = 1, **algorithm: Any) -> GRPOConfig:
+    sections = {
+        "data": {"train": str(folder / "sources.jsonl"), "holdout": 0.2},
+        "sampling": {"n": 4, "max_new_tokens": 10},
+        "placement": {"ranks": ranks},
+        "eval": {"items": 0},
+    }
+    return tiny(GRPOConfig, folder, algorithm=algorithm, **sections)
+
+
+@pytest.mark.parametrize(("cluster", "ranks"), [("inline", 1), ("local", 2)])
+def test_a_loss_of_ones_own_by_one_key(folder: Path, cluster: str, ranks: int) -> None:
+    config = config_of(folder, ranks, loss=f"{folder}/mine.py:sequence_reinforce", minibatches=2)
+    PPOTrainer(config, cluster=cluster, show=False).fit()
+    rows = metrics_rows(folder / "runs" / "run")
+    assert [row["policy/row_ratio"] for row in rows] == pytest.approx([1.0, 1.0], abs=0.1)
+    assert metrics.CLIP_FRACTION not in rows[0]  # no other loss was computed beside it
+    assert {metrics.RATIO_MEAN, metrics.ENTROPY, metrics.MISMATCH_MEAN, metrics.GRAD_NORM} <= rows[0].keys()
+    assert rows[0][metrics.GRAD_NORM] > 0
+
+
+def completions(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    table = pq.read_table(folder / "runs" / "run" / "completions" / "step-000001.parquet").to_pydict()
+    return {name: np.array(column) for name, column in table.items() if name != "tokens"}
+
+
+def test_an_advantage_sees_the_parts_of_the_reward(folder: Path) -> None:
+    config = config_of(folder, advantage=f"{folder}/mine.py:gdpo")
+    PPOTrainer(config, cluster="inline", reward=two_parts, show=False).fit()
+    table = completions(folder)
+    expected = np.zeros(len(table["group"]))
+    for group in set(table["group"]):
+        for part in ("reward_digits", "reward_length"):
+            values = table[part][table["group"] == group]
+            expected[table["group"] == group] += (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(table["advantage"], expected, atol=1e-5)
+
+
+def test_an_advantage_sees_columns_of_the_data_finish_reasons_and_entropies(folder: Path) -> None:
+    config = config_of(folder, advantage=f"{folder}/mine.py:per_source")
+    PPOTrainer(config, cluster="local", reward=two_parts, show=False).fit()
+    table = completions(folder)
+    odd = np.array([int(prompt[:2]) % 2 for prompt in table["prompt"]])
+    means = np.where(odd, table["reward"][odd == 1].mean(), table["reward"][odd == 0].mean())
+    cut = table["finish_reason"] == "length"
+    assert 0 < cut.sum() < len(cut)
+    np.testing.assert_allclose(table["advantage"], np.where(cut, 0.0, table["reward"] - means), atol=1e-5)
+
+
+def test_what_is_wrong_is_told_before_anything_starts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(GRPOConfig, folder, algorithm={"advantage": f"{folder}/mine.py:per_source"})
+    with pytest.raises(ConfigError, match=r"reads the column 'source' of the data, and a training prompt has .*answer"):
+        PPOTrainer(config, cluster="inline", show=False).fit()
+    common = ["train", "grpo", "--dry-run", "--data.train", str(folder / "sources.jsonl"), "--reward.name", "exact"]
+    for arguments, message in [
+        (["--algorithm.loss", f"{folder}/mine.py:sequence_reinfroce"], "did you mean 'sequence_reinforce'?"),
+        (["--algorithm.loss", "gsop"], "did you mean 'gspo'?"),
+        (
+            ["--algorithm.loss", "clip_cov", "--algorithm.options.cov_shar", "0.1"],
+            "did you mean algorithm.options.cov_share?",
+        ),
+    ]:
+        assert main([*common, *arguments]) == 2
+        assert message in capsys.readouterr().err

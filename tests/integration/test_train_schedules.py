@@ -1,0 +1,110 @@
+"""A schedule in one file, as docs/schedules.md prints it, run for real."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from podium.data import Batch
+from podium.errors import ConfigError
+from podium.runtime import endpoint, first, shard
+from podium.telemetry import StageFinished, metrics, subscribe
+from podium.trainer import GRPOConfig, PPOTrainer
+from podium.workers import Policy
+from tests.integration.training import metrics_rows, tiny
+
+PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+
+
+def sevens(completion: str, row: Mapping[str, Any]) -> float:
+    return completion.count("7") / 3
+
+
+@pytest.fixture
+def schedule(tmp_path: Path) -> str:
+    """The schedule of the documentation, as ``run.schedule`` names it."""
+    codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = [code for code in codes if code.startswith("# one_step_off.py")]
+    (tmp_path / "one_step_off.py").write_text(code)
+    return f"{tmp_path}/one_step_off.py:one_step_off"
+
+
+def versions(run: Path) -> list[set[int]]:
+    return [set(pq.read_table(file)["version"].to_pylist()) for file in sorted((run / "completions").iterdir())]
+
+
+class Slow(Policy):
+    """Its update takes longer than the few tokens of a step, so that each step's completions are of one version."""
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
+    def update(self, batch: Batch) -> dict[str, float]:
+        import time
+
+        time.sleep(0.3)
+        return super().update(batch)
+
+
+def test_rollouts_of_the_next_step_run_while_a_step_is_learned(tmp_path: Path, schedule: str) -> None:
+    config = tiny(
+        GRPOConfig, tmp_path, run={"steps": 4, "schedule": schedule}, placement={"layout": "split"},
+        save={"every": 1}, eval={"items": 0},
+    )  # fmt: skip
+    stages: list[StageFinished] = []
+    unsubscribe = subscribe(lambda event: stages.append(event) if isinstance(event, StageFinished) else None)
+    try:
+        PPOTrainer(config, cluster="local", workers={"policy": Slow}, show=False).fit()
+    finally:
+        unsubscribe()
+    run = tmp_path / "runs" / "run"
+    assert versions(run) == [{0}, {0}, {1}, {2}]  # synchronous runs have 0, 1, 2, 3
+    generate = {stage.step: stage for stage in stages if stage.name == "generate"}
+    update = {stage.step: stage for stage in stages if stage.name == "update"}
+    for step, following in pairwise(sorted(generate)):
+        assert generate[following].started_ns < update[step].ended_ns
+        assert generate[following].ended_ns < update[following].started_ns
+    lines = [json.loads(line.rstrip(",")) for line in (run / "trace.json").read_text().splitlines()[1:-1]]
+    tracks = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name" and line["pid"] == 1}
+    shown = [
+        (tracks[line["tid"]], line["args"]["step"])
+        for line in lines
+        if line["name"] in ("generate", "update") and line["ph"] == "X" and line["pid"] == 1
+    ]
+    assert {half: sorted(step for own, step in shown if own == half) for half in ("collect", "learn")} == {
+        "collect": [1, 2, 3, 4],
+        "learn": [1, 2, 3, 4],
+    }
+    resumed = tiny(
+        GRPOConfig, tmp_path, run={"steps": 5, "schedule": schedule, "resume": str(run)},
+        placement={"layout": "split"}, eval={"items": 0},
+    )  # fmt: skip
+    PPOTrainer(resumed, cluster="local", workers={"policy": Slow}, show=False).fit()
+    assert [row["step"] for row in metrics_rows(run)] == [1, 2, 3, 4, 5]
+    prompts = [pq.read_table(file)["prompt"].to_pylist()[::4] for file in sorted((run / "completions").iterdir())]
+    taken = [prompt for step in prompts for prompt in step]
+    assert len(set(taken)) == len(taken) == 20  # of one epoch: none twice, and the resumed run left none out
+
+
+def test_it_learns(tmp_path: Path, schedule: str) -> None:
+    config = tiny(
+        GRPOConfig, tmp_path, run={"steps": 25, "schedule": schedule}, placement={"layout": "split"},
+        eval={"items": 0}, save={"model": False},
+    )  # fmt: skip
+    PPOTrainer(config, cluster="local", reward=sevens, show=False).fit()
+    rewards = [row[metrics.REWARD_MEAN] for row in metrics_rows(tmp_path / "runs" / "run")]
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.6
+    for step, found in enumerate(versions(tmp_path / "runs" / "run"), 1):
+        assert found <= {max(0, step - 2), step - 1}
+
+
+def test_colocated_it_is_refused(tmp_path: Path, schedule: str) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"schedule": schedule}, eval={"items": 0})
+    with pytest.raises(ConfigError, match=r"beside each other, but with placement\.layout = colocated .*to split"):
+        PPOTrainer(config, cluster="local", workers={"policy": Slow}, show=False).fit()

@@ -1,0 +1,106 @@
+"""Use the installed wheel as a stranger would: outside the repository, without extras.
+
+`make test-wheel` runs this file. It runs in an environment that
+holds the wheel and its own dependencies and nothing else, so it does not use pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import requires
+from importlib.util import find_spec
+from pathlib import Path
+
+MOST_DEPENDENCIES = 12
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+SETTINGS = {
+    "run.name": "wheel",
+    "run.steps": "2",
+    "model.config": json.dumps(MODEL),
+    "model.tokenizer": "chars:0123456789= ",
+    "reward.name": "fraction",
+    "batch.prompts": "4",
+    "sampling.n": "2",
+    "sampling.max_new_tokens": "3",
+    "eval.items": "4",
+}
+
+
+def podium(folder: Path, *arguments: str, expected: int = 0) -> str:
+    """Run the command line in ``folder`` and return what it printed; fail if its exit status is another."""
+    done = subprocess.run(
+        [sys.executable, "-m", "podium", *arguments], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == expected, f"podium {' '.join(arguments)} ended with {done.returncode}:\n{said}"
+    return said
+
+
+def settings(changes: Mapping[str, str]) -> list[str]:
+    """The words of a command line that train the smallest model, with some settings changed."""
+    return [word for name, value in {**SETTINGS, **changes}.items() for word in (f"--{name}", value)]
+
+
+def check_requirements(folder: Path) -> None:
+    """The wheel needs few packages, and none of the extras is here."""
+    core = [line for line in requires("podium") or () if "extra ==" not in line]
+    assert len(core) <= MOST_DEPENDENCIES, f"{len(core)} core dependencies: {core}"
+    for name in ("ray", "matplotlib", "plotext", "reasoning_gym", "math_verify", "pytest"):
+        assert find_spec(name) is None, f"{name} is installed, so this environment does not test the core alone"
+
+
+def check_help(folder: Path) -> None:
+    """Help, keys and backends answer."""
+    assert "train" in podium(folder, "--help")
+    assert "--algorithm.advantage" in podium(folder, "train", "grpo", "--keys")
+    assert "inline" in podium(folder, "backends")
+
+
+def check_training(folder: Path) -> None:
+    """A run trains on worker processes, its model answers, and the report names the extra that draws the curve."""
+    said = podium(folder, "train", "grpo", *settings({"data.train": "rows.jsonl"}))
+    assert "podium[plot]" in said, f"nothing says that the curve needs an extra:\n{said}"
+    assert (folder / "runs/wheel/summary.json").is_file()
+    podium(folder, "sample", "runs/wheel", "--prompt", "12=")
+
+
+def check_extras(folder: Path) -> None:
+    """What needs an extra says which, before anything starts."""
+    cases: list[tuple[str, dict[str, str], list[str]]] = [
+        ("podium[tasks]", {"data.train": "reasoning_gym:basic_arithmetic"}, []),
+        ("podium[math]", {"reward.name": "math"}, []),
+        ("podium[ray]", {}, ["--backend", "ray"]),
+    ]
+    for extra, changes, words in cases:
+        values = {"run.name": "other", "data.train": "rows.jsonl", **changes}
+        said = podium(folder, "train", "grpo", *settings(values), *words, expected=2)
+        assert extra in said, said
+
+
+def main() -> None:
+    checks: list[Callable[[Path], None]] = [check_requirements, check_help, check_training, check_extras]
+    with tempfile.TemporaryDirectory(prefix="podium-wheel-") as name:
+        folder = Path(name)
+        rows = [{"prompt": f"{number:02d}=", "answer": f"{number:02d}"} for number in range(40)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for check in checks:
+            check(folder)
+            sys.stdout.write(f"{check.__name__}: ok\n")
+    sys.stdout.write(f"the wheel passes {len(checks)} checks on Python {sys.version.partition(' ')[0]}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Estimators and losses by name, by module and by file; their declarations, options and results."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from podium.algorithms import (
+    ADVANTAGES,
+    LOSSES,
+    AdvantageInputs,
+    AdvantageOutputs,
+    AlgorithmConfig,
+    Declaration,
+    LossInputs,
+    advantage_declaration,
+    check_functions,
+    compute_advantages,
+    loss_declaration,
+    resolve_advantage,
+    resolve_loss,
+)
+from podium.errors import ConfigError, DataError
+
+INPUTS = AdvantageInputs(
+    rewards_B=torch.tensor([1.0, 2.0]),
+    group_B=torch.tensor([0, 0]),
+    mask_N=torch.tensor([False, True, True]),
+    offsets_B1=torch.tensor([0, 2, 3]),
+)
+
+SOURCE = """
+import torch
+from podium.algorithms import AdvantageOutputs, Declaration
+
+LIMIT = 3
+
+def plain(inputs, config):
+    return AdvantageOutputs(advantages_N=inputs.spread(inputs.rewards_B))
+
+@Declaration(needs_values=True)
+def with_critic(inputs, config):
+    return plain(inputs, config)
+
+def a_tensor(inputs, config):
+    return inputs.rewards_B
+
+def by_row(inputs, config):
+    return AdvantageOutputs(advantages_N=inputs.rewards_B)
+
+def unmasked(inputs, config):
+    return AdvantageOutputs(advantages_N=torch.ones(3))
+
+def infinite(inputs, config):
+    return AdvantageOutputs(advantages_N=inputs.spread(torch.tensor([0.0, float("nan")])))
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of estimators on sys.path, for this test only."""
+    name = "estimators_under_test"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def test_names_of_our_own() -> None:
+    assert list(ADVANTAGES) == ["grpo", "rloo", "reinforce_pp", "gae"]
+    assert list(LOSSES) == ["ppo_clip", "gspo", "clip_cov", "cross_entropy"]
+    assert [resolve_advantage(name).__name__ for name in ADVANTAGES] == list(ADVANTAGES)
+    assert [resolve_loss(name).__name__ for name in LOSSES] == list(LOSSES)
+
+
+@pytest.mark.parametrize("form", ["{module}:plain", "{module}.py:plain", "{path}/{module}.py:plain"])
+def test_a_users_function(form: str, module: str, tmp_path: Path) -> None:
+    spec = form.format(module=module, path=tmp_path)
+    outputs = compute_advantages(INPUTS, AlgorithmConfig(advantage=spec))
+    assert outputs.advantages_N.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_what_estimators_and_losses_declare(module: str) -> None:
+    declared = {name: advantage_declaration(name) for name in ADVANTAGES}
+    assert [name for name in ADVANTAGES if declared[name].needs_values] == ["gae"]
+    assert [name for name in ADVANTAGES if declared[name].needs_groups] == ["grpo", "rloo"]
+    assert advantage_declaration(f"{module}:with_critic") == Declaration(needs_values=True)
+    assert advantage_declaration(f"{module}:plain") == Declaration()
+    assert [name for name in LOSSES if loss_declaration(name).minibatch] == ["clip_cov"]
+
+
+def test_a_declaration_returns_the_function_itself() -> None:
+    def estimator(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
+        return AdvantageOutputs(advantages_N=inputs.spread(inputs.rewards_B))
+
+    assert Declaration(needs_values=True)(estimator) is estimator
+
+
+def test_podiums_own_declarations_import_no_torch() -> None:
+    script = """
+import sys
+import podium.functions, podium.errors
+import importlib.util
+spec = importlib.util.find_spec("podium")
+import types
+package = types.ModuleType("podium.algorithms")
+package.__path__ = [spec.submodule_search_locations[0] + "/algorithms"]
+sys.modules["podium.algorithms"] = package  # without what the package itself imports
+from podium.algorithms.named import advantage_declaration
+assert advantage_declaration("gae").needs_values and advantage_declaration("grpo").needs_groups
+print("torch" in sys.modules)
+"""
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
+
+
+OPTIONS = """
+from pydantic import Field
+from podium.algorithms import AdvantageOutputs, Declaration
+from podium.config import section
+
+@section("algorithm.options")
+class Ours:
+    power: float = Field(default=1.0, gt=0)
+    kind: str = "even"
+
+@Declaration(options=Ours)
+def estimator(inputs, config):
+    return AdvantageOutputs(advantages_N=inputs.spread(inputs.rewards_B ** config.read_options(Ours).power))
+"""
+
+
+def test_options_are_typed_beside_the_function_and_shared_by_estimator_and_loss(tmp_path: Path) -> None:
+    (tmp_path / "with_options.py").write_text(OPTIONS)
+    config = AlgorithmConfig(
+        advantage=f"{tmp_path}/with_options.py:estimator", loss="clip_cov", options={"power": 2, "cov_share": 0.5}
+    )
+    check_functions(config)
+    assert compute_advantages(INPUTS, config).advantages_N.tolist() == [0.0, 1.0, 4.0]
+    for options, message in [
+        ({"powr": 2}, r"unknown key algorithm\.options\.powr \(value 2\).*did you mean algorithm\.options\.power\?"),
+        ({"zzz": 2}, r"the options are power, kind, cov_share, cov_low, cov_high"),
+        ({"power": 0}, r"algorithm\.options\.power = 0.* 0"),
+        ({"cov_share": "much"}, r"algorithm\.options\.cov_share = 'much'.* number"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            check_functions(replace(config, options=options))
+    with pytest.raises(ConfigError, match=r"options.cov_share .* neither declares options; .*@Declaration\(options="):
+        check_functions(AlgorithmConfig(options={"cov_share": 0.5}))
+
+
+def test_options_that_are_no_section_are_refused_at_decoration() -> None:
+    class Plain:
+        power = 1.0
+
+    with pytest.raises(ConfigError, match=r"the class Plain with @section\(\"algorithm\.options\"\)"):
+        Declaration(options=Plain)
+
+
+ARGUMENTS = """
+import functools
+
+def three(inputs, config, step): ...
+def keywords(inputs, *, config): ...
+def defaults(inputs, config, step=0): ...
+def any_number(*arguments): ...
+bound = functools.partial(three, step=1)
+class Callable:
+    def __call__(self, inputs, config): ...
+callable_object = Callable()
+"""
+
+
+@pytest.mark.parametrize("key", ["loss", "advantage"])
+def test_a_function_of_other_arguments_is_refused_before_the_start(key: str, tmp_path: Path) -> None:
+    (tmp_path / "arguments.py").write_text(ARGUMENTS)
+    for name in ("defaults", "any_number", "bound", "callable_object"):
+        check_functions(replace(AlgorithmConfig(), **{key: f"{tmp_path}/arguments.py:{name}"}))
+    for name, argument in (("three", "step"), ("keywords", "config")):
+        with pytest.raises(
+            ConfigError, match=rf"algorithm\.{key} = .*:{name}'.* two positional .* \(inputs, .*{argument}"
+        ):
+            check_functions(replace(AlgorithmConfig(), **{key: f"{tmp_path}/arguments.py:{name}"}))
+
+
+def test_a_loss_that_reads_the_missing_reference_is_told_the_key() -> None:
+    inputs = LossInputs(offsets_B1=torch.tensor([0, 1]), columns={"logprobs": torch.zeros(1)})
+    with pytest.raises(DataError, match=r"no column 'ref_logprobs'; set algorithm\.kl_in to 'loss'"):
+        _ = inputs.ref_logprobs_N
+    with pytest.raises(DataError, match=r"no column 'rollout_logprobs'$"):
+        _ = inputs.rollout_logprobs_N
+
+
+def test_columns_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"columns has \['entropi'\]: expected some of old_logprobs, .*, entropy"):
+        Declaration(columns=("entropi",))
+    (tmp_path / "needs_reference.py").write_text(
+        "from podium.algorithms import Declaration\n\n"
+        "@Declaration(columns=('ref_logprobs',))\ndef estimator(inputs, config): ...\n"
+    )
+    config = AlgorithmConfig(advantage=f"{tmp_path}/needs_reference.py:estimator")
+    with pytest.raises(ConfigError, match=r"reads ref_logprobs with algorithm.kl_in = 'none'"):
+        check_functions(config)
+    check_functions(replace(config, kl_in="loss"))
+
+
+def test_a_users_functions_are_found_before_anything_starts(module: str) -> None:
+    check_functions(AlgorithmConfig(advantage=f"{module}:plain"))
+    with pytest.raises(ConfigError, match=r"algorithm\.loss = .* has no 'plian'; did you mean 'plain'"):
+        check_functions(AlgorithmConfig(loss=f"{module}:plian"))
+
+
+def test_a_wrong_name_is_told_with_the_key_and_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage = 'reinforce\+\+'.*did you mean 'reinforce_pp'"):
+        resolve_advantage("reinforce++")
+    with pytest.raises(ConfigError, match=r"algorithm\.loss = 'ppo_clp'.*did you mean 'ppo_clip'"):
+        AlgorithmConfig(loss="ppo_clp")
+    with pytest.raises(ConfigError, match=r"your own function is path/file\.py:cispo or module:cispo"):
+        AlgorithmConfig(loss="cispo")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a_tensor", "returned Tensor; expected AdvantageOutputs"),
+        ("by_row", r"advantages_N of shape \[2\]; expected one value a token, \[3\]"),
+        ("unmasked", "not 0 outside mask_N"),
+        ("infinite", "not finite, first in row 1"),
+    ],
+)
+def test_wrong_results_are_refused_by_name(name: str, message: str, module: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        compute_advantages(INPUTS, AlgorithmConfig(advantage=f"{module}:{name}"))
+    assert f"'{module}:{name}'" in str(caught.value)

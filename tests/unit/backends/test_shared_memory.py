@@ -1,0 +1,230 @@
+"""Shared memory that is used again after its last reader, read copy-on-write, and freed with its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+
+import pytest
+
+from podium.backends.local.shared_memory import KEPT_IDLE, SegmentPool
+from podium.backends.local.views import KEPT_COUNT, KEPT_VIEWS, map_segment
+from podium.errors import RefLostError
+
+MIB = 1 << 20
+
+
+def test_a_segment_is_used_again_only_after_its_last_reader() -> None:
+    pool = SegmentPool()
+    lease = pool.take(MIB)
+    first = lease.segment
+    pool.hold(first, "reader")
+    pool.hold(first, "reader")
+    pool.hold(first, "other")
+    del lease
+    gc.collect()
+    for holder in ("reader", "other"):
+        pool.release(first.number, holder)
+        other = pool.take(MIB)
+        assert other.segment is not first, "somebody still reads it"
+        del other
+    pool.release(first.number, "reader")
+    assert pool.usage() == (0, 2 * first.nbytes)
+    kept = [pool.take(MIB), pool.take(MIB)]
+    assert first in [taken.segment for taken in kept]
+    del kept
+    pool.close()
+
+
+def test_what_a_dead_reader_held_comes_back() -> None:
+    pool = SegmentPool()
+    leases = [pool.take(MIB) for _ in range(3)]
+    segments = [taken.segment for taken in leases]
+    for segment in segments:
+        pool.hold(segment, "dead")
+        pool.hold(segment, "alive")
+    del leases
+    pool.forget("dead")
+    assert pool.usage()[0] > 0
+    for segment in segments:
+        pool.release(segment.number, "alive")
+    assert pool.usage()[0] == 0
+    pool.close()
+
+
+def test_strange_releases_are_ignored() -> None:
+    pool = SegmentPool()
+    lease = pool.take(10)
+    pool.release(lease.segment.number, "nobody")
+    pool.release(10_000, "reader")
+    assert pool.usage()[0] > 0
+    del lease
+    pool.close()
+    assert pool.usage() == (0, 0)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000, MIB + 1])
+def test_sizes_are_rounded_by_an_eighth_at_most(nbytes: int) -> None:
+    pool = SegmentPool()
+    lease = pool.take(nbytes)
+    assert nbytes <= lease.segment.nbytes <= max(4096, nbytes * 9 // 8 + 4096)
+    del lease
+    pool.close()
+
+
+def test_a_large_idle_segment_does_not_serve_a_small_request() -> None:
+    pool = SegmentPool()
+    large = pool.take(64 * MIB)
+    number = large.segment.number
+    del large
+    small = pool.take(MIB)
+    assert small.segment.number != number
+    del small
+    pool.close()
+    assert KEPT_IDLE >= 512 * MIB, "an echo of the largest batch that bench measures stays warm"
+
+
+def test_readers_write_into_pages_of_their_own() -> None:
+    pool = SegmentPool()
+    lease = pool.take(MIB)
+    lease.segment.memory[:] = 1
+    readers = [map_segment(lease, MIB) for _ in range(2)]
+    readers[0][:10] = 7
+    assert readers[1][:10].tolist() == [1] * 10
+    assert lease.segment.memory[:10].tolist() == [1] * 10
+    assert readers[0][10] == 1
+    del readers, lease
+    pool.close()
+
+
+def open_descriptors(fd: int) -> int:
+    """How many descriptors of this process are open on the file of ``fd``; other threads open and close others."""
+    wanted, found = os.fstat(fd), 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.path.samestat(os.fstat(int(name)), wanted)
+    return found
+
+
+def test_an_adopted_segment_is_released_with_its_last_view() -> None:
+    writer, reader, released = SegmentPool(), SegmentPool(), list[int]()
+    lease = writer.take(MIB)
+    before = open_descriptors(lease.segment.fd)
+    adopted = reader.adopt(os.dup(lease.segment.fd), MIB, lambda: released.append(1))
+    memory = map_segment(adopted, MIB)
+    del adopted
+    view = memory[100:200].view()
+    del memory
+    gc.collect()
+    assert released == []
+    del view
+    gc.collect()
+    assert released == [1]
+    assert open_descriptors(lease.segment.fd) == before
+    del lease
+    writer.close()
+
+
+def test_an_adopted_segment_is_passed_on_until_its_last_holder_is_done() -> None:
+    writer, pool, released = SegmentPool(), SegmentPool(), list[int]()
+    source = writer.take(MIB)
+    lease = pool.adopt(os.dup(source.segment.fd), MIB, lambda: released.append(1))
+    number = lease.segment.number
+    for holder in ("a", "b", "b"):
+        pool.hold(lease.segment, holder)
+    del lease
+    pool.release(number, "b")
+    pool.forget("a")
+    assert released == []
+    pool.release(number, "b")
+    assert released == [1]
+    pool.release(number, "b")
+    assert released == [1]
+    del source
+    pool.close()
+
+
+def test_what_comes_again_takes_no_second_descriptor() -> None:
+    writer, reader, released = SegmentPool(), SegmentPool(), list[str]()
+    own = writer.take(MIB)
+    first = reader.adopt(os.dup(own.segment.fd), MIB, lambda: released.append("first"))
+    again = reader.adopt(os.dup(first.segment.fd), MIB, lambda: released.append("again"))
+    back = writer.adopt(os.dup(first.segment.fd), MIB, lambda: released.append("back"))
+    assert again.segment is first.segment
+    assert back.segment is own.segment
+    assert released == ["again", "back"]
+    del first
+    assert released == ["again", "back"]
+    del again, own
+    assert released == ["again", "back", "first"]
+    assert writer.usage()[0] > 0, "what came back is held still"
+    del back
+    assert writer.usage()[0] == 0
+    writer.close()
+    reader.close()
+
+
+def test_a_forked_child_releases_nothing() -> None:
+    writer, reader = SegmentPool(), SegmentPool()
+    own = writer.take(MIB)
+    told, tell = os.pipe()
+    lease = reader.adopt(os.dup(own.segment.fd), MIB, lambda: [os.write(tell, b"x"), None][1])
+    child = os.fork()
+    if not child:
+        del lease
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.set_blocking(told, False)
+    with pytest.raises(BlockingIOError):
+        os.read(told, 1)
+    del lease
+    assert os.read(told, 10) == b"x"
+    for fd in (told, tell):
+        os.close(fd)
+    writer.close()
+    reader.close()
+
+
+def test_nothing_is_read_from_a_closed_pool() -> None:
+    pool = SegmentPool()
+    lease = pool.take(MIB)
+    pool.close()
+    with pytest.raises(RefLostError, match="what was kept went with its cluster"):
+        map_segment(lease, MIB, "what was kept")
+
+
+def test_readers_that_do_not_write_share_a_mapping_that_is_kept() -> None:
+    writer, reader = SegmentPool(), SegmentPool()
+    lease = writer.take(MIB)
+    lease.segment.memory[:] = 1
+    places: list[int] = []
+    for value in (1, 2):
+        lease.segment.memory[:] = value
+        memory = reader.views.lend(reader.adopt(os.dup(lease.segment.fd), MIB, lambda: None), 1000, "it")
+        assert not memory.flags.writeable
+        assert memory.tolist() == [value] * 1000
+        places.append(memory.ctypes.data)
+        del memory
+        assert reader.usage() == (0, 0), "a mapping that is kept holds nothing"
+    assert places[0] == places[1]
+    large = writer.take(KEPT_VIEWS + MIB)
+    large.segment.memory[-1] = 7
+    view = reader.views.lend(reader.adopt(os.dup(large.segment.fd), KEPT_VIEWS + MIB, lambda: None), KEPT_VIEWS, "it")
+    again = reader.views.lend(reader.adopt(os.dup(lease.segment.fd), MIB, lambda: None), 10, "it")
+    assert int(view[-1]) == 0, "too large to be kept, and alive as long as it is read"
+    assert again.ctypes.data == places[0], "and it drives out no other"
+    del view, again, lease, large
+    reader.close()
+    writer.close()
+
+
+def test_views_that_are_kept_take_few_descriptors() -> None:
+    writer, before = SegmentPool(), len(os.listdir("/proc/self/fd"))
+    leases = [writer.take(4096) for _ in range(2 * KEPT_COUNT)]
+    made = len(os.listdir("/proc/self/fd")) - before
+    for lease in leases:
+        writer.views.lend(lease, 4096, "a block")
+    assert len(os.listdir("/proc/self/fd")) - before <= made + KEPT_COUNT
+    leases.clear()
+    writer.close()

@@ -1,0 +1,176 @@
+"""A worker process without a backend: requests, failures, cancelling, status, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from podium.errors import SerializationError
+from podium.runtime import Worker, WorkerContext, endpoint
+from podium.runtime.messages import Failure, Status
+from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
+
+
+class Subject(Worker):
+    def __init__(self) -> None:
+        self.closed = False
+
+    @endpoint
+    def add(self, x: int, y: int = 1) -> int:
+        return x + y
+
+    @endpoint
+    async def wait(self, seconds: float) -> str:
+        await self._inner(seconds)
+        return "waited"
+
+    async def _inner(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    @endpoint
+    async def block_the_loop(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - what a user does by mistake
+
+    @endpoint
+    def missing(self) -> None:
+        raise AttributeError("of the method's own")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def process() -> Iterator[WorkerProcess]:
+    process = WorkerProcess()
+    process.do_construct("subject", Subject.bind(), WorkerContext(role="subject"), False)
+    yield process
+    process.do_shutdown()
+
+
+def run(process: WorkerProcess, method: str, number: int = 1, **values: Any) -> Outcome:
+    return process.execute(number, "subject", method, values)
+
+
+def in_background(
+    process: WorkerProcess, method: str, number: int, **values: Any
+) -> tuple[threading.Thread, list[Outcome]]:
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(run(process, method, number, **values)))
+    thread.start()
+    time.sleep(0.1)
+    return thread, outcomes
+
+
+def test_outcomes_carry_values_and_times(process: WorkerProcess) -> None:
+    outcome = run(process, "add", x=2)
+    assert (outcome.status, outcome.value) == ("ok", 3)
+    assert 0 < outcome.started_ns <= outcome.ended_ns
+    assert run(process, "wait", seconds=0.0).value == "waited"
+
+
+def test_failures_tell_type_message_and_the_workers_own_frames(process: WorkerProcess) -> None:
+    outcome = run(process, "missing")
+    assert outcome.status == "error"
+    failure = outcome.value
+    assert isinstance(failure, Failure)
+    assert (failure.type_name, failure.message, failure.secondary) == ("AttributeError", "of the method's own", False)
+    assert "in missing" in failure.traceback
+    assert "in execute" not in failure.traceback
+    assert isinstance(failure.original(), AttributeError)
+    assert "no worker 'nobody'" in process.execute(1, "nobody", "add", {}).value.message
+
+
+@pytest.mark.parametrize(
+    ("error", "secondary"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("NCCL communicator was aborted"), True),
+        (RuntimeError("a shape mismatch"), False),
+        (ValueError("gloo is mentioned"), False),
+    ],
+)
+def test_a_broken_collective_counts_as_the_consequence_of_something_else(
+    process: WorkerProcess, error: Exception, secondary: bool
+) -> None:
+    def fail(worker: Subject) -> None:
+        raise error
+
+    outcome = process.execute(1, "", "run", {"worker": "subject", "function": fail, "args": (), "kwargs": {}})
+    assert outcome.value.secondary is secondary
+
+
+def test_a_cancelled_request_that_has_not_begun_never_runs(process: WorkerProcess) -> None:
+    process.do_cancel(7)
+    assert run(process, "add", 7, x=1).status == "cancelled"
+    assert run(process, "add", 7, x=1).status == "ok", "once"
+
+
+def test_a_running_async_request_is_cancelled(process: WorkerProcess) -> None:
+    thread, outcomes = in_background(process, "wait", 9, seconds=60.0)
+    process.do_cancel(9)
+    thread.join(5.0)
+    assert outcomes[0].status == "cancelled"
+
+
+def test_status_shows_the_line_where_each_request_waits(process: WorkerProcess) -> None:
+    first, _ = in_background(process, "wait", 1, seconds=0.4)
+    status = process.do_status()
+    assert isinstance(status, Status)
+    ((label, seconds, stack),) = status.running
+    assert label == "subject.wait"
+    assert 0 < seconds < 5
+    assert "await self._inner(seconds)" in stack
+    assert "await asyncio.sleep(seconds)" in stack
+    assert "await coroutine" not in stack
+    first.join()
+    second, _ = in_background(process, "block_the_loop", 2, seconds=0.4)
+    ((_, _, stack),) = process.do_status().running
+    assert "time.sleep(seconds)" in stack
+    second.join()
+    assert process.do_status().running == ()
+
+
+def test_shutdown_closes_workers_loops_and_threads(process: WorkerProcess) -> None:
+    worker = process.workers["subject"]
+    assert isinstance(worker, Subject)
+    run(process, "wait", seconds=0.0)
+    process.do_shutdown()
+    assert worker.closed
+    assert not [thread for thread in threading.enumerate() if thread.name == "podium-loop" and thread.is_alive()]
+
+
+def test_a_worker_made_by_hand_is_an_ordinary_object_of_one_rank() -> None:
+    subject = Subject()
+    assert subject.add(1, y=5) == 6  # pyright: ignore[reportUnknownMemberType, reportCallIssue] - the plain method
+    assert (subject.ctx.rank, subject.ctx.world_size) == (0, 1)
+    with pytest.raises(AttributeError, match=r"Subject\.group exists on the controller's handle"):
+        _ = subject.group
+
+
+def test_arguments_that_cannot_be_read_are_an_error_of_the_request(process: WorkerProcess) -> None:
+    def read() -> dict[str, int]:
+        raise SerializationError("an argument of subject.add does not unpickle")
+
+    outcome = process.execute(1, "subject", "add", read)
+    assert (outcome.status, outcome.value.type_name) == ("error", "SerializationError")
+    assert "an argument of subject.add" in outcome.value.message
+    assert process.execute(2, "subject", "add", lambda: {"x": 1, "y": 2}).value == 3
+
+
+def test_a_result_that_cannot_be_packed_becomes_an_error_that_can() -> None:
+    def pack(value: Any) -> list[Any]:
+        if isinstance(value, set):
+            raise SerializationError("the result does not pickle")
+        return [value]
+
+    good = Outcome("ok", 5, 1, 2)
+    assert pack_outcome(good, True, pack) == (good, [5])
+    assert pack_outcome(good, False, pack) == (good, [None]), "nobody wants it"
+    outcome, (failure,) = pack_outcome(Outcome("ok", {5}, 1, 2), True, pack)
+    assert (outcome.status, outcome.started_ns, outcome.ended_ns) == ("error", 1, 2)
+    assert (failure.type_name, failure.message) == ("SerializationError", "the result does not pickle")

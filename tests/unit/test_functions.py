@@ -1,0 +1,146 @@
+"""From a name in a configuration to a function, and what a mistake in the name says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podium.errors import ConfigError
+from podium.functions import check_function_name, load_function
+
+SOURCE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from neighbor_under_test import BONUS
+
+@dataclass
+class Rule:
+    bonus: float = BONUS
+
+def plain(text):
+    return len(text) + Rule().bonus
+
+LIMIT = 3
+"""
+KNOWN = {"length": len, "mean": "statistics:mean"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of this test, with a module, its neighbor and an empty module."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("neighbor_under_test", "functions_under_test", "empty_under_test"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "neighbor_under_test.py").write_text("BONUS = 0.5\n")
+    (tmp_path / "functions_under_test.py").write_text(SOURCE)
+    (tmp_path / "empty_under_test.py").write_text("from math import sqrt\n_hidden = len\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(spec: str) -> object:
+    return load_function(spec, key="section.key", known=KNOWN)
+
+
+def test_a_known_name() -> None:
+    assert load_function("length", key="section.key", known=KNOWN)("four") == 4
+    assert load_function("mean", key="section.key", known=KNOWN)([1, 3]) == 2
+
+
+@pytest.mark.parametrize("form", ["functions_under_test:plain", "functions_under_test.py:plain", "{}:plain"])
+def test_a_module_and_a_file(form: str, folder: Path) -> None:
+    assert load_function(form.format(folder / "functions_under_test.py"), key="section.key")("four") == 4.5
+
+
+def test_a_file_may_import_its_neighbors_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(folder)])
+    monkeypatch.chdir(folder.parent)
+    assert load_function(f"{folder}/functions_under_test.py:plain", key="section.key")("four") == 4.5
+
+
+def test_a_nested_name() -> None:
+    assert load("builtins:str.count") is str.count
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_file_is_loaded_once() -> None:
+    assert load("functions_under_test.py:plain") is load("functions_under_test.py:plain")
+
+
+def test_two_files_of_one_name_are_two_modules(folder: Path) -> None:
+    other = folder / "other" / "functions_under_test.py"
+    other.parent.mkdir()
+    other.write_text("def plain(text):\n    return 0.0\n")
+    first, second = (load_function(f"{path}:plain", key="k") for path in (folder / other.name, other))
+    assert (first("four"), second("four")) == (4.5, 0.0)
+    assert sys.modules[first.__module__] is not sys.modules[second.__module__]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("lenght", "did you mean 'length'"),
+        ("zzz", r"expected one of length, mean, module:function, or path/file\.py:function"),
+        ("module:", "expected one of"),
+        (":function", "expected one of"),
+        ("module:not a name", "expected one of"),
+    ],
+)
+def test_a_wrong_form_is_refused_before_anything_is_imported(spec: str, message: str) -> None:
+    for check in (load_function, check_function_name):
+        with pytest.raises(ConfigError, match=message) as caught:
+            check(spec, key="section.key", known=KNOWN)
+        assert f"section.key = {spec!r}" in str(caught.value)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("functions_under_tset:plain", "no module 'functions_under_tset'.*did you mean 'functions_under_test'"),
+        ("functions_under_tset:plain", r"a file goes by its path: functions_under_tset\.py:plain"),
+        ("functions_under_test:plian", "functions_under_test has no 'plian'; did you mean 'plain'"),
+        ("functions_under_test:zzz", "has no 'zzz'; it defines Rule, plain"),
+        ("empty_under_test:zzz", "has no 'zzz'; it defines no function"),
+        ("functions_under_test:LIMIT", "'LIMIT' in functions_under_test is not a function but of type int"),
+        ("functions_under_tset.py:plain", r"no file .*did you mean .*functions_under_test\.py"),
+        ("nowhere/at_all.py:plain", r"no file .*nowhere/at_all\.py, and no directory .*nowhere"),
+    ],
+)
+def test_a_wrong_name_is_explained_with_the_nearest(spec: str, message: str) -> None:
+    check_function_name(spec, key="section.key")  # only loading finds these
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(spec)
+    assert f"section.key = {spec!r}" in str(caught.value)
+
+
+def test_a_file_beside_that_cannot_be_imported_is_not_its_own_nearest_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(folder))])
+    with pytest.raises(
+        ConfigError, match=r"no module 'functions_under_test' on .*: functions_under_test\.py:plain"
+    ) as caught:
+        load("functions_under_test:plain")
+    assert "did you mean 'functions_under_test'" not in str(caught.value)
+
+
+def test_an_error_inside_the_users_module_passes_through(folder: Path) -> None:
+    (folder / "broken_under_test.py").write_text("import not_installed_anywhere\n")
+    for spec in (
+        "broken_under_test:f",
+        "broken_under_test.py:f",
+        "broken_under_test.py:f",
+    ):  # nothing stays half loaded
+        with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+            load(spec)
+
+
+def test_the_module_is_light() -> None:
+    script = "import sys, podium.functions; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )

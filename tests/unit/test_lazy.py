@@ -1,0 +1,38 @@
+"""Packages whose public names are imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import podium
+
+SOURCE = Path(podium.__file__).parent
+PACKAGES = sorted(
+    ".".join(("podium", *path.parent.relative_to(SOURCE).parts))
+    for path in SOURCE.rglob("__init__.py")
+    if "= lazy_exports(__name__)" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_name_is_there_and_is_no_module_of_the_package(name: str) -> None:
+    package = importlib.import_module(name)
+    assert package.__all__
+    assert set(package.__all__) <= set(dir(package))
+    for public in package.__all__:
+        assert getattr(package, public) is not None
+        assert not (Path(str(package.__file__)).parent / f"{public}.py").exists()
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'no_such_name'"):
+        _ = package.no_such_name
+
+
+def test_importing_the_packages_imports_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "numpy", "pydantic", "yaml", "rich", "datasets", "ray", "podium.runtime")
+    script = f"import sys, {', '.join(PACKAGES)}; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

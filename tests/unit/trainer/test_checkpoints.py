@@ -1,0 +1,152 @@
+"""A checkpoint is complete or not there, at whatever moment its writer is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from podium.errors import CheckpointError
+from podium.runtime import endpoint, nothing
+from podium.telemetry import CheckpointSaved, Event, subscribe
+from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.checkpoints import Checkpoint, Checkpoints
+from podium.workers import Policy
+from tests.integration.training import tiny
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def save(checkpoints: Checkpoints, step: int, keep: int = 0, text: str = "weights") -> Path:
+    with checkpoints.writing(step, keep=keep) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.bin").write_text(text)
+    return checkpoints.folder / f"step-{step:06d}"
+
+
+def test_a_checkpoint_is_complete_before_latest_moves(checkpoints: Checkpoints) -> None:
+    events: list[Event] = []
+    leave = subscribe(events.append)
+    try:
+        first = save(checkpoints, 10)
+        with checkpoints.writing(20) as folder:
+            (folder / "weights.bin").write_text("half")
+            latest = checkpoints.latest()
+            assert latest is not None
+            assert latest.step == 10
+    finally:
+        leave()
+    assert (checkpoints.folder / "latest" / "weights.bin").read_text() == "half"
+    assert [one.step for one in checkpoints.all()] == [10, 20]
+    assert events == [CheckpointSaved(10, str(first)), CheckpointSaved(20, str(checkpoints.folder / "step-000020"))]
+
+
+def test_a_checkpoint_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    with pytest.raises(KeyboardInterrupt), checkpoints.writing(20) as folder:
+        (folder / "weights.bin").write_text("half")
+        raise KeyboardInterrupt
+    assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["latest", "step-000010"]
+
+
+def test_an_empty_checkpoint_is_refused(checkpoints: Checkpoints) -> None:
+    with pytest.raises(CheckpointError, match="nothing was written"), checkpoints.writing(10):
+        pass
+    assert checkpoints.latest() is None
+
+
+def test_only_the_newest_are_kept(checkpoints: Checkpoints) -> None:
+    for step in (10, 20, 30, 1_000_000):
+        save(checkpoints, step, keep=2)
+    assert [one.step for one in checkpoints.all()] == [30, 1_000_000]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, text="old")
+    final = save(checkpoints, 10, text="new")
+    assert (final / "model" / "weights.bin").read_text() == "new"
+    assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["latest", "step-000010"]
+
+
+def test_latest_survives_its_deletion(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    save(checkpoints, 10)
+    second = save(checkpoints, 20)
+    (second / "model" / "weights.bin").unlink()
+    (second / "model").rmdir()
+    second.rmdir()
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 10
+    assert "which is gone" in caplog.text
+
+
+KILLED_IN = {
+    # The call inside _commit at which the process is killed, and the text that must be there afterwards.
+    "first file's fsync": ("os.fsync", 1, "old"),
+    "first rename": ("Path.rename", 1, "old"),
+    "second rename": ("Path.rename", 2, "old"),
+    "symlink": ("Path.symlink_to", 1, "new"),
+    "replacing latest": ("Path.replace", 1, "new"),
+    "last fsync": ("os.fsync", 5, "new"),
+}
+
+
+@pytest.mark.parametrize("moment", KILLED_IN)
+def test_killed_while_a_checkpoint_is_replaced(checkpoints: Checkpoints, moment: str) -> None:
+    function, count, expected = KILLED_IN[moment]
+    save(checkpoints, 5, text="older")
+    save(checkpoints, 10, text="old")
+    script = f"""
+import os, signal
+from pathlib import Path
+from podium.trainer.checkpoints import Checkpoints
+checkpoints = Checkpoints(Path({str(checkpoints.folder)!r}))
+owner, name = {function!r}.split(".")
+owner = {{"os": os, "Path": Path}}[owner]
+real, calls = getattr(owner, name), []
+def deadly(*args):
+    calls.append(args)
+    if len(calls) == {count}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args)
+with checkpoints.writing(10) as folder:
+    (folder / "model").mkdir()
+    (folder / "model" / "weights.bin").write_text("new")
+    setattr(owner, name, deadly)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    again = Checkpoints(checkpoints.folder)
+    latest = again.latest()
+    assert latest is not None
+    assert latest.step == 10
+    assert (latest.path / "model" / "weights.bin").read_text() == expected
+    assert {entry.name for entry in again.folder.iterdir()} == {"latest", "step-000005", "step-000010"}
+
+
+@pytest.mark.parametrize("text", ["{", '{"step": 1}', '{"stepp": 1, "first": null, "last": null}'])
+def test_a_state_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trainer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"trainer\.json is not the state of a training run"):
+        Checkpoint(1, tmp_path).load(None)  # pyright: ignore[reportArgumentType] - fails before it is used
+
+
+class Elsewhere(Policy):
+    """Writes as a worker on another machine does, whose disk is not the controller's."""
+
+    @endpoint(collect=nothing())
+    def save(self, path: str) -> None:
+        super().save(path.replace("checkpoints", "elsewhere"))
+
+
+def test_a_checkpoint_on_a_disk_that_is_not_shared_is_no_checkpoint(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    with pytest.raises(CheckpointError, match=r"policy was written on another machine.* set run\.dir to one"):
+        PPOTrainer(config, cluster="inline", workers={"policy": Elsewhere}, show=False).fit()
+    assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))

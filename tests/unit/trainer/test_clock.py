@@ -1,0 +1,66 @@
+"""The clock of stages: several steps at once, times that add up."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from podium.telemetry import StageFinished, subscribe
+from podium.trainer.clock import StageClock
+
+
+def test_the_clock_adds_stages_up_and_tells_their_speed() -> None:
+    clock = StageClock()
+    events: list[object] = []
+    unsubscribe = subscribe(events.append)
+    try:
+        for step in (1, 2):
+            for _ in range(2):
+                with clock.stage("update", step, "learn"):
+                    pass
+            found = clock.finish(step, {"update": 100.0, "step": 100.0, "absent": 5.0})
+    finally:
+        unsubscribe()
+    stages = [(e.name, e.step, e.half) for e in events if isinstance(e, StageFinished)]
+    assert stages == [("update", 1, "learn")] * 2 + [("update", 2, "learn")] * 2
+    assert found["tokens_per_s/update"] == pytest.approx(100 / found["time/update"])
+    assert found["time/step"] >= found["time/update"]
+    assert "tokens_per_s/absent" not in found
+    assert clock.totals_tokens["update"] == 200
+    assert clock.tokens_per_s()["update"] == pytest.approx(200 / clock.totals_s["update"])
+
+
+def test_stages_of_two_steps_at_once_are_counted_for_their_own_step() -> None:
+    clock = StageClock()
+    collecting, learned = threading.Event(), threading.Event()
+
+    def collect() -> None:
+        with clock.stage("generate", 2, "collect"):
+            collecting.set()
+            learned.wait(10)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    collecting.wait(10)
+    with clock.stage("update", 1, "learn"):
+        time.sleep(0.02)
+    first = clock.finish(1, {})
+    learned.set()
+    thread.join()
+    second = clock.finish(2, {})
+    assert first.keys() == {"time/update", "time/step"}
+    assert second.keys() == {"time/generate", "time/step"}
+    assert second["time/step"] < second["time/generate"]  # a step begins where the one before it ended
+    assert second["time/step"] >= 0.02
+
+
+def test_what_lies_between_two_steps_belongs_to_neither() -> None:
+    clock = StageClock()
+    for step in (1, 2):
+        with clock.stage("update", step, "learn"):
+            pass
+        assert clock.finish(step, {})["time/step"] < 0.02
+        time.sleep(0.03)  # an evaluation

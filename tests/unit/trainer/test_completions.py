@@ -1,0 +1,157 @@
+"""Completions with their grades, and their Parquet files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import podium
+from podium.data import Batch, Jagged, fields
+from podium.rewards import Grade, Grader
+from podium.rollout.tasks import Example
+from podium.runtime import Worker, endpoint, first
+from podium.telemetry import Sample, metrics
+from podium.trainer import completions
+from podium.trainer.completions import CompletionsLog, ScoredBatch
+from podium.trainer.prompts import Prompts
+from podium.workers import char_tokenizer
+
+
+def rollouts() -> Batch:
+    """Two prompts, two completions each, of 1, 2, 2 and 3 tokens after prompts of 1 and 2."""
+    tokens = Jagged.from_rows([torch.tensor(row) for row in ([5, 6], [5, 7, 8], [1, 2, 3, 4], [1, 2, 9, 9, 9])])
+    prompts = [1, 1, 2, 2]
+    mask = [torch.arange(n) >= p for n, p in zip(tokens.lengths.tolist(), prompts, strict=True)]
+    return Batch(
+        {
+            fields.TOKENS: tokens,
+            fields.LOSS_MASK: Jagged.from_rows(mask),
+            fields.VERSIONS: tokens.like(torch.full((14,), 7)),
+            fields.GROUP: torch.tensor([0, 0, 1, 1]),
+            fields.REWARDS: torch.tensor([1.0, 0.0, 0.5, 0.5]),
+            fields.FINISH_REASON: ["stop", "length", "stop", "stop"],
+        }
+    )
+
+
+PROMPTS = Prompts(
+    [torch.tensor([5]), torch.tensor([1, 2])], ["p", "q"], [Example("p", "x", {"worth": 1.0}), Example("q", None, {})]
+)
+
+
+def scored(grades: list[Grade] | None, batch: Batch | None = None, step: int = 1) -> ScoredBatch:
+    batch = rollouts() if batch is None else batch
+    return ScoredBatch(step=step, batch=batch, prompts=PROMPTS, tokenizer=char_tokenizer("abcdef"), grades=grades)
+
+
+def test_metrics_of_completions() -> None:
+    found = scored([Grade(score, correct=score == 1.0) for score in (1.0, 0.0, 0.5, 0.5)]).metrics()
+    assert found == {
+        metrics.REWARD_MEAN: 0.5,
+        metrics.REWARD_STD: pytest.approx(math.sqrt(0.125)),
+        metrics.ACCURACY: 0.25,
+        metrics.FLAT_GROUPS: 0.5,
+        metrics.TRUNCATED: 0.25,
+        metrics.TOKENS: 14.0,
+    }
+
+
+def length_and_worth(completion: str, row: Mapping[str, Any]) -> float:
+    return len(completion) + row.get("worth", 0.0)
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_each_completion_is_graded_with_the_row_of_its_prompt(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "_GRADED_TOKENS", most)
+    with Grader(reward=length_and_worth) as grader:
+        graded = scored(None).graded(grader)
+    assert graded.rewards_B.tolist() == [2.0, 3.0, 1.0, 3.0]
+    assert graded.batch.dense(fields.REWARDS).tolist() == [2.0, 3.0, 1.0, 3.0]
+
+
+def elsewhere(batch: Batch) -> Batch:
+    """As a generator's answer reaches the controller."""
+    with podium.connect("inline") as cluster:
+        keeper = cluster.start(Keeper.bind(), cluster.pool([1]))
+        return keeper.keep(batch)
+
+
+class Keeper(Worker):
+    @endpoint(collect=first(), returns="ref")
+    def keep(self, batch: Batch) -> Batch:
+        return batch
+
+
+@pytest.mark.parametrize("most", [1, 5, 100])
+def test_completions_come_in_chunks_wherever_their_tokens_are(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "_WRITTEN_TOKENS", most)
+    batch = elsewhere(rollouts()).fetch(fields.GROUP)
+    advantages = batch.jagged(fields.LOSS_MASK)
+    graded = scored([Grade(float(row), {"form": 1.0} if row == 3 else {}) for row in range(4)], batch)
+    assert [len(rows) for rows in graded.chunks(most)] == {1: [1, 1, 1, 1], 5: [2, 1, 1], 100: [4]}[most]
+    assert [text for rows in graded.chunks(most) for text in graded.texts(rows)] == ["c", "de", "a", "fff"]
+    with CompletionsLog(tmp_path) as log:
+        log.write(graded, advantages)
+    table = pq.read_table(tmp_path / "step-000001.parquet").to_pydict()
+    assert table["tokens"] == [[6], [7, 8], [3, 4], [9, 9, 9]]
+    assert table["completion"] == ["c", "de", "a", "fff"]
+    assert table["advantage"] == [1.0, 1.0, 1.0, 1.0]
+    assert table["reward_form"] == [None, None, None, 1.0]
+
+
+def test_one_sample_a_prompt() -> None:
+    grades = [Grade(score) for score in (1.0, 0.0, 0.5, 0.5)]
+    assert scored(grades).samples(5) == (Sample("p", "c", 1.0, "x"), Sample("q", "a", 0.5, None))
+
+
+def test_completions_are_written_with_tokens_grades_and_the_mean_advantage(tmp_path: Path) -> None:
+    import pandas as pd
+
+    grades = [Grade(float(row), {"form": 0.1 * row}, correct=row > 2) for row in range(4)]
+    advantages = rollouts().jagged(fields.LOSS_MASK)
+    with CompletionsLog(tmp_path) as log:
+        log.write(scored(grades, step=3), advantages.like(advantages.values * torch.arange(14)))
+        log.flush()
+        table = pq.read_table(tmp_path / "step-000003.parquet").to_pydict()
+    assert table["step"] == [3, 3, 3, 3]
+    assert table["group"] == [0, 0, 1, 1]
+    assert table["prompt"] == ["p", "p", "q", "q"]
+    assert table["expected"] == ["x", "x", None, None]
+    assert table["tokens"] == [[6], [7, 8], [3, 4], [9, 9, 9]]
+    assert table["reward_form"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert table["advantage"] == pytest.approx([1.0, 3.5, 7.5, 12.0])
+    assert table["correct"] == [False, False, False, True]
+    assert table["version"] == [7, 7, 7, 7]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000003.parquet"]
+    assert list(pd.read_parquet(tmp_path)["reward"]) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_text_without_utf_8_is_written_nevertheless(tmp_path: Path) -> None:
+    odd = Prompts(PROMPTS.token_ids, ["p\ud800", "q"], PROMPTS.examples)
+    batch = ScoredBatch(step=1, batch=rollouts(), prompts=odd, tokenizer=char_tokenizer("abcdef"))
+    with CompletionsLog(tmp_path) as log:
+        log.write(batch, None)
+    assert pq.read_table(tmp_path / "step-000001.parquet")["prompt"].to_pylist() == ["p?", "p?", "q", "q"]
+
+
+def test_completions_without_grades_are_written_too_and_a_full_disk_is_not_silent(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    log = CompletionsLog(tmp_path / "there")
+    log.write(scored(None), None)
+    log.flush()
+    table = pq.read_table(tmp_path / "there" / "step-000001.parquet").to_pydict()
+    assert all(math.isnan(reward) for reward in table["reward"])
+    assert table["advantage"] == [None] * 4
+    (tmp_path / "there" / "step-000001.parquet").unlink()
+    (tmp_path / "there").rmdir()
+    log.write(scored(None), None)
+    with pytest.raises(FileNotFoundError):
+        log.flush()

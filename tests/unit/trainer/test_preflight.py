@@ -1,0 +1,88 @@
+"""What is checked before a run starts: lengths, and what a script gave the run that it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.cli import main
+from podium.errors import ConfigError
+from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.preflight import check_given, names_of_given
+from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
+from podium.workers.models import longest_text
+from tests.integration.training import MODEL, metrics_rows, tiny
+
+
+def longer(completion: str, row: Mapping[str, Any]) -> float:
+    return float(len(completion))
+
+
+class Mine(Policy):
+    pass
+
+
+def test_names_are_those_of_functions_classes_and_bound_classes(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path)
+    here = f"{__name__}."
+    assert names_of_given(None, "exact", None) == {}
+    assert names_of_given(longer, "exact", {"policy": Mine}) == {
+        "policy": f"{here}Mine",
+        "reward": f"{here}longer",
+        "reward.name": "exact",
+    }
+    assert names_of_given(None, "exact", {"policy": Mine.bind(model=config.model)}) == {"policy": f"{here}Mine"}
+
+
+def test_what_is_missing_is_named_unless_something_else_was_said() -> None:
+    had = {"policy": "m.Mine", "reward": "m.longer", "reward.name": "exact"}
+    check_given({}, {}, "exact")
+    check_given(had, {**had, "reward": "m.another"}, "exact")
+    check_given(had, {"policy": "m.Mine"}, "my_rewards.py:longer")
+    with pytest.raises(ConfigError, match=r"its own policy \(m\.Mine\), reward \(m\.longer\) from Python"):
+        check_given(had, {}, "exact")
+    with pytest.raises(ConfigError, match=r"its own reward \(m\.longer\).*or name a reward with reward\.name"):
+        check_given(had, {"policy": "m.Other"}, "exact")
+
+
+def test_a_run_with_a_function_is_not_resumed_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    PPOTrainer(config, cluster="inline", reward=longer, show=False).fit()
+    run = tmp_path / "runs" / "run"
+    assert main(["train", "grpo", "--resume", str(run), "--run.steps", "2", "--backend", "inline"]) == 2
+    assert f"this run was given its own reward ({__name__}.longer) from Python" in capsys.readouterr().err
+    again = tiny(GRPOConfig, tmp_path, run={"steps": 2, "resume": str(run)}, eval={"items": 0})
+    PPOTrainer(again, cluster="inline", reward=longer, show=False).fit()
+    assert [row["step"] for row in metrics_rows(run)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "data", "message"),
+    [
+        (30, {}, r"longest training prompt has 3 tokens.*32 positions.*data\.max_prompt_tokens to 2 \("),
+        (40, {}, r"32 positions: lower sampling\.max_new_tokens$"),
+        (26, {"eval": "long.jsonl"}, r"longest held-out prompt has 8 tokens"),
+    ],
+)
+def test_a_prompt_that_the_model_has_no_room_for_is_found_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: int, data: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("long.jsonl").write_text('{"prompt": "1234567=", "answer": "1"}\n')
+    config = tiny(GRPOConfig, tmp_path, sampling={"max_new_tokens": sampling}, data=data)
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(config, cluster="inline", show=False).fit()
+    assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
+
+
+def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:
+    tiny_model = ModelConfig(**MODEL)
+    assert longest_text(tiny_model) == 32
+    load_model(tiny_model).save_pretrained(tmp_path)
+    load_tokenizer(tiny_model.tokenizer).save_pretrained(tmp_path)
+    assert longest_text(ModelConfig(path=str(tmp_path))) == 32
+    with pytest.raises(ConfigError, match="its configuration cannot be read"):
+        longest_text(ModelConfig(path=str(tmp_path / "absent")))
