@@ -195,7 +195,8 @@ def test_a_node_that_joins_is_seen_and_used_and_one_that_goes_is_named(cluster: 
     pool = cluster.pool([2, 2], cpus=1)
     assert "late" in {slot.node for slot in pool}
     slow = cluster.start(Busy.bind(), pool, name="slow", distributed=False)
-    elsewhere = cluster.start(Busy.bind(), name="elsewhere", distributed=False)
+    stays = cluster.pool([1], resources={"tape": 1})  # which only the node "gpus" has
+    elsewhere = cluster.start(Busy.bind(), stays, name="elsewhere", distributed=False)
     calls = [slow.wait.submit(), elsewhere.wait.submit()]
     machines.remove_node(late, allow_graceful=False)
     with pytest.raises(WorkerDied, match="late") as caught:
@@ -209,5 +210,6 @@ def test_a_node_that_joins_is_seen_and_used_and_one_that_goes_is_named(cluster: 
     assert "late" not in [node.name for node in cluster.nodes]
     slow.group.close()
     elsewhere.group.close()
-    cluster.release(pool)
+    for held in (pool, stays):
+        cluster.release(held)
     assert places(cluster, cluster.pool([2, 1], cpus=1))
