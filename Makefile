@@ -12,6 +12,9 @@ MAKEFLAGS += --no-print-directory
 # The first interpreter found that is new enough; PYTHON=… names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+WHEEL_PYTHON ?= $(PYTHON)
+NEWEST_PYTHON ?= $(firstword $(shell for p in python3.13 "$$HOME"/.pyenv/versions/3.13*/bin/python; do \
+	"$$p" -c '' >/dev/null 2>&1 && echo "$$p"; done))
 TORCH_SPEC ?= torch==2.13.0
 
 BIN := .venv/bin
@@ -53,13 +56,19 @@ test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs
 	@.venvs/vllm/bin/python -m pytest tests/unit/rollout tests/contract tests/integration -m vllm $(ARGS)
 
 test-wheel: $(STAMP)  ## build the wheel and use it in a fresh environment without extras: two minutes
-	@rm -rf .venvs/wheel dist
+	@rm -rf dist
 	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .
-	@$(PYTHON) -m venv .venvs/wheel
-	@.venvs/wheel/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
-	@.venvs/wheel/bin/pip install -q --disable-pip-version-check -c .venv/constraints.txt dist/podium-*.whl
-	@.venvs/wheel/bin/pip check --disable-pip-version-check
-	@.venvs/wheel/bin/python -I tests/packaging/check_wheel.py
+	@rm -rf .venvs/$@
+	@$(WHEEL_PYTHON) -m venv .venvs/$@
+	@.venvs/$@/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
+	@grep -v '^torch==' constraints.txt > .venvs/$@/constraints.txt
+	@.venvs/$@/bin/pip install -q --disable-pip-version-check -c .venvs/$@/constraints.txt dist/podium-*.whl
+	@.venvs/$@/bin/pip check --disable-pip-version-check
+	@.venvs/$@/bin/python -I tests/packaging/check_wheel.py
+
+test-wheel-newest:  ## the same on Python 3.13, where it is installed (torch with CUDA, several GB): five minutes
+	@if [[ -z "$(NEWEST_PYTHON)" ]]; then echo "skipped: there is no Python 3.13 here"; \
+		else $(MAKE) test-wheel WHEEL_PYTHON="$(NEWEST_PYTHON)"; fi
 
 ##@ Measure
 bench: $(STAMP)  ## every figure of the README, beside floors and installed peers; writes bench/results.json
@@ -103,4 +112,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast test-monarch test-vllm test-wheel bench soak bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast test-monarch test-vllm test-wheel test-wheel-newest bench soak bench-peers help
