@@ -1,59 +1,105 @@
-"""A grading process: it runs the reward on chunks of items, and sends a line for each."""
+"""A grading process: it runs the reward on one item after another, and sends a line of JSON for each.
+
+A line is data alone, so that whoever reads it runs no code of the reward's.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import math
 import os
 import pickle
 import socket
 import struct
-import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from podium.rewards.resolve import RewardFn
-from podium.rewards.results import Result, encode
 from podium.supervisor import children_of
 
-__all__ = ["CHUNK", "ITEM", "REPLACE", "grade_items", "judge"]
+__all__ = ["ITEM", "REPLACE", "Result", "decode", "encode", "grade_items", "judge"]
 
 ITEM: Final = struct.Struct("<QQ")  # an item's number, and the length of the pickle that follows
-CHUNK: Final = struct.Struct("<Q")  # how many items follow
 REPLACE: Final = 75  # exit code of a process that earlier items have filled with memory or processes
 
 _MOST_LEFT: Final = 32  # processes that a reward may leave behind in one grading process
+_CHECKED_ITEMS: Final = 64  # the processes left behind are counted after this many items
 _PROBLEM: Final = 2_000  # characters; the line of a result stays under the dispatcher's limit
 _TRACEBACK: Final = 20_000
+_NO_PARTS: Final[Mapping[str, float]] = MappingProxyType({})
+
+
+class Result(NamedTuple):
+    """What is known of one item.
+
+    Attributes:
+        score: The reward's score; None if there is a problem.
+        parts: The named parts with "score", if the reward returned a mapping.
+        problem: What was wrong, as the end of a sentence that begins with "the reward".
+        traceback: Where the reward raised.
+        limit: The limit that the item ran over: "time", "memory" or "".
+    """
+
+    score: float | None = None
+    parts: Mapping[str, float] = _NO_PARTS
+    problem: str = ""
+    traceback: str = ""
+    limit: str = ""
+
+
+def encode(number: int, result: Result) -> bytes:
+    """Return one line: the item's number, and a score, its parts or a problem."""
+    if result.score is None:
+        text = json.dumps(result[2:])
+    else:  # repr writes a finite float as JSON does, and faster
+        text = json.dumps(dict(result.parts)) if result.parts else repr(result.score)
+    return b"%d %b\n" % (number, text.encode())
+
+
+def decode(data: bytes) -> Result:
+    """Return the result in ``data``, a line without its number. Whatever is wrong with it becomes the result's problem.
+
+    A reward may have written the line by itself. Each value's type is checked, and nothing else is believed.
+    """
+    try:
+        plain = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        plain = None
+    match plain:
+        case float(score) if math.isfinite(score):
+            return Result(score)
+        case {"score": float(score), **others} as parts if all(map(_is_finite, (score, *others.values()))):
+            return Result(score, parts)
+        case [str(problem), str(trace), str(limit)]:
+            return Result(None, _NO_PARTS, problem, trace, limit)
+        case _:
+            return Result(problem=f"sent {data[:60]!r}, which is not a result")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def grade_items(sock: socket.socket, reward: RewardFn, memory_bytes: int | None) -> int:
-    """Answer chunks until ``sock`` closes. Returns the exit code of the process."""
+    """Answer items until ``sock`` closes. Returns the exit code of the process."""
     faulthandler.enable()
     _limit_memory(memory_bytes)
     stream = sock.makefile("rb")
-    answered = unchecked = 0
-    while header := stream.read(CHUNK.size):
-        items: list[tuple[int, bytes]] = []
-        for _ in range(*CHUNK.unpack(header)):
-            number, length = ITEM.unpack(stream.read(ITEM.size))
-            items.append((number, stream.read(length)))
-        for number, data in items:
-            result = _judge_pickled(reward, data)
-            full = memory_bytes is not None and result.limit == "memory"
-            if not full or answered == 0:  # else earlier items may be the cause: this one has a second try elsewhere
-                sock.sendall(encode(number, result))
-                answered += 1
-            if full:
-                return REPLACE
-        unchecked += len(items)
-        if unchecked >= 2 * _MOST_LEFT:
-            unchecked = 0
-            if len(children_of(os.getpid())) > _MOST_LEFT:
-                return REPLACE
+    answered = 0
+    while header := stream.read(ITEM.size):
+        number, length = ITEM.unpack(header)
+        result = _judge_pickled(reward, stream.read(length))
+        full = memory_bytes is not None and result.limit == "memory"
+        if not full or answered == 0:  # else earlier items may be the cause: this one has a second try elsewhere
+            sock.sendall(encode(number, result))
+            answered += 1
+        if full or (answered % _CHECKED_ITEMS == 0 and len(children_of(os.getpid())) > _MOST_LEFT):
+            return REPLACE
     return 0
 
 
@@ -87,7 +133,8 @@ def judge(reward: RewardFn, completion: str, row: Mapping[str, Any]) -> Result:
         traceback.clear_frames(error.__traceback__)  # frees what filled the memory
         return Result(problem="raised MemoryError", limit="memory")
     except BaseException as error:  # noqa: BLE001 - SystemExit too: a reward that leaves is a reward that failed
-        return Result(None, {}, f"raised {type(error).__name__}: {error}"[:_PROBLEM], _trace()[-_TRACEBACK:])
+        problem = f"raised {type(error).__name__}: {error}"[:_PROBLEM]
+        return Result(problem=problem, traceback=_trace(error)[-_TRACEBACK:])
     if not isinstance(value, Mapping):
         number = _number(value)
         return Result(number, problem="" if number is not None else f"returned {_shown(value)}")
@@ -118,9 +165,9 @@ def _shown(value: object) -> str:
     return f"{repr(value)[:60]} ({type(value).__name__})"
 
 
-def _trace() -> str:
-    """Return the traceback of the exception in flight, without this module's own frames."""
-    kind, error, trace = sys.exc_info()
+def _trace(error: BaseException) -> str:
+    """Return the traceback of ``error`` without this module's own frames."""
+    trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(kind, error, trace))
+    return "".join(traceback.format_exception(type(error), error, trace))

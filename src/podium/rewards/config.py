@@ -1,4 +1,4 @@
-"""What a grader is told and what it answers."""
+"""The settings of a grader, and the grade that it gives a completion."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class RewardConfig:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The judgement on one completion.
+    """The grade of one completion.
 
     Attributes:
-        score: what training uses, finite.
-        parts: the named parts where the reward returned a mapping ("score" included), else empty.
-        correct: ``score >= RewardConfig.correct_at``; never for an item that failed.
-        error: why there is no score of the reward's own, else None.
-        timed_out: the item ran over its time limit and was killed.
+        score: The finite number that training uses.
+        parts: The named parts, with "score", if the reward returned a mapping; else empty.
+        correct: Whether the score is at least ``RewardConfig.correct_at``. False if grading failed.
+        error: Why the score is not the reward's own; None if it is.
+        timed_out: Whether grading ran over its time limit and was killed.
     """
 
     score: float

@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
-from podium.rewards.child import CHUNK, ITEM, REPLACE, grade_items
+from podium.rewards.child import ITEM, REPLACE, Result, encode, grade_items
 from podium.rewards.resolve import RewardFn, resolve_reward
-from podium.rewards.results import Result, encode
 from podium.supervisor import Supervisor, describe_exit
 
 __all__ = ["MAX_LINE_BYTES", "Settings", "main"]
@@ -34,6 +33,7 @@ __all__ = ["MAX_LINE_BYTES", "Settings", "main"]
 MAX_LINE_BYTES: Final = 1 << 20
 
 _MOST_ITEMS: Final = 64  # in a chunk: enough to make a message's cost vanish, few enough to share out evenly
+_HOLD_S: Final = 0.001  # lines wait this long for the next one, so that the grader does not wake for each
 
 
 class Settings(NamedTuple):
@@ -53,7 +53,7 @@ def main(fd: int) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     try:
         with connection.makefile("rb") as stream:
-            settings = Settings(*pickle.loads(stream.read(ITEM.unpack(stream.read(ITEM.size))[1])))
+            settings: Settings = pickle.loads(stream.read(ITEM.unpack(stream.read(ITEM.size))[1]))
         reward, result = _load(settings.reward)
         connection.sendall(encode(0, result))
         if reward is not None:
@@ -140,10 +140,11 @@ class _Dispatcher:
         self._waiting: deque[int] = deque()  # their numbers, but for those given to a child; and dropped ones
         self._children: dict[int, _Child] = {}  # by process id
         self._lines = bytearray()
+        self._chunk_answered = False
 
     def run(self) -> None:
         """Serve the grader until it closes its end."""
-        while (ready := self._supervisor.wait(self._patience())) is not None:
+        while (ready := self._supervisor.wait(_HOLD_S if self._lines else self._patience())) is not None:
             if self._grader.sock.fileno() in ready and not self._receive():
                 return
             for child in [child for child in self._children.values() if child.stream.sock.fileno() in ready]:
@@ -154,8 +155,10 @@ class _Dispatcher:
                     self._bury(self._children[pid], os.waitstatus_to_exitcode(status))
             self._expire()
             self._hand_out()
-            self._grader.send(self._lines)
-            self._lines.clear()
+            if self._chunk_answered or not ready:
+                self._grader.send(self._lines)
+                self._lines.clear()
+                self._chunk_answered = False
 
     def _patience(self) -> float:
         """Return the seconds until the first deadline."""
@@ -197,7 +200,7 @@ class _Dispatcher:
             taken = [self._waiting.popleft() for _ in range(size)]
             child.pending.extend(number for number in taken if number in self._items)
             child.deadline = time.monotonic() + self._settings.time_limit_s
-            child.stream.send(CHUNK.pack(len(child.pending)) + b"".join(self._items[n] for n in child.pending))
+            child.stream.send(b"".join(self._items[number] for number in child.pending))
 
     def _idle_child(self) -> _Child | None:
         for child in self._children.values():
@@ -231,6 +234,7 @@ class _Dispatcher:
                 child.deadline = time.monotonic() + self._settings.time_limit_s
                 if self._items.pop(child.answered, None) is not None:  # else it was dropped
                     self._lines += line + b"\n"
+                self._chunk_answered |= not child.pending
             elif child.answered and line.startswith(b"%d " % child.answered):
                 return self._end(child)  # the reward had answered by itself: no other item is to blame
             else:

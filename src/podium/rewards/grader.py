@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from podium.errors import ConfigError
 from podium.rewards.config import Grade, RewardConfig
-from podium.rewards.processes import GradingProcesses, PendingGrade
+from podium.rewards.processes import GradingProcesses, Pending
 from podium.rewards.resolve import RewardFn
 from podium.telemetry import Note, emit
 
 __all__ = ["Grader"]
-
-_SLICE: Final = 256  # items that grade() sends at once
 
 
 class Grader:
@@ -79,7 +77,7 @@ class Grader:
             ConfigError: As :meth:`start`; or the grader is closed.
             RewardError: As :meth:`start`; or the row cannot be sent to a grading process.
         """
-        return self._send([(f"completion {completion[:80]!r}", completion, row)])[0]
+        return self._send([completion], [row], batch=False)
 
     def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Grade]:
         """Return one grade for each completion, in order; ``rows[i]`` is the row that belongs to ``completions[i]``.
@@ -91,28 +89,22 @@ class Grader:
         """
         if len(completions) != len(rows):
             raise ConfigError(f"{len(completions)} completions and {len(rows)} rows: expected one row for each")
-        items = [
-            (f"item {index}, completion {completion[:80]!r}", completion, row)
-            for index, (completion, row) in enumerate(zip(completions, rows, strict=True))
-        ]
-        futures: list[PendingGrade] = []
-        try:
-            for at in range(0, len(items), _SLICE):
-                futures += self._send(items[at : at + _SLICE])
-        except BaseException:
-            _cancel(futures)
-            raise
-        return self.gather(futures)
+        sent = self._send(completions, rows, batch=True)
+        return self._wait([sent], sent.result)
 
     def gather(self, futures: Sequence[Future[Grade]]) -> list[Grade]:
         """Wait for all ``futures``, and emit a note if the reward failed on some. Raises RewardError as they do.
 
         If one raises, those that wait are cancelled. Ctrl-C closes the grader.
         """
+        return self._wait(futures, lambda: [future.result() for future in futures])
+
+    def _wait(self, futures: Sequence[Future[Any]], grades_of: Callable[[], list[Grade]]) -> list[Grade]:
         try:
-            grades = [future.result() for future in futures]
+            grades = grades_of()
         except Exception:
-            _cancel(futures)
+            for future in futures:
+                future.cancel()
             raise
         except BaseException:
             self.close()
@@ -141,9 +133,9 @@ class Grader:
     ) -> None:
         self.close()
 
-    def _send(self, items: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[PendingGrade]:
+    def _send(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], *, batch: bool) -> Pending:
         with self._lock:
-            return self._started().send(items)
+            return self._started().send(completions, rows, batch=batch)
 
     def _started(self) -> GradingProcesses:
         if self._closed:
@@ -159,11 +151,6 @@ class Grader:
         if self._end is not None:
             self._end()
         self._processes = self._end = None
-
-
-def _cancel(futures: Sequence[Future[Grade]]) -> None:
-    for future in futures:
-        future.cancel()
 
 
 def _name_of(function: RewardFn) -> str:

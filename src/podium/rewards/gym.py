@@ -29,9 +29,9 @@ def _dataset(task: str, options: str) -> Any:
 
 
 def reasoning_gym(completion: str, row: Mapping[str, Any]) -> float:
-    """The task's own score for what stands in the last ``<answer>…</answer>``, or for the whole text without one.
+    """Return the task's own score for the last ``<answer>…</answer>``, or for the whole text if it has none.
 
-    The row is one that ``reasoning_gym:TASK`` loaded: "metadata" says which task it is, "task_options" how it was set.
+    The row comes from ``reasoning_gym:TASK``: its "metadata" names the task, its "task_options" are the task's options.
     """
     metadata = row.get("metadata")
     if not isinstance(metadata, Mapping) or "source_dataset" not in metadata:

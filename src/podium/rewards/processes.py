@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
@@ -12,8 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -21,18 +20,18 @@ from typing import Any, Final
 import cloudpickle
 
 from podium.errors import ConfigError, RewardError
-from podium.rewards.child import ITEM
+from podium.rewards.child import ITEM, Result, decode
 from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.dispatcher import MAX_LINE_BYTES, Settings
 from podium.rewards.resolve import RewardFn
-from podium.rewards.results import Result, decode
 from podium.supervisor import describe_exit, kill_marked
 
-__all__ = ["START_LIMIT_S", "GradingProcesses", "PendingGrade"]
+__all__ = ["START_LIMIT_S", "GradingProcesses", "Pending"]
 
 START_LIMIT_S: Final = 300.0  # for the dispatcher to import the reward
 
 _MOST_PROCESSES: Final = 8
+_SLICE: Final = 256  # items that are sent at once
 _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from podium.rewards.dispatcher import main; main(int(sys.argv[1]))"
@@ -42,29 +41,46 @@ _SECRET: Final = re.compile(
 )
 
 
-class PendingGrade(Future[Grade]):
-    """The grade of one item, to come. ``name`` tells in errors which item it is. Cancelling ends the work on it."""
+class Pending(Future[Any]):
+    """The grades of items that were sent together. The result is a list of them, or the only one if not ``batch``.
 
-    def __init__(self, name: str, number: int, processes: GradingProcesses) -> None:
+    Cancelling ends the work on the items, and so does the first error.
+    """
+
+    def __init__(self, processes: GradingProcesses, first: int, completions: Sequence[str], *, batch: bool) -> None:
         super().__init__()
-        self.name = name
-        self._number = number
+        self.numbers = range(first, first + len(completions))
         self._processes = processes
+        self._completions = completions
+        self._batch = batch
+        self._grades: dict[int, Grade] = {}
+        if not completions:
+            self.set_result([])
+
+    def name(self, number: int) -> str:
+        """What errors call an item."""
+        index = number - self.numbers.start
+        return f"item {index}, " * self._batch + f"completion {self._completions[index][:80]!r}"
 
     def cancel(self) -> bool:
         cancelled = super().cancel()
         if cancelled:
-            self._processes.drop(self._number)
+            self._processes.drop(self.numbers)
         return cancelled
 
-    def settle(self, outcome: Grade | Exception) -> None:
-        """Set the grade or the error, unless the future was cancelled."""
-        if not self.set_running_or_notify_cancel():
-            return
-        if isinstance(outcome, Grade):
-            self.set_result(outcome)
-        else:
-            self.set_exception(outcome)
+    def settle(self, number: int, outcome: Grade | Exception) -> None:
+        """Take the grade of one item, or what it raises."""
+        try:
+            if isinstance(outcome, Exception):
+                self.set_exception(outcome)
+                self._processes.drop(self.numbers)
+                return
+            self._grades[number] = outcome
+            if len(self._grades) == len(self.numbers):
+                grades = [self._grades[number] for number in self.numbers]
+                self.set_result(grades if self._batch else grades[0])
+        except InvalidStateError:
+            pass  # it was cancelled
 
 
 class GradingProcesses:
@@ -78,9 +94,9 @@ class GradingProcesses:
     def __init__(self, source: str | RewardFn, label: str, config: RewardConfig, log_path: Path | None) -> None:
         self._label = label
         self._config = config
-        self._loading = PendingGrade(label, 0, self)
-        self._pending = {0: self._loading}
-        self._numbers = itertools.count(1)
+        self._loading = Pending(self, 0, [label], batch=False)
+        self._pending = {0: self._loading}  # by the item's number
+        self._next = 1
         self._sending = threading.Lock()
         self._stopping = False
         self._error: RewardError | None = None  # why no more items are graded
@@ -89,12 +105,12 @@ class GradingProcesses:
         processes = config.processes or min(_MOST_PROCESSES, cores)
         reward = source if isinstance(source, str) else _pickled(source, label)
         memory_bytes = None if config.memory_gib is None else int(config.memory_gib * (1 << 30))
-        settings = pickle.dumps(tuple(Settings(reward, config.time_limit_s, memory_bytes, processes)))
-        self._mark = "PODIUM_GRADER", secrets.token_hex(8)
+        settings = pickle.dumps(Settings(reward, config.time_limit_s, memory_bytes, processes))
+        self._mark = secrets.token_hex(8)
         environment = {
             "OMP_NUM_THREADS": str(max(1, cores // processes)),
             **{name: value for name, value in os.environ.items() if name not in self._withheld},
-            **dict([self._mark]),
+            "PODIUM_GRADER": self._mark,
         }
         self._connection, far = socket.socketpair()
         self._process = _launch(far, log_path, environment)
@@ -116,31 +132,37 @@ class GradingProcesses:
         """Return whether the dispatcher runs."""
         return self._process.poll() is None and self._reader.is_alive()
 
-    def send(self, items: Iterable[tuple[str, str, Mapping[str, Any]]]) -> list[PendingGrade]:
-        """Have items graded: each is a name for errors, a completion and a row. Raises RewardError for an odd row."""
-        frames: list[bytes] = []
-        pending: dict[int, PendingGrade] = {}
-        for name, completion, row in items:
-            try:
-                data = pickle.dumps((completion, row), protocol=5)
-            except Exception as error:  # pickling runs code of any class
-                raise RewardError(
-                    f"{name} cannot be sent to a grading process with its row: {type(error).__name__}: {error}; rows "
-                    "hold plain values"
-                ) from error
-            number = next(self._numbers)
-            pending[number] = PendingGrade(name, number, self)
-            frames += ITEM.pack(number, len(data)), data
-        self._pending.update(pending)
-        self._write(b"".join(frames))
+    def send(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], *, batch: bool) -> Pending:
+        """Have completions graded. Calls must not overlap. Raises RewardError if a row cannot be sent."""
+        pending = Pending(self, self._next, completions, batch=batch)
+        self._next = pending.numbers.stop
+        try:
+            for start in range(0, len(completions), _SLICE):  # grading begins while the rest is pickled
+                numbers = pending.numbers[start : start + _SLICE]
+                items = zip(completions[start : start + _SLICE], rows[start : start + _SLICE], strict=True)
+                frames: list[bytes] = []
+                for number, item in zip(numbers, items, strict=True):
+                    try:
+                        data = pickle.dumps(item, protocol=5)
+                    except Exception as error:  # pickling runs code of any class
+                        raise RewardError(
+                            f"{pending.name(number)} cannot be sent to a grading process with its row: "
+                            f"{type(error).__name__}: {error}; rows hold plain values"
+                        ) from error
+                    frames += ITEM.pack(number, len(data)), data
+                self._pending.update(dict.fromkeys(numbers, pending))
+                self._write(b"".join(frames))
+        except BaseException:
+            pending.cancel()
+            raise
         if self._error is not None:  # the reader has ended, perhaps before it could see these
             self._settle_all(self._error)
-        return list(pending.values())
+        return pending
 
-    def drop(self, number: int) -> None:
-        """Grade an item no more."""
-        if self._pending.pop(number, None) is not None:
-            self._write(ITEM.pack(number, 0))
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Grade these items no more."""
+        known = [number for number in numbers if self._pending.pop(number, None) is not None]
+        self._write(b"".join(ITEM.pack(number, 0) for number in known))
 
     def _write(self, data: bytes) -> None:
         with self._sending, suppress(OSError):  # after an end, which the reader tells
@@ -154,9 +176,10 @@ class GradingProcesses:
             while data := self._connection.recv(1 << 18):
                 *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
-                    number, _, text = line.partition(b" ")
-                    if (pending := self._pending.pop(int(number), None)) is not None:
-                        pending.settle(self._outcome(pending, decode(text)))
+                    digits, _, text = line.partition(b" ")
+                    number = int(digits)
+                    if (pending := self._pending.pop(number, None)) is not None:
+                        pending.settle(number, self._outcome(pending, number, decode(text)))
                 if len(buffer) > 2 * MAX_LINE_BYTES:
                     raise ValueError
         except ConnectionResetError:
@@ -170,9 +193,10 @@ class GradingProcesses:
     def _settle_all(self, error: RewardError) -> None:
         with suppress(KeyError):
             while True:
-                self._pending.popitem()[1].settle(error)
+                number, pending = self._pending.popitem()
+                pending.settle(number, error)
 
-    def _outcome(self, pending: PendingGrade, result: Result) -> Grade | Exception:
+    def _outcome(self, pending: Pending, number: int, result: Result) -> Grade | Exception:
         config, problem = self._config, result.problem
         if result.score is not None:
             return Grade(result.score, result.parts, result.score >= config.correct_at)
@@ -186,9 +210,9 @@ class GradingProcesses:
             if result.limit == "time" or over_memory or config.on_error == "score":
                 return Grade(config.failure_score, error=problem, timed_out=result.limit == "time")
             text = (
-                f"{pending.name}: the reward {self._label} {problem}; expected a finite number, or a mapping of named "
-                'finite numbers with "score": repair the reward, or set reward.on_error to score, which gives such '
-                f"items {config.failure_score:g} and goes on"
+                f"{pending.name(number)}: the reward {self._label} {problem}; expected a finite number, or a mapping "
+                'of named finite numbers with "score": repair the reward, or set reward.on_error to score, which gives '
+                f"such items {config.failure_score:g} and goes on"
             )
         for name in self._withheld:
             if name in problem + result.traceback:
@@ -201,9 +225,7 @@ class GradingProcesses:
             return RewardError(f"the grader for the reward {self._label} was closed before this was graded")
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
-        kill_marked(
-            "=".join(self._mark)
-        )  # what grading processes had started in sessions of their own, which nobody ends now
+        self._kill_descendants()  # what grading processes had started in sessions of their own: nobody else ends it
         status = self._process.returncode
         cause = "closed its socket" if status is None else f"ended ({describe_exit(status)})"
         return RewardError(
@@ -221,9 +243,12 @@ class GradingProcesses:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            kill_marked("=".join(self._mark))
+            self._kill_descendants()
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(timeout=1)
+
+    def _kill_descendants(self) -> None:
+        kill_marked(f"PODIUM_GRADER={self._mark}")
 
 
 def _pickled(function: RewardFn, label: str) -> bytes:

@@ -1,4 +1,4 @@
-"""From a name, ``module:function`` or ``path/file.py:function`` to the reward function itself."""
+"""The rewards that have names, and the search for the function that a configuration names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ columns of the data. It returns a finite number, or a mapping of named finite nu
 NAMED_REWARDS: Final[Mapping[str, str]] = {
     "exact": "podium.rewards.text:exact",
     "fraction": "podium.rewards.text:fraction",
-    "gsm8k": "podium.rewards.gsm8k:gsm8k",
+    "gsm8k": "podium.rewards.text:gsm8k",
     "math": "podium.rewards.symbolic:mathematics",
     "reasoning_gym": "podium.rewards.gym:reasoning_gym",
 }
-"""The rewards that Podium brings, and where each lives."""
+"""The rewards that Podium brings, and the module of each."""
 
 
 def resolve_reward(spec: str) -> RewardFn:

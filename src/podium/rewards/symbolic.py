@@ -1,4 +1,4 @@
-"""Mathematical equality of final answers, judged by math-verify: ``1/2``, ``0.5`` and ``\\frac{1}{2}`` are the same."""
+"""Mathematical equality of final answers by math-verify, to which ``1/2``, ``0.5`` and ``\\frac{1}{2}`` are equal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import Any, Final, cast
 
 from podium.errors import ConfigError
-from podium.rewards.gsm8k import MARK
-from podium.rewards.text import answer_of
+from podium.rewards.text import MARK, answer_of
 
 try:
     import math_verify
@@ -22,10 +21,10 @@ __all__ = ["mathematics"]
 
 _LATEX_MARKS: Final = ("$", "\\boxed", "\\(", "\\[")
 
-_NO_LIMIT: Final = cast(int, None)  # what math-verify takes for it, though it is annotated as int
+_NO_LIMIT: Final = cast(int, None)  # math-verify takes None for no limit, though it annotates an int
 
 # math-verify guards itself with signal.alarm, which works in a main thread only and not below C code. The guards are
-# off here, because a grader's process is killed from outside; its warning that they are off would come twice an item.
+# off here, because a grading process is killed from outside. math-verify would warn of that twice for each item.
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
@@ -40,10 +39,10 @@ def _gold(answer: str) -> tuple[Any, ...]:
 
 
 def mathematics(completion: str, row: Mapping[str, Any]) -> float:
-    """1 if the completion's last formula (boxed, if any is) equals the answer, else 0.
+    """Return 1 if the completion's last formula equals the answer, else 0. Boxed formulas come before others.
 
-    The answer may be plain (``1/2``), LaTeX, boxed, or end in ``#### 72``. May take 0.1 s and more, and may never end:
-    run it through a :class:`~podium.rewards.Grader`.
+    The answer may be plain (``1/2``), LaTeX, boxed, or end in ``#### 72``. The comparison may take 0.1 s and more, and
+    may never end: run it through a :class:`~podium.rewards.Grader`.
     """
     gold = _gold(answer_of(row))
     if not gold:

@@ -1,15 +1,27 @@
-"""Rewards that compare the completion's text with the answer's, character by character."""
+"""Rewards that compare texts: character by character, or by their final numbers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from decimal import Decimal
+from typing import Any, Final
 
-__all__ = ["answer_of", "exact", "fraction"]
+__all__ = ["MARK", "answer_of", "exact", "final_number", "fraction", "gsm8k"]
+
+MARK: Final = "####"
+TOLERANCE: Final = Decimal("1e-6")  # relative for answers over 1, absolute below
+
+# A minus belongs to the number that it touches, unless it stands behind an operand (10-5). The minus may be before or
+# after a currency sign. Commas count only where they group thousands, so that "1,2" is two numbers.
+_NUMBER: Final = re.compile(
+    r"(?:(?<![\w.)])(?P<sign>[-+\u2212]))?(?:[$€£¥]\s?)?(?P<inner>(?<=[$€£¥])[-\u2212])?"
+    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+)
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
-    """The row's answer as text. Raises ValueError if there is none, with the remedy."""
+    """Return the row's answer as text. Raises ValueError, which names the remedy, if the row has none."""
     answer = row.get("answer")
     if answer is None:
         raise ValueError("the row has no answer; set data.answer_column to the column that holds it")
@@ -17,14 +29,15 @@ def answer_of(row: Mapping[str, Any]) -> str:
 
 
 def exact(completion: str, row: Mapping[str, Any]) -> float:
-    """1 if completion and answer are the same but for white space around them, else 0."""
+    """Return 1 if completion and answer are the same except for white space around them, else 0."""
     return float(completion.strip() == answer_of(row).strip())
 
 
 def fraction(completion: str, row: Mapping[str, Any]) -> float:
-    """Share of positions at which completion and answer have the same character, over the longer of the two.
+    """Return the share of positions at which completion and answer have the same character.
 
-    A reward that rises with every position won, where ``exact`` is silent until all are.
+    The share is that of the longer text. The reward rises with every right character, where ``exact`` stays at 0 until
+    all are right.
 
     >>> fraction("126", {"answer": "123"}), fraction("1234", {"answer": "123"})
     (0.6666666666666666, 0.75)
@@ -32,3 +45,33 @@ def fraction(completion: str, row: Mapping[str, Any]) -> float:
     given, wanted = completion.strip(), answer_of(row).strip()
     longest = max(len(given), len(wanted))
     return sum(a == b for a, b in zip(given, wanted, strict=False)) / longest if longest else 1.0
+
+
+def final_number(text: str) -> Decimal | None:
+    """Return the number after the last ``####``, or the last number of a text without that mark; None if it has none.
+
+    Commas between thousands, currency signs, units and a full stop behind the number do not matter.
+
+    >>> final_number("She pays $1,250.50."), final_number("6 * 7 = 42\\n#### 42 apples, 3 of them red")
+    (Decimal('1250.50'), Decimal('42'))
+    """
+    _, mark, tail = text.rpartition(MARK)
+    matches = list(_NUMBER.finditer(tail))
+    if not matches:
+        return None
+    match = matches[0] if mark else matches[-1]
+    number = Decimal(match["digits"].replace(",", ""))
+    negative = any(match[name] in ("-", "\u2212") for name in ("sign", "inner"))
+    return -number if negative else number
+
+
+def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
+    """Return 1 if the completion's final number equals the answer's (5 and 5.0 are equal), else 0.
+
+    Answers of GSM8K end in a line ``#### 72`` (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems").
+    """
+    wanted = final_number(answer_of(row))
+    if wanted is None:
+        raise ValueError(f"the answer {answer_of(row)[:80]!r} holds no number; use another reward, or repair the row")
+    given = final_number(completion)
+    return float(given is not None and abs(given - wanted) <= TOLERANCE * max(Decimal(1), abs(wanted)))

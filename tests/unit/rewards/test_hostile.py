@@ -21,7 +21,7 @@ import pytest
 
 from podium.errors import RewardError
 from podium.rewards import Grade, Grader, RewardConfig
-from podium.rewards.results import Result, decode, encode
+from podium.rewards.child import Result, decode, encode
 from tests.unit.rewards.deeds import Row, alive_with, family_of, has_variable, misbehave, wait_until
 
 LIMIT_S = 0.5

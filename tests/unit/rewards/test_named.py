@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from podium.rewards import resolve_reward
-from podium.rewards.gsm8k import final_number
+from podium.rewards.text import final_number
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
 
