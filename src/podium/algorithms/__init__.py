@@ -1,8 +1,8 @@
-"""Reinforcement learning as pure functions of tensors: advantages, losses, weights, divergences, metrics.
+"""Reinforcement learning as pure functions of tensors: advantages, losses, weights, divergences and metrics.
 
     rewards, values ──▶ advantages ──▶ losses (token by token) ──▶ sum under weights of the global batch
 
-Everything works on the flat layout of :class:`podium.data.Jagged` (N tokens of B rows, no padding), on any device, in
+The functions work on the flat layout of :class:`podium.data.Jagged` (N tokens of B rows, no padding), on any device, in
 float32 at least. Names end in their shape: ``logprobs_N``, ``rewards_B``, ``offsets_B1``.
 """
 
@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.algorithms.advantages.compute import compute_advantages as compute_advantages
-    from podium.algorithms.advantages.groups import group_statistics as group_statistics
+    from podium.algorithms.advantages import (
+        compute_advantages as compute_advantages,
+        group_statistics as group_statistics,
+    )
     from podium.algorithms.aggregation import loss_weights as loss_weights
     from podium.algorithms.config import Aggregation as Aggregation, AlgorithmConfig as AlgorithmConfig
     from podium.algorithms.kl import (
+        KLController as KLController,
         bounded_exp as bounded_exp,
         kl_estimate as kl_estimate,
-        make_kl_controller as make_kl_controller,
         penalize as penalize,
     )
-    from podium.algorithms.losses.policy import policy_loss as policy_loss
-    from podium.algorithms.losses.value import value_loss as value_loss
+    from podium.algorithms.losses import policy_loss as policy_loss, value_loss as value_loss
     from podium.algorithms.metrics import (
         PartialMetrics as PartialMetrics,
         explained_variance as explained_variance,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
         resolve_advantage as resolve_advantage,
         resolve_loss as resolve_loss,
     )
-    from podium.algorithms.off_policy import mismatch as mismatch, truncated_weights as truncated_weights
     from podium.algorithms.records import (
         AdvantageInputs as AdvantageInputs,
         AdvantageOutputs as AdvantageOutputs,

@@ -1,4 +1,4 @@
-"""From a loss a token to one number: weights that are computed once, over the whole batch of an optimizer step.
+"""One loss from the losses of tokens: their weights, computed once over the whole batch of an optimizer step.
 
     loss = sum over ranks, micro-batches and tokens of weights_N * loss_N
 
@@ -6,9 +6,10 @@ Nothing is divided afterwards, so the loss and its gradient do not depend on how
 micro-batches. Gradients of ranks are summed, not averaged.
 
 - ``token-mean``: each token counts the same. Yu et al. 2025, "DAPO", arXiv:2503.14476, section 3.3.
-- ``sequence-mean``: each row counts the same, its tokens share its weight. Shao et al. 2024, arXiv:2402.03300, eq. 3.
-- ``sequence-sum-constant``: a row's tokens are summed and divided by a constant, the longest completion that could have
-  been sampled, so that long rows weigh no less a token. Liu et al. 2025, "Dr. GRPO", arXiv:2503.20783, section 3.2.
+- ``sequence-mean``: each row counts the same; its tokens share its weight. Shao et al. 2024, arXiv:2402.03300, eq. 3.
+- ``sequence-sum-constant``: the sum over a row's tokens is divided by a constant, the longest completion that could
+  have been sampled, so that a token of a long row counts no less. Liu et al. 2025, "Dr. GRPO", arXiv:2503.20783,
+  section 3.2.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ def loss_weights(
 ) -> Tensor:
     """Weight of each token, float32 ``[N]``, 0 outside the mask.
 
-    Rows without a token in the mask do not count as rows. The weights of the two means sum to 1, and are all 0 if the
-    mask is empty.
+    Rows without a token in the mask do not count as rows. The weights of the two means sum to 1.
 
     >>> mask_N, offsets_B1 = torch.tensor([False, True, False, True, True, True]), torch.tensor([0, 2, 6])
     >>> loss_weights(mask_N, offsets_B1, "token-mean").tolist()
@@ -47,14 +47,14 @@ def loss_weights(
 
     Args:
         mask_N: bool ``[N]``, True on tokens that carry loss.
-        offsets_B1: int64 ``[B + 1]``.
-        mode: see the module.
-        constant: tokens; what ``sequence-sum-constant`` divides by, ``sampling.max_new_tokens`` for example.
-        tokens, rows: where these are only some of the batch's rows, how many tokens its masks hold, and how many of its
-            rows have one; scalars.
+        offsets_B1: int64 ``[B + 1]``; row i is the tokens ``offsets_B1[i]:offsets_B1[i + 1]``.
+        mode: See the module.
+        constant: The divisor of ``sequence-sum-constant``, in tokens; ``sampling.max_new_tokens`` for example.
+        tokens, rows: The number of masked tokens in the whole batch, and of rows that have one. Give these scalars
+            where ``mask_N`` has only some of the batch's rows.
 
     Raises:
-        ConfigError: an unknown mode, or ``sequence-sum-constant`` without a positive constant.
+        ConfigError: The mode is unknown, or ``sequence-sum-constant`` has no positive constant.
     """
     if mode not in get_args(Aggregation):
         raise ConfigError(f"algorithm.aggregation = {mode!r}: expected one of {', '.join(get_args(Aggregation))}")

@@ -8,9 +8,10 @@ from typing import Any, Literal, TypeVar, cast
 
 from pydantic import Field
 
-from podium.algorithms.named import check_names
+from podium.algorithms.named import ADVANTAGES, LOSSES
 from podium.config import build_config, section
 from podium.errors import ConfigError
+from podium.functions import check_function_name
 
 __all__ = ["Aggregation", "AlgorithmConfig", "KLEstimator", "KLPlace"]
 
@@ -70,10 +71,8 @@ class AlgorithmConfig:
     """Each epoch has this many optimizer steps."""
 
     def __post_init__(self) -> None:
-        check_names(self)
-        self._check_kl()
-
-    def _check_kl(self) -> None:
+        check_function_name(self.advantage, key="algorithm.advantage", known=ADVANTAGES)
+        check_function_name(self.loss, key="algorithm.loss", known=LOSSES)
         if self.kl_in == "none" and self.kl_coef > 0:
             raise ConfigError(
                 f"algorithm.kl_coef = {self.kl_coef} with algorithm.kl_in = 'none': expected kl_coef 0, or kl_in set "
@@ -97,7 +96,7 @@ class AlgorithmConfig:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps on one batch. With 1 the old log-probabilities are those of the update itself."""
+        """Number of optimizer steps on one batch. With 1 the old log-probabilities are those of the update itself."""
         return self.epochs * self.minibatches
 
     def read_options(self, section: type[C]) -> C:

@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence from samples: estimators, the penalty in the reward, and its coefficient.
+"""The Kullback-Leibler divergence from samples: its estimators, the penalty in the reward, and the coefficient.
 
 Estimators: Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html. With tokens sampled
 from p and ``d = log p - log q``, each of these has KL(p || q) as its mean, exactly or nearly:
@@ -8,7 +8,7 @@ from p and ``d = log p - log q``, each of these has KL(p || q) as its mean, exac
 - ``k3 = exp(-d) - 1 + d``: unbiased, of low variance, never negative.
 
 As a *loss*, k1 is useless: its gradient is that of log p, whose mean is zero. k2 has the gradient of the KL itself, k3
-that of the reversed KL (Tang and Munos 2025, arXiv:2506.09477). In the *reward* nothing is differentiated and k1 is
+that of the reversed KL (Tang and Munos 2025, arXiv:2506.09477). In the *reward* nothing is differentiated, and k1 is
 the textbook's choice.
 """
 
@@ -20,13 +20,13 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from podium.algorithms.config import AlgorithmConfig, KLEstimator
+from podium.algorithms.config import KLEstimator
 from podium.algorithms.token_rows import wide
 from podium.errors import ConfigError
 
-__all__ = ["AdaptiveKL", "FixedKL", "bounded_exp", "kl_estimate", "make_kl_controller", "penalize"]
+__all__ = ["KLController", "bounded_exp", "kl_estimate", "penalize"]
 
-# Log-ratios above this count as this: one absurd token must not turn a batch into infinities. exp(20) is 5e8.
+# A larger log-ratio counts as this one, so that no single token turns a batch into infinities. exp(20) is 5e8.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -44,10 +44,10 @@ def kl_estimate(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KLEstim
     Args:
         logprobs_N: log p of tokens that were sampled from p.
         other_logprobs_N: log q of the same tokens.
-        estimator: see the module.
+        estimator: See the module.
 
     Raises:
-        ConfigError: an unknown estimator.
+        ConfigError: The estimator is unknown.
     """
     difference_N = wide(logprobs_N) - wide(other_logprobs_N)
     if estimator == "k1":
@@ -61,48 +61,29 @@ def kl_estimate(logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: KLEstim
 
 
 def penalize(token_rewards_N: Tensor, kl_N: Tensor, mask_N: Tensor, coef: float) -> Tensor:
-    """``token_rewards - coef * kl`` at the mask's tokens: the KL in the reward, float ``[N]``, without gradient.
+    """``token_rewards - coef * kl`` at the mask's tokens, float ``[N]``, without gradient: the KL in the reward.
 
-    Ziegler et al. 2019, arXiv:1909.08593, equation 2, there with k1.
+    Ziegler et al. 2019, arXiv:1909.08593, equation 2, which has k1.
     """
     return wide(token_rewards_N) - coef * torch.where(mask_N, wide(kl_N.detach()), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedKL:
-    """A coefficient that stays what it is."""
+class KLController:
+    """The coefficient of the KL, which follows a target: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 
-    coef: float
+    ``e = clip(kl / target - 1, -0.2, 0.2)``, ``coef *= 1 + 0.1 e``. Without a target the coefficient stays.
 
-    def next(self, kl: float) -> FixedKL:
-        """The controller after a step whose mean KL a token was ``kl``: this one."""
-        del kl
-        return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdaptiveKL:
-    """A coefficient that follows a target: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
-
-    ``e = clip(kl / target - 1, -0.2, 0.2)``, ``coef *= 1 + gain * e``. Its whole state is ``coef``, so a checkpoint
-    saves that number.
-
-    >>> round(AdaptiveKL(coef=0.1, target=0.02).next(kl=0.5).coef, 6)
+    >>> round(KLController(coef=0.1, target=0.02).next(kl=0.5).coef, 6)
     0.102
     """
 
     coef: float
-    target: float
-    gain: float = 0.1
+    target: float | None = None
 
-    def next(self, kl: float) -> AdaptiveKL:
-        """The controller after a step whose mean KL a token was ``kl`` (nats)."""
+    def next(self, kl: float) -> KLController:
+        """Return the controller after a step whose mean KL a token was ``kl`` (nats)."""
+        if self.target is None:
+            return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1.0 + self.gain * error))
-
-
-def make_kl_controller(config: AlgorithmConfig) -> FixedKL | AdaptiveKL:
-    """Adaptive if ``config.kl_target`` is set, else fixed; starts at ``config.kl_coef``."""
-    if config.kl_target is None:
-        return FixedKL(coef=config.kl_coef)
-    return AdaptiveKL(coef=config.kl_coef, target=config.kl_target)
+        return replace(self, coef=self.coef * (1.0 + 0.1 * error))

@@ -1,54 +1,34 @@
-"""Figures of a step, in parts that add up over ranks and micro-batches; pure functions of tensors.
+"""Metrics of a step from parts that add up over ranks and micro-batches.
 
-A loss reports each metric token by token (:class:`~podium.algorithms.TokenLoss`). :func:`partial_metrics` makes sums of
-them under the batch's weights; partial sums of ranks are added (`+`, or an all-reduce by sum and by maximum); ``means``
-divides once, at the end. So a figure is the same on any number of ranks.
-
-Names that every display looks up live in :mod:`podium.telemetry.metrics`; those only reported are here.
+A loss reports each metric token by token (:class:`~podium.algorithms.TokenLoss`). :func:`partial_metrics` sums them
+under the batch's weights, sums of micro-batches and ranks are added, and ``means`` divides once, at the end. So a
+metric is the same on any number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from podium.algorithms.advantages.groups import group_statistics
+from podium.algorithms.advantages import group_statistics
 from podium.algorithms.records import TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError
 
-__all__ = [
-    "APPROX_KL",
-    "IMPORTANCE_CAPPED",
-    "IMPORTANCE_MEAN",
-    "MISMATCH_KL",
-    "VALUE_CLIP_FRACTION",
-    "PartialMetrics",
-    "explained_variance",
-    "flat_groups",
-    "partial_metrics",
-    "value_moments",
-]
-
-APPROX_KL: Final = "policy/approx_kl"  # old policy to the one being trained, by k3
-VALUE_CLIP_FRACTION: Final = "value/clip_fraction"  # share of tokens whose value was held back
-MISMATCH_KL: Final = "mismatch/kl"  # generator to trainer, by k3
-IMPORTANCE_MEAN: Final = "mismatch/weight_mean"  # of the truncated importance weights
-IMPORTANCE_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose weight was cut to the cap
+__all__ = ["PartialMetrics", "explained_variance", "flat_groups", "partial_metrics", "value_moments"]
 
 
 @dataclass(frozen=True)
 class PartialMetrics:
-    """What some of the tokens contribute to a step's metrics; scalars, detached.
+    """What some of the tokens contribute to a step's metrics, as scalars without gradient.
 
     Attributes:
-        weight: sum of the tokens' weights.
-        sums: name -> sum of weight times metric.
-        maxima: name -> maximum over tokens of positive weight; minus infinity when there was none.
+        weight: The sum of the tokens' weights.
+        sums: The sum of weight times metric, by name.
+        maxima: The maximum over tokens of positive weight, by name; minus infinity where there are none.
     """
 
     weight: Tensor
@@ -56,7 +36,7 @@ class PartialMetrics:
     maxima: Mapping[str, Tensor]
 
     def __add__(self, other: PartialMetrics) -> PartialMetrics:
-        """The metrics of both. Raises DataError where their names differ."""
+        """Return the metrics of both. Raises DataError where their names differ."""
         if (self.sums.keys(), self.maxima.keys()) != (other.sums.keys(), other.maxima.keys()):
             names = sorted({*self.sums, *self.maxima} ^ {*other.sums, *other.maxima})
             raise DataError(f"the loss reports {', '.join(names)} in some micro-batches and not in others")
@@ -67,7 +47,7 @@ class PartialMetrics:
         )
 
     def means(self) -> dict[str, float]:
-        """Weighted means, and the maxima, by name. Empty when no token had weight."""
+        """Return the weighted means and the maxima by name; nothing if no token had weight."""
         total = float(self.weight)
         if total == 0:
             return {}
@@ -77,7 +57,7 @@ class PartialMetrics:
 
 @torch.no_grad()
 def partial_metrics(loss: TokenLoss, weights_N: Tensor) -> PartialMetrics:
-    """Sum a loss's metrics under ``weights_N``, the weights that also make its loss one number (any sum will do).
+    """Sum a loss's metrics under ``weights_N``, the weights that also make its loss one number.
 
     >>> loss = TokenLoss(torch.zeros(2), {"a": torch.tensor([1.0, 3.0])}, {"b": torch.tensor([5.0, 9.0])})
     >>> one, other = partial_metrics(loss, torch.tensor([0.5, 0.0])), partial_metrics(loss, torch.tensor([0.0, 0.5]))
@@ -96,9 +76,9 @@ def partial_metrics(loss: TokenLoss, weights_N: Tensor) -> PartialMetrics:
 
 @torch.no_grad()
 def value_moments(values_N: Tensor, returns_N: Tensor, weights_N: Tensor) -> Tensor:
-    """``[5]`` weighted sums (1, returns, returns², errors, errors²) that add up over ranks; error = return - value.
+    """Weighted sums of (1, returns, returns², errors, errors²) with error = return - value, ``[5]``; ranks add theirs.
 
-    In float64 where the device has it, because variances come as differences of large numbers.
+    The sums are in float64 where the device has it, because variances are differences of large numbers.
     """
     dtype = torch.float32 if values_N.device.type == "mps" else torch.float64
     weights_N = weights_N.to(dtype)
@@ -110,10 +90,10 @@ def value_moments(values_N: Tensor, returns_N: Tensor, weights_N: Tensor) -> Ten
 
 
 def explained_variance(moments: Tensor) -> float:
-    """``1 - Var(returns - values) / Var(returns)`` from (summed) :func:`value_moments`.
+    """``1 - Var(returns - values) / Var(returns)`` from the sums of :func:`value_moments`.
 
-    1 is a perfect critic, 0 one that knows no more than the mean, below 0 one that does harm. Returns without variance
-    leave nothing to explain: 0.
+    A perfect critic has 1. A critic that knows no more than the mean has 0, and a worse one is below 0. Returns without
+    variance give 0.
 
     >>> returns_N, ones_N = torch.tensor([0.0, 1.0, 2.0]), torch.ones(3)
     >>> explained_variance(value_moments(returns_N - 7.0, returns_N, ones_N))
@@ -129,7 +109,7 @@ def explained_variance(moments: Tensor) -> float:
 
 
 def flat_groups(rewards_B: Tensor, group_B: Tensor) -> float:
-    """Share of groups whose rewards are all equal, which teach a group-relative estimator nothing; 0 without groups.
+    """Return the share of groups whose rewards are all equal: they teach a group-relative estimator nothing.
 
     >>> flat_groups(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([3, 5, 5, 3]))
     0.5

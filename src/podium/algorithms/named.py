@@ -1,6 +1,7 @@
 """Advantage estimators and losses that a configuration names, and what they declare about themselves.
 
-This module imports no torch: Podium's own estimators are answered from a table, and a user's are loaded when asked for.
+This module imports no torch: a table has the declarations of Podium's own estimators, and a user's are loaded when
+needed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from podium.errors import ConfigError
-from podium.functions import check_function_name, load_function
+from podium.functions import load_function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,6 @@ __all__ = [
     "MinibatchFigures",
     "advantage_declaration",
     "check_functions",
-    "check_names",
     "loss_declaration",
     "resolve_advantage",
     "resolve_loss",
@@ -51,18 +51,18 @@ _ATTRIBUTE: Final = "podium_declaration"
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What an advantage estimator or a loss needs beside the usual: a decorator for a function of your own.
+    """What an advantage estimator or a loss needs besides the usual: a decorator for a function of your own.
 
     >>> @Declaration(needs_groups=True)
     ... def best_of_group(inputs, config): ...
 
     Attributes:
-        options: Class under ``@section("algorithm.options")`` with the options that the function reads by
+        options: A class under ``@section("algorithm.options")`` with the options that the function reads by
             ``config.read_options``.
         needs_values: The estimator reads a critic's values, so that the trainer starts a critic.
         needs_groups: The estimator compares the completions of a prompt, so that each prompt needs two or more.
-        columns: Token columns that the estimator reads, of :data:`COLUMNS`.
-        data: Columns of the data that the estimator reads in ``inputs.data``.
+        columns: The token columns of :data:`COLUMNS` that the estimator reads.
+        data: The columns of the data that the estimator reads in ``inputs.data``.
         minibatch: The loss reads ``inputs.figures``, which this function computes from the tokens of a whole minibatch.
     """
 
@@ -84,7 +84,7 @@ class Declaration:
             )
 
     def __call__(self, function: F) -> F:
-        """Attach this declaration to ``function``; returns the function itself."""
+        """Attach this declaration to ``function``, and return ``function``."""
         setattr(function, _ATTRIBUTE, self)
         return function
 
@@ -99,12 +99,12 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = MappingProxyType(
 )
 
 ADVANTAGES: Final[Mapping[str, str]] = MappingProxyType(
-    {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
+    {name: f"podium.algorithms.advantages:{name}" for name in _OWN_ADVANTAGES}
 )
 """Podium's own advantage estimators by name, and where each is."""
 
 LOSSES: Final[Mapping[str, str]] = MappingProxyType(
-    {name: f"podium.algorithms.losses.{name}:{name}" for name in ("ppo_clip", "gspo", "clip_cov", "cross_entropy")}
+    {name: f"podium.algorithms.losses:{name}" for name in ("ppo_clip", "gspo", "clip_cov", "cross_entropy")}
 )
 """Podium's own losses by name, and where each is."""
 
@@ -130,48 +130,41 @@ def loss_declaration(spec: str) -> Declaration:
     return getattr(resolve_loss(spec), _ATTRIBUTE, Declaration())
 
 
-def check_names(config: AlgorithmConfig) -> None:
-    """Check the form of ``algorithm.advantage`` and ``algorithm.loss`` and import nothing. Raises ConfigError."""
-    check_function_name(config.advantage, key="algorithm.advantage", known=ADVANTAGES)
-    check_function_name(config.loss, key="algorithm.loss", known=LOSSES)
-
-
 def check_functions(config: AlgorithmConfig) -> None:
     """Load what the user wrote, and check ``algorithm.options`` against what estimator and loss declare.
 
     Raises:
-        ConfigError: A function cannot be found or does not take two positional arguments; or an option is unknown,
-            which names the nearest, or out of its range.
+        ConfigError: A function cannot be found or does not take two positional arguments; an estimator reads the
+            reference policy, and there is none; or an option is unknown, which names the nearest, or out of its range.
     """
-    declared: list[Declaration] = []
-    if config.options or config.advantage not in ADVANTAGES:
-        declared.append(advantage_declaration(config.advantage))
-        if "ref_logprobs" in declared[0].columns and not config.needs_reference:
-            raise ConfigError(
-                f"algorithm.advantage = {config.advantage!r} reads ref_logprobs with algorithm.kl_in = 'none', which "
-                "keeps no reference policy: set kl_in to 'loss', and kl_coef to 0 if the KL is not to count"
-            )
-    if config.options or config.loss not in LOSSES:
-        declared.append(loss_declaration(config.loss))
+    declared = [advantage_declaration(config.advantage)]
+    if "ref_logprobs" in declared[0].columns and not config.needs_reference:
+        raise ConfigError(
+            f"algorithm.advantage = {config.advantage!r} reads ref_logprobs with algorithm.kl_in = 'none', which "
+            "keeps no reference policy: set kl_in to 'loss', and kl_coef to 0 if the KL is not to count"
+        )
     if config.advantage not in ADVANTAGES:
         _check_arguments(resolve_advantage(config.advantage), f"algorithm.advantage = {config.advantage!r}")
     if config.loss not in LOSSES:
         _check_arguments(resolve_loss(config.loss), f"algorithm.loss = {config.loss!r}")
+    if config.options or config.loss not in LOSSES:
+        declared.append(loss_declaration(config.loss))
     sections = [one.options for one in declared if one.options is not None]
     names = [field.name for section in sections for field in fields(section)]
     for name, value in config.options.items():
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean algorithm.options.{near[0]}?" if near else f"the options are {', '.join(names)}"
-            if not sections:
-                hint = (
-                    "neither declares options; a function of your own declares a class of them, which is decorated "
-                    'with @section("algorithm.options"), by @Declaration(options=CLASS)'
-                )
-            raise ConfigError(
-                f"unknown key algorithm.options.{name} (value {value!r}) with algorithm.advantage = "
-                f"{config.advantage!r} and algorithm.loss = {config.loss!r}: {hint}"
+        if name in names:
+            continue
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean algorithm.options.{near[0]}?" if near else f"the options are {', '.join(names)}"
+        if not sections:
+            hint = (
+                "neither declares options; a function of your own declares a class of them, which is decorated "
+                'with @section("algorithm.options"), by @Declaration(options=CLASS)'
             )
+        raise ConfigError(
+            f"unknown key algorithm.options.{name} (value {value!r}) with algorithm.advantage = "
+            f"{config.advantage!r} and algorithm.loss = {config.loss!r}: {hint}"
+        )
     for section in sections:
         config.read_options(section)
 

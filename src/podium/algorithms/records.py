@@ -1,8 +1,7 @@
-"""What goes into an estimator or a loss and what comes out: plain records of tensors over a flat layout.
+"""What estimators and losses are given and what they return: records of tensors over a flat layout.
 
 Legend: B rows (completions), N tokens over all rows, ``offsets_B1`` int64 ``[B + 1]`` (row i is the tokens
-``offsets_B1[i]:offsets_B1[i + 1]``). Log-probabilities and entropies are in nats. An
-estimator sees the whole batch of a step, a loss one micro-batch of whole rows.
+``offsets_B1[i]:offsets_B1[i + 1]``). Log-probabilities and entropies are in nats.
 """
 
 from __future__ import annotations
@@ -19,17 +18,12 @@ from podium.algorithms.named import COLUMNS
 from podium.algorithms.token_rows import ends_of_rows, row_sums, rows_of_tokens, wide
 from podium.errors import DataError
 
-__all__ = [
-    "AdvantageInputs",
-    "AdvantageOutputs",
-    "LossInputs",
-    "TokenLoss",
-]
+__all__ = ["AdvantageInputs", "AdvantageOutputs", "LossInputs", "TokenLoss"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """One whole batch, as an advantage estimator sees it.
+    """The whole batch of a step, as an advantage estimator sees it.
 
     Two prompts, two completions each. Row 2 has a prompt of one token and a completion of two:
 
@@ -47,24 +41,24 @@ class AdvantageInputs:
     [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
 
     Attributes:
-        rewards_B: float ``[B]``, score of each completion.
-        group_B: int64 ``[B]``, completions of one prompt share a number; the numbers and their order are free.
+        rewards_B: float ``[B]``, the score of each completion.
+        group_B: int64 ``[B]``. Completions of one prompt share a number; the numbers and their order are free.
         mask_N: bool ``[N]``, True on the tokens that the policy chose. Gaps (the answers of a tool) are allowed.
-        offsets_B1: int64 ``[B + 1]``.
-        token_rewards_N: float ``[N]``, rewards besides ``rewards_B``, a KL penalty for example; outside the mask they
-            are ignored. None: there are none.
-        values_N: float ``[N]``, the critic's value before each token is seen. None: there is no critic.
+        token_rewards_N: float ``[N]``, rewards besides ``rewards_B``, a KL penalty for example. Those outside the mask
+            are ignored.
+        values_N: float ``[N]``, the critic's value before each token is seen. None without a critic.
         bootstrap_B: float ``[B]``, the critic's value after the last token, for rows that were cut off; 0 for rows
-            that ended by themselves. None: 0 for all.
-        truncated_B: bool ``[B]``, True where the completion was cut off at its greatest length. None: not recorded.
-        parts_B: The parts of the reward by name, float ``[B]``; NaN where a completion's reward has no such part.
-        data: Columns of the data by name, each a list ``[B]``: those that the estimator declares.
+            that ended by themselves. None means 0 for all rows.
+        truncated_B: bool ``[B]``, True where the completion was cut off at its greatest length. None where this is not
+            recorded.
+        parts_B: float ``[B]`` by name: the parts of the reward; NaN where a completion's reward has no such part.
+        data: A list ``[B]`` by name: the columns of the data that the estimator declares.
         old_logprobs_N, rollout_logprobs_N, ref_logprobs_N, entropy_N: Log-probabilities under the policy, the
             generator and the reference, and the policy's entropy, all before the update. None unless the estimator
             declares them as ``columns``.
 
     Raises:
-        DataError: a tensor whose shape does not fit the others, by name.
+        DataError: The shape of a tensor does not fit the others; names the tensor.
     """
 
     rewards_B: Tensor
@@ -104,7 +98,7 @@ class AdvantageInputs:
 
     @cached_property
     def row_rewards_B(self) -> Tensor:
-        """Everything a row was rewarded with, float ``[B]``: ``rewards_B`` and the row's token rewards."""
+        """The whole reward of each row, float ``[B]``: ``rewards_B`` plus the row's token rewards."""
         rewards_B = wide(self.rewards_B)
         if self.token_rewards_N is None:
             return rewards_B
@@ -113,7 +107,7 @@ class AdvantageInputs:
 
     @cached_property
     def rewards_N(self) -> Tensor:
-        """The same rewards token by token, float ``[N]``: ``rewards_B`` falls due at a row's last masked token."""
+        """The same rewards by token, float ``[N]``: ``rewards_B`` counts at the row's last masked token."""
         chosen_M = self.mask_N.nonzero().squeeze(1)
         row_M = self.row_N[chosen_M]
         last = ends_of_rows(row_M)
@@ -141,6 +135,21 @@ class AdvantageOutputs:
     returns_N: Tensor | None = None
 
 
+class _Column:
+    """An attribute ``NAME_N`` that reads ``columns["NAME"]``."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name.removesuffix("_N")
+
+    def __get__(self, inputs: LossInputs, owner: type | None = None) -> Tensor:
+        if self.name in inputs.columns:
+            return inputs.columns[self.name]
+        if self.name == "old_logprobs":
+            return inputs.logprobs_N.detach()
+        remedy = "; set algorithm.kl_in to 'loss' (kl_coef 0 only measures)" if self.name == "ref_logprobs" else ""
+        raise DataError(f"the loss reads {self.name}_N, and this batch has no column {self.name!r}{remedy}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
     """The tokens with loss of whole rows, as a loss sees them: those of one micro-batch.
@@ -156,9 +165,9 @@ class LossInputs:
 
     Attributes:
         offsets_B1: int64 ``[B + 1]``; row i is the tokens ``offsets_B1[i]:offsets_B1[i + 1]``.
-        columns: Values ``[N]`` by name. The properties below read them; reading one that is missing raises DataError.
+        columns: Values ``[N]`` by name. The attributes below read them; reading one that is missing raises DataError.
         figures: What the loss's ``minibatch`` function returned for these tokens, ``[N]`` by name.
-        step: Optimizer steps before this one, equal on all ranks: a seed for a loss that draws.
+        step: The number of optimizer steps before this one, equal on all ranks: a seed for a loss that draws.
     """
 
     offsets_B1: Tensor
@@ -166,88 +175,52 @@ class LossInputs:
     figures: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     step: int = 0
 
+    logprobs_N = _Column()
+    """Log-probabilities under the policy that is being trained, with their gradient."""
+    old_logprobs_N = _Column()
+    """Log-probabilities before the update. A batch that trains in one optimizer step has none: the policy is unchanged
+    since, and these are ``logprobs_N`` without gradient."""
+    advantages_N = _Column()
+    """Advantages by the estimator."""
+    rollout_logprobs_N = _Column()
+    """Log-probabilities under the distribution that the generator sampled from."""
+    ref_logprobs_N = _Column()
+    """Log-probabilities under the reference policy, which exists unless ``algorithm.kl_in = "none"``."""
+    entropy_N = _Column()
+    """Entropy of the trained policy. It has a gradient where ``algorithm.entropy_coef`` is set."""
+    tokens_N = _Column()
+    """Token ids, int64."""
+    values_N = _Column()
+    """Values by the critic that is being trained, with their gradient. Only the critic's loss has these."""
+    old_values_N = _Column()
+    """Values before the update. Only the critic's loss has these."""
+    returns_N = _Column()
+    """Targets of the values. Only the critic's loss has these."""
+
     @cached_property
     def row_N(self) -> Tensor:
         """Row of each token, int64 ``[N]``."""
         return rows_of_tokens(self.offsets_B1)
-
-    @property
-    def logprobs_N(self) -> Tensor:
-        """Log-probabilities under the policy that is being trained, with their gradient."""
-        return self._column("logprobs")
-
-    @property
-    def old_logprobs_N(self) -> Tensor:
-        """Log-probabilities before the update. A batch that trains in one optimizer step has none: the policy is then
-        unchanged since, and these are ``logprobs_N`` without gradient."""
-        old_N = self.columns.get("old_logprobs")
-        return self.logprobs_N.detach() if old_N is None else old_N
-
-    @property
-    def advantages_N(self) -> Tensor:
-        """Advantages by the estimator."""
-        return self._column("advantages")
-
-    @property
-    def rollout_logprobs_N(self) -> Tensor:
-        """Log-probabilities under the distribution that the generator sampled from."""
-        return self._column("rollout_logprobs")
-
-    @property
-    def ref_logprobs_N(self) -> Tensor:
-        """Log-probabilities under the reference policy, which exists unless ``algorithm.kl_in = "none"``."""
-        return self._column("ref_logprobs")
-
-    @property
-    def entropy_N(self) -> Tensor:
-        """Entropy of the trained policy; has a gradient where ``algorithm.entropy_coef`` is set."""
-        return self._column("entropy")
-
-    @property
-    def tokens_N(self) -> Tensor:
-        """Token ids, int64."""
-        return self._column("tokens")
-
-    @property
-    def values_N(self) -> Tensor:
-        """Values by the critic that is being trained, with their gradient. Only the critic's loss has these."""
-        return self._column("values")
-
-    @property
-    def old_values_N(self) -> Tensor:
-        """Values before the update. Only the critic's loss has these."""
-        return self._column("old_values")
-
-    @property
-    def returns_N(self) -> Tensor:
-        """Targets of the values. Only the critic's loss has these."""
-        return self._column("returns")
 
     def row_means(self, values_N: Tensor) -> Tensor:
         """Mean of each row's values, float ``[B]``; ``row_means(x)[row_N]`` gives each token its row's mean."""
         lengths_B = self.offsets_B1.diff()
         return row_sums(values_N, self.row_N, len(lengths_B)) / lengths_B.clamp(min=1)
 
-    def _column(self, name: str) -> Tensor:
-        if name not in self.columns:
-            remedy = "; set algorithm.kl_in to 'loss' (kl_coef 0 only measures)" if name == "ref_logprobs" else ""
-            raise DataError(f"the loss reads {name}_N, and this batch has no column {name!r}{remedy}")
-        return self.columns[name]
-
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss token by token, not aggregated: the caller sums ``weights_N * loss_N`` (see :mod:`.aggregation`).
+    """The loss of each token. The caller sums ``weights_N * loss_N``: see :mod:`.aggregation`.
 
     >>> loss = TokenLoss(torch.tensor([0.5, 1.5]), {"policy/clip_fraction": torch.tensor([0.0, 1.0])})
     >>> float((torch.tensor([0.5, 0.5]) * loss.loss_N).sum())
     1.0
 
     Attributes:
-        loss_N: ``[N]``; carries the gradient.
-        metrics: Reported as weighted means over the tokens, ``[N]`` by name, without gradient. All micro-batches have
+        loss_N: ``[N]``, with the gradient.
+        metrics: ``[N]`` by name, without gradient, reported as weighted means over the tokens. All micro-batches have
             the same names.
-        maxima: Reported as maxima over the tokens, likewise.
+        maxima: ``[N]`` by name, likewise, reported as maxima over the tokens.
     """
 
     loss_N: Tensor

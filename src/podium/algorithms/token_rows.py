@@ -14,12 +14,12 @@ EPSILON = 1e-6  # added to standard deviations before dividing by them
 
 
 def wide(values: Tensor) -> Tensor:
-    """``values`` in float32 at least: half precisions and integers are widened, float64 stays."""
+    """Return ``values`` in float32 at least: half precisions and integers are widened, float64 stays."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def rows_of_tokens(offsets_B1: Tensor) -> Tensor:
-    """The row of each token, int64 ``[N]``.
+    """Return the row of each token, int64 ``[N]``.
 
     >>> rows_of_tokens(torch.tensor([0, 2, 2, 5])).tolist()
     [0, 0, 2, 2, 2]
@@ -29,7 +29,7 @@ def rows_of_tokens(offsets_B1: Tensor) -> Tensor:
 
 
 def row_sums(values_N: Tensor, row_N: Tensor, rows: int) -> Tensor:
-    """Sum of each row's values, ``[B]``, in float32 at least; an empty row gives 0."""
+    """Return the sum of each row's values, ``[B]``, in float32 at least; an empty row gives 0."""
     values_N = wide(values_N)
     return values_N.new_zeros(rows).index_add(0, row_N, values_N)
 
@@ -48,9 +48,8 @@ def ends_of_rows(row_M: Tensor) -> Tensor:
 def discounted_sums(values_M: Tensor, row_M: Tensor, decay: float) -> Tensor:
     """``sum_k decay^k * values[t + k]`` to the end of t's row, ``[M]``; ``row_M`` must not decrease.
 
-    A scan by doubling: once every entry holds the sum over the next s tokens, adding the entry s further on, decayed
-    by ``decay^s``, makes it the sum over the next 2 s. So it takes log2 of the longest row's length in vector
-    operations, where the textbook's recurrence takes that length.
+    This is a scan by doubling: once every entry holds the sum over the next s tokens, adding the entry s further on,
+    times ``decay^s``, gives the sum over the next 2 s. It takes log2 of the longest row's length in vector operations.
 
     >>> discounted_sums(torch.tensor([1.0, 1.0, 1.0, 5.0]), torch.tensor([0, 0, 0, 1]), 0.5).tolist()
     [1.75, 1.5, 1.0, 5.0]

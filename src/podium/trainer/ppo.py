@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
-from podium.algorithms import Declaration, advantage_declaration, check_functions, make_kl_controller
+from podium.algorithms import Declaration, KLController, advantage_declaration, check_functions
 from podium.data import Batch, fields
 from podium.errors import RewardError
 from podium.runtime import Call
@@ -241,7 +241,7 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource, ScoredBatch]):
 
     def prepare(self, stack: ExitStack) -> None:
         super().prepare(stack)
-        self.kl = make_kl_controller(self.config.algorithm)
+        self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(self.session.directory.completions))
 
     def save(self, step: int) -> None:

@@ -15,7 +15,6 @@ from podium.algorithms import (
     check_functions,
     compute_advantages,
     kl_estimate,
-    mismatch,
     penalize,
 )
 from podium.data import Batch, fields
@@ -95,7 +94,7 @@ class Estimator(Worker):
         if fields.OLD_LOGPROBS in batch:
             columns = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
             old_N, rollout_N = (batch.jagged(name).values[mask.values] for name in columns)
-            apart_N = mismatch(old_N, rollout_N).difference_N
+            apart_N = (old_N - rollout_N).abs()
             figures |= {metrics.MISMATCH_MEAN: float(apart_N.mean()), metrics.MISMATCH_MAX: float(apart_N.max())}
         return figures
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from podium.algorithms import AlgorithmConfig, kl_estimate, make_kl_controller, penalize
+from podium.algorithms import KLController, kl_estimate, penalize
 from podium.algorithms.config import KLEstimator
-from podium.algorithms.kl import AdaptiveKL, FixedKL
 from podium.errors import ConfigError
 
 ESTIMATORS: list[KLEstimator] = ["k1", "k2", "k3"]
@@ -97,28 +96,22 @@ def test_the_penalty_is_taken_from_masked_tokens_only() -> None:
     assert not rewards_N.requires_grad
 
 
-# -- controllers -----------------------------------------------------------------------------------------------------
+# -- the controller --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(9.0, 1.02), (6.6, 1.01), (6.0, 1.0), (5.4, 0.99), (0.0, 0.98)])
-def test_the_adaptive_controller_follows_ziegler(kl: float, factor: float) -> None:
+def test_the_controller_follows_ziegler(kl: float, factor: float) -> None:
     """e = clip((kl - target) / target, -0.2, 0.2); beta' = beta (1 + 0.1 e), so at most 2 % a step."""
-    assert AdaptiveKL(coef=0.2, target=6.0).next(kl).coef == pytest.approx(0.2 * factor)
+    assert KLController(coef=0.2, target=6.0).next(kl).coef == pytest.approx(0.2 * factor)
 
 
-def test_the_adaptive_controller_settles_where_the_divergence_is_on_target() -> None:
+def test_the_controller_settles_where_the_divergence_is_on_target() -> None:
     """A divergence that falls as the coefficient rises: kl = 0.1 / coef has the target 2 at coef 0.05."""
-    controller = AdaptiveKL(coef=0.5, target=2.0)
+    controller = KLController(coef=0.5, target=2.0)
     for _ in range(400):
         controller = controller.next(0.1 / controller.coef)
     assert controller.coef == pytest.approx(0.05, rel=1e-3)
 
 
-def test_the_fixed_controller_stays() -> None:
-    assert FixedKL(coef=0.1).next(1e9) == FixedKL(coef=0.1)
-
-
-def test_the_configuration_chooses() -> None:
-    assert make_kl_controller(AlgorithmConfig(kl_in="loss", kl_coef=0.1)) == FixedKL(coef=0.1)
-    adaptive = AlgorithmConfig(kl_in="reward", kl_coef=0.1, kl_target=0.02)
-    assert make_kl_controller(adaptive) == AdaptiveKL(coef=0.1, target=0.02)
+def test_the_coefficient_stays_without_a_target() -> None:
+    assert KLController(coef=0.1).next(1e9) == KLController(coef=0.1)

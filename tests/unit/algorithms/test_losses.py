@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, policy_loss, resolve_loss, value_loss
-from podium.algorithms.losses.ppo_clip import ppo_clip
+from podium.algorithms.losses import ppo_clip, truncated_weights
 from podium.errors import DataError
 from podium.telemetry import metrics as names
 from tests.unit.algorithms import oracles
@@ -230,6 +230,50 @@ def test_half_precision_is_widened_and_keeps_its_gradient() -> None:
         loss.loss_N.sum().backward()
         assert logp.grad is not None
         assert loss.loss_N.dtype in (torch.float32, torch.float64)
+
+
+# -- the generator and the trainer -----------------------------------------------------------------------------------
+
+
+def test_importance_weights_are_truncated_ratios() -> None:
+    rng = np.random.default_rng(0)
+    old, rollout = rng.normal(size=200), rng.normal(size=200)
+    weights_N = truncated_weights(torch.from_numpy(old), torch.from_numpy(rollout), cap=2.0)
+    np.testing.assert_allclose(weights_N, np.minimum(np.exp(old - rollout), 2.0), rtol=1e-12)
+    assert float(weights_N.max()) == 2.0
+
+
+def test_importance_weights_correct_an_expectation() -> None:
+    """With a cap out of reach, samples of the generator weighted stand for samples of the trainer, exactly."""
+    rollout = torch.tensor([0.1, 0.4, -0.5], dtype=torch.float64).log_softmax(0)
+    old = torch.tensor([0.2, 0.1, 0.0], dtype=torch.float64).log_softmax(0)
+    score = torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64)
+    corrected = (rollout.exp() * truncated_weights(old, rollout, cap=1e9) * score).sum()
+    torch.testing.assert_close(corrected, (old.exp() * score).sum())
+
+
+def test_importance_weights_carry_no_gradient_and_stay_finite() -> None:
+    old = torch.tensor([0.0], requires_grad=True)
+    weights_N = truncated_weights(old, torch.tensor([-1e4]), cap=1e30)
+    assert not weights_N.requires_grad
+    assert bool(weights_N.isfinite().all())
+
+
+@pytest.mark.parametrize("gap", [0.5, 0.0])
+def test_the_mismatch_is_the_distance_and_the_divergence(gap: float) -> None:
+    old_N = torch.tensor([-1.0, -2.0])
+    loss = policy_loss(
+        policy_inputs(
+            *("ref_logprobs", "entropy"),
+            logprobs=old_N,
+            old_logprobs=old_N,
+            advantages=torch.ones(2),
+            rollout_logprobs=old_N - torch.tensor([gap, 0.0]),
+        ),
+        AlgorithmConfig(),
+    )
+    assert loss.metrics[names.MISMATCH_MEAN].tolist() == loss.maxima[names.MISMATCH_MAX].tolist() == [gap, 0.0]
+    assert loss.metrics["mismatch/kl"].tolist() == pytest.approx([np.exp(gap) - 1 - gap, 0.0], rel=1e-6)
 
 
 # -- what a loss returns ---------------------------------------------------------------------------------------------

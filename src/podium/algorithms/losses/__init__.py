@@ -1,1 +1,0 @@
-"""Losses, one file each: :class:`~podium.algorithms.LossInputs` in, a :class:`~podium.algorithms.TokenLoss` out."""
