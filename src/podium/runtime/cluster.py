@@ -5,36 +5,33 @@ from __future__ import annotations
 import atexit
 import difflib
 import inspect
+import itertools
 import logging
 import re
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
 from podium.runtime.endpoint import Returns
-from podium.runtime.group import Colocated, WorkerGroup, WorkerHandle
+from podium.runtime.group import Colocated, Replicas, WorkerGroup, WorkerHandle
 from podium.runtime.mesh import Mesh
 from podium.runtime.messages import Capabilities, Node
 from podium.runtime.pool import Inventory, ResourcePool
-from podium.runtime.process_set import ProcessSet, StartOptions
-from podium.runtime.replicas import Replicas
+from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
 from podium.runtime.watch import Watch
-from podium.runtime.worker import Bound, Startable, Worker
+from podium.runtime.worker import Bound, Worker
 
-__all__ = ["Cluster", "ColocatedBound", "backend_class", "backends", "colocate", "connect"]
+__all__ = ["Cluster", "backend_class", "backends", "colocate", "connect"]
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
 
 CALL_TIMEOUT_S = 30 * 60.0
-START_TIMEOUT_S = 10 * 60.0
 WAIT_LOOKS_S, WAIT_SAYS_S = 0.25, 5.0  # for a pool: how often to look, and to say what is missing
 
 PROTECTED = {
@@ -46,14 +43,7 @@ PROTECTED = {
 _log = logging.getLogger("podium")
 
 
-@dataclass(frozen=True)
-class ColocatedBound(Startable[Colocated]):
-    """Several workers for the same worker processes. Made by :func:`colocate`."""
-
-    workers: Mapping[str, Bound[Any]]
-
-
-def colocate(**workers: Bound[Any]) -> ColocatedBound:
+def colocate(**workers: Bound[Any]) -> Bound[Colocated]:
     """Several named workers for the same worker processes, where ``self.ctx.colocated["name"]`` is the plain object.
 
     They are made in the order given, so a later one may use an earlier one in its constructor.
@@ -67,7 +57,7 @@ def colocate(**workers: Bound[Any]) -> ColocatedBound:
         )
     if taken := sorted(name for name in workers if hasattr(Colocated, name)):
         raise ConfigError(f"colocate(): a worker cannot be named {taken[0]!r}: the mapping of handles has that method")
-    return ColocatedBound(dict(workers))
+    return Bound(Colocated, (), workers)
 
 
 def backends() -> dict[str, EntryPoint]:
@@ -89,7 +79,7 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
     cls = backend_class(backend, options)
     known = inspect.signature(cls).parameters
     given = {name: value for name, value in (hints or {}).items() if name in known} | _with_address(backend, options)
-    return Cluster(cls(**given), _scheme(backend))
+    return Cluster(cls(**given), backend.partition("://")[0])
 
 
 def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> type[Backend]:
@@ -98,7 +88,7 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
     Raises:
         ConfigError: As in :func:`connect`.
     """
-    scheme, found = _scheme(backend), backends()
+    scheme, found = backend.partition("://")[0], backends()
     if scheme not in found:
         near = difflib.get_close_matches(scheme, found, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -116,13 +106,9 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
     return cls
 
 
-def _scheme(backend: str) -> str:
-    return backend.partition("://")[0]
-
-
 def _with_address(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """``options``, and the address if ``backend`` is one."""
-    return {**options, **({"address": backend} if backend != _scheme(backend) else {})}
+    return {**options, "address": backend} if "://" in backend else dict(options)
 
 
 class Cluster:
@@ -150,7 +136,7 @@ class Cluster:
     @property
     def groups(self) -> Mapping[str, WorkerGroup]:
         """The groups that run, by name."""
-        return {name: group for name, group in list(self._groups.items()) if name in group.processes.workers}
+        return {name: group for name, group in self._groups.copy().items() if name in group.processes.workers}
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +206,7 @@ class Cluster:
 
     def start(
         self,
-        worker: Startable[T],
+        worker: Bound[T],
         pool: ResourcePool | None = None,
         *,
         into: Any = None,
@@ -264,7 +250,6 @@ class Cluster:
         self._refuse_if_closed()
         if returns not in ("value", "ref"):
             raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
-        meshes = meshes or {}
         how = StartOptions(
             env=dict(env or {}),
             start_timeout_s=start_timeout_s,
@@ -272,32 +257,35 @@ class Cluster:
             options=dict(options or {}),
             detached=detached,
         )
-        with self._named(worker, name) as bounds:
+        with self._names:
+            bounds = self._bounds(worker, name)
+            self._starting |= bounds.keys()
+        own: ProcessSet | None = None
+        try:
             if into is not None:
-                processes = self._processes_of(into, pool, how)
-                _check_sizes(meshes, processes.size)
+                processes = _processes_of(into, pool, how)
+                meshes = _with_default(meshes, processes.size)
             else:
                 pool = pool if pool is not None else self.pool(detached=detached)
                 self._check(pool, how)
-                _check_sizes(meshes, len(pool))
-                processes = self._start_processes(pool, "+".join(bounds), how)
+                meshes = _with_default(meshes, len(pool))
+                threads = self._threads(pool)
+                processes = own = ProcessSet(self._backend, self._watch, pool, "+".join(bounds), threads, how)
             handles: dict[str, WorkerHandle] = {}
-            try:
-                for worker_name, bound in bounds.items():
-                    processes.construct(worker_name, bound, meshes, returns)
-                    group = WorkerGroup(processes, worker_name, bound.cls, meshes, timeout_s)
-                    self._groups[worker_name] = group
-                    handles[worker_name] = WorkerHandle(group)
-                if detached:
-                    processes.keep_record({name: (bound.cls, meshes, timeout_s) for name, bound in bounds.items()})
-            except BaseException:
-                if into is None:
-                    for worker_name in bounds:
-                        self._groups.pop(worker_name, None)
-                    processes.stop(timeout_s=0.0)
-                    processes.leave_pool()
-                raise
-        return cast(T, Colocated(handles) if isinstance(worker, ColocatedBound) else next(iter(handles.values())))
+            for role_name, bound in bounds.items():
+                role = Role(bound, meshes, timeout_s, returns)
+                processes.construct(role_name, role)
+                handles[role_name] = self._add_group(processes, role_name, role)
+            if detached:
+                processes.keep_record()
+        except BaseException:
+            if own is not None:
+                own.close(0.0, stop_detached=True)
+            raise
+        finally:
+            with self._names:
+                self._starting -= bounds.keys()
+        return cast(T, Colocated(handles) if worker.cls is Colocated else next(iter(handles.values())))
 
     def start_replicas(
         self, worker: Bound[W], count: int, slots: Sequence[int] = (1,), *, name: str | None = None,
@@ -315,8 +303,7 @@ class Cluster:
         """
         if count < 1:
             raise ConfigError(f"start_replicas(count={count}): at least one")
-        with self._names:
-            base = name or self._free_name(worker)
+        base = name or self._free_name(worker)
         pools: list[ResourcePool] = []
         handles: list[W] = []
         try:
@@ -327,7 +314,7 @@ class Cluster:
                 handles.append(self.start(worker, pool, name=f"{base}-{number}", **how))
         except BaseException:
             for handle in handles:
-                cast(Any, handle).group.close()
+                handle.group.close()
             for pool in pools:
                 self._inventory.release(pool)
             raise
@@ -351,10 +338,7 @@ class Cluster:
                 f"group {name!r} has lost {processes.size - alive} of its {processes.size} ranks; end it with "
                 f"cluster.stop({name!r})"
             )
-        handles: dict[str, WorkerHandle] = {}
-        for worker, (cls, meshes, timeout_s) in record.workers.items():
-            self._groups[worker] = WorkerGroup(processes, worker, cls, meshes, timeout_s)
-            handles[worker] = WorkerHandle(self._groups[worker])
+        handles = {role_name: self._add_group(processes, role_name, role) for role_name, role in record.roles.items()}
         return Colocated(handles) if len(handles) > 1 else next(iter(handles.values()))
 
     def stop(self, name: str) -> None:
@@ -369,7 +353,7 @@ class Cluster:
         for group in self._groups.values():
             if group.processes.name == name and group.processes.options.detached:
                 group.close()  # or its end would be told as a loss
-        processes.stop()
+        processes.close(BUSY_END_S, stop_detached=True)
         self._inventory.stopped(record.token)
 
     def close(self) -> None:
@@ -386,25 +370,12 @@ class Cluster:
             self._watch.close()
             self._backend.close()
 
-    @contextmanager
-    def _named(self, worker: Startable[Any], name: str | None) -> Generator[dict[str, Bound[Any]]]:
-        """The workers to start by their names, which nobody else takes meanwhile."""
-        with self._names:
-            bounds = self._bounds(worker, name)
-            self._starting |= bounds.keys()
-        try:
-            yield bounds
-        finally:
-            with self._names:
-                self._starting -= bounds.keys()
-
-    def _bounds(self, worker: Startable[Any], name: str | None) -> dict[str, Bound[Any]]:
-        if isinstance(worker, ColocatedBound):
-            bounds = dict(worker.workers)
-        else:
-            bounds = {name or self._free_name(worker): cast("Bound[Any]", worker)}
+    def _bounds(self, worker: Bound[Any], name: str | None) -> Mapping[str, Bound[Any]]:
+        """The workers to start by their names, which nobody else has."""
+        several = getattr(worker, "cls", None) is Colocated
+        bounds: dict[str, Bound[Any]] = worker.kwargs if several else {name or self._free_name(worker): worker}
         for role, bound in bounds.items():
-            if not isinstance(bound, Bound):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(bound, Bound) or bound.cls is Colocated:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
                     f"start() takes Cls.bind(...) of a podium.Worker, not {_kind(bound)}; "
                     "a class that a backend has already wrapped (such as @ray.remote) is passed as the plain class"
@@ -422,19 +393,19 @@ class Cluster:
             return "worker"
         base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cast(Any, worker).cls.__name__).lower().strip("_")
         taken = self.groups.keys() | self._starting
-        numbers = (f"{base}_{number}" for number in range(2, len(taken) + 3))
-        return base if base not in taken else next(name for name in numbers if name not in taken)
+        names = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+        return next(name for name in names if name not in taken)
 
-    def _processes_of(self, into: Any, pool: ResourcePool | None, how: StartOptions) -> ProcessSet:
-        if pool is not None or how.env or how.options or how.detached:
-            raise ConfigError(
-                "start(into=group): the processes run already, so pool, env, options and detached are theirs"
-            )
-        if not isinstance(into, WorkerHandle):
-            raise ConfigError(f"start(into=...): expected a handle that start() returned, not {type(into).__name__}")
-        return into.group.processes
+    def _add_group(self, processes: ProcessSet, name: str, role: Role) -> WorkerHandle:
+        self._groups[name] = WorkerGroup(processes, name, role)
+        return WorkerHandle(self._groups[name])
 
     def _check(self, pool: ResourcePool, options: StartOptions) -> None:
+        """Raises a ConfigError if a group cannot be started on ``pool`` with these options."""
+        if not len(pool):
+            raise ConfigError("cannot start a group on an empty pool")
+        if any(reservation.released for reservation in pool.reservations):
+            raise ConfigError(f"{pool} has been released; reserve another with cluster.pool(...)")
         can = self._backend.capabilities
         if options.distributed and len(pool) > 1 and not can.collectives:
             raise ConfigError(f"backend {self.backend_name!r} has no collectives over several ranks; use 'local'")
@@ -449,18 +420,6 @@ class Cluster:
         held = [slot.reservation for slot in pool if slot.resources]
         if options.detached and not all(reservation.detached for reservation in held):
             raise ConfigError("start(detached=True): its pool holds resources, so reserve it with pool(detached=True)")
-
-    def _start_processes(self, pool: ResourcePool, name: str, options: StartOptions) -> ProcessSet:
-        if not len(pool):
-            raise ConfigError("cannot start a group on an empty pool")
-        reservations = list({id(slot.reservation): slot.reservation for slot in pool}.values())
-        for reservation in reservations:
-            if reservation.released:
-                raise ConfigError(f"{pool} has been released; reserve another with cluster.pool(...)")
-        processes = ProcessSet(self._backend, self._watch, pool, name, self._threads(pool), options)
-        for reservation in reservations:
-            reservation.holders.append(name)
-        return processes
 
     def _threads(self, pool: ResourcePool) -> list[int]:
         """Number of threads for computing of each slot: its own cores, or its share of the node's. More threads than
@@ -484,7 +443,17 @@ def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:120]
 
 
-def _check_sizes(meshes: Mapping[str, Mesh], ranks: int) -> None:
-    for name, mesh in meshes.items():
+def _processes_of(into: Any, pool: ResourcePool | None, how: StartOptions) -> ProcessSet:
+    if pool is not None or how.env or how.options or how.detached:
+        raise ConfigError("start(into=group): the processes run already, so pool, env, options and detached are theirs")
+    if not isinstance(into, WorkerHandle):
+        raise ConfigError(f"start(into=...): expected a handle that start() returned, not {type(into).__name__}")
+    return into.group.processes
+
+
+def _with_default(meshes: Mapping[str, Mesh] | None, ranks: int) -> Mapping[str, Mesh]:
+    """``meshes`` and the default one. Raises a ConfigError if one does not fit the number of ranks."""
+    for name, mesh in (meshes or {}).items():
         if mesh.size != ranks:
             raise ConfigError(f"mesh {name!r} is {mesh} of {mesh.size} ranks; the group has {ranks}")
+    return MappingProxyType({"default": Mesh(dp=ranks), **(meshes or {})})

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
-from podium.runtime.markers import PerRank
 from podium.runtime.mesh import Mesh
 from podium.runtime.rows import count_rows, open_rows, slice_rows, take_rows, token_lengths
 
-__all__ = ["Arguments", "Broadcast", "Dispatch", "Only", "RowPlan", "Scatter", "Shard", "Split", "World"]
-__all__ += ["broadcast", "only", "scatter", "shard"]
+__all__ = ["Arguments", "Broadcast", "Dispatch", "Only", "PerRank", "RowPlan", "Scatter", "Shard", "Split", "World"]
+__all__ += ["broadcast", "only", "per_rank", "scatter", "shard"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,15 @@ class Arguments:
 
     method: str  # what errors call the endpoint
     values: Mapping[str, Any]
+
+    def refuse_per_rank(self) -> None:
+        """Raises a ConfigError if an argument is ``per_rank([...])``."""
+        for name, value in self.values.items():
+            if isinstance(value, PerRank):
+                raise ConfigError(
+                    f"{self.method}: argument {name!r} is per_rank([...]), but the endpoint does not scatter; "
+                    "declare it with @endpoint(dispatch=scatter())"
+                )
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,23 @@ class Split:
     plan: RowPlan | None = None  # which rows went to each of ``collectors``; None if no rows were split
 
 
+class PerRank:
+    """An argument that is an explicit value for each rank, in rank order."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = list(values)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("per_rank([...]) is an argument itself, not a part of one")
+
+
+def per_rank(values: Sequence[T]) -> T:
+    """One value for each rank, for an endpoint with ``dispatch=scatter()``. Typed as the value that a rank receives."""
+    return cast(T, PerRank(values))
+
+
 class Dispatch(ABC):
     """Splits the arguments of one call over the ranks of a group."""
 
@@ -77,7 +103,7 @@ class Broadcast(Dispatch):
     """Every rank receives every argument."""
 
     def split(self, arguments: Arguments, world: World) -> Split:
-        _refuse_per_rank(arguments)
+        arguments.refuse_per_rank()
         ranks = range(world.size)
         return Split(ranks, arguments.values, None, ranks)
 
@@ -89,7 +115,7 @@ class Only(Dispatch):
         self.rank = rank
 
     def split(self, arguments: Arguments, world: World) -> Split:
-        _refuse_per_rank(arguments)
+        arguments.refuse_per_rank()
         if not -world.size <= self.rank < world.size:
             raise ConfigError(f"{arguments.method}: only(rank={self.rank}) in a group of {world.size} ranks")
         ranks = (self.rank % world.size,)
@@ -148,13 +174,13 @@ class Shard(Dispatch):
             raise ConfigError(f"{arguments.method}: no mesh {self.mesh!r} in this group; it has {sorted(world.meshes)}")
         sharded = self._sharded(arguments)
         plan = self._plan(arguments.method, sharded, mesh.axis_size(self.axis))
-        parts = [{name: _part(value, plan, at) for name, value in sharded.items()} for at in range(len(plan.rows))]
+        parts = [{name: _part(value, rows) for name, value in sharded.items()} for rows in plan.rows]
         shared = {name: value for name, value in arguments.values.items() if name not in sharded}
         own = [parts[at] for at in mesh.along(self.axis)]
         return Split(range(mesh.size), shared, own, mesh.collectors(self.axis), plan)
 
     def _sharded(self, arguments: Arguments) -> dict[str, Any]:
-        _refuse_per_rank(arguments)
+        arguments.refuse_per_rank()
         names = tuple(arguments.values) if self.args is None else tuple(self.args)
         given = {name: arguments.values[name] for name in names if arguments.values.get(name) is not None}
         if not given:
@@ -174,7 +200,7 @@ class Shard(Dispatch):
         total = next(iter(counts.values()))
         tokens: tuple[int, ...] = ()
         if self.balance == "rows":
-            rows = _even(total, parts)
+            rows = [range(at * total // parts, (at + 1) * total // parts) for at in range(parts)]
         else:
             name, value = next(iter(sharded.items()))
             lengths = token_lengths(value)
@@ -185,38 +211,19 @@ class Shard(Dispatch):
                 )
             rows = _balanced(lengths, parts)
             tokens = tuple(sum(lengths[row] for row in part) for part in rows)
-        contiguous = self.balance == "rows" or parts == 1
-        if not self.pad:
-            return RowPlan(tuple(rows), (0,) * parts, contiguous, tokens)
-        if total == 0:
+        if self.pad and not total:
             raise ConfigError(f"{method}: cannot pad an empty batch: there is no row to repeat")
-        width = max(len(part) for part in rows)
-        padding = tuple(width - len(part) for part in rows)
+        width = max(len(part) for part in rows) if self.pad else 0
+        padding = tuple(max(0, width - len(part)) for part in rows)
         padded = tuple(
-            [*part, *((part[-1] if len(part) else 0,) * short)] for part, short in zip(rows, padding, strict=True)
+            [*part, *[part[-1] if part else 0] * short] if short else part
+            for part, short in zip(rows, padding, strict=True)
         )
-        return RowPlan(padded, padding, contiguous, tokens)
+        return RowPlan(padded, padding, self.balance == "rows" or parts == 1, tokens)
 
 
-def _refuse_per_rank(arguments: Arguments) -> None:
-    for name, value in arguments.values.items():
-        if isinstance(value, PerRank):
-            raise ConfigError(
-                f"{arguments.method}: argument {name!r} is per_rank([...]), but the endpoint does not scatter; "
-                "declare it with @endpoint(dispatch=scatter())"
-            )
-
-
-def _part(value: Any, plan: RowPlan, at: int) -> Any:
-    rows = plan.rows[at]
-    if isinstance(rows, range):
-        return slice_rows(value, rows.start, rows.stop)
-    return take_rows(value, rows)
-
-
-def _even(total: int, parts: int) -> list[range]:
-    bounds = [at * total // parts for at in range(parts + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+def _part(value: Any, rows: Sequence[int]) -> Any:
+    return slice_rows(value, rows.start, rows.stop) if isinstance(rows, range) else take_rows(value, rows)
 
 
 def _balanced(lengths: Sequence[int], parts: int) -> Sequence[Sequence[int]]:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from podium.errors import ConfigError
 from podium.runtime.calls import Call, Pipeline
 from podium.runtime.dispatch import World
 from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of
 from podium.runtime.mesh import Mesh
-from podium.runtime.process_set import ProcessSet
+from podium.runtime.pool import ResourcePool
+from podium.runtime.process_set import ProcessSet, Role
+from podium.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from podium.data import Usage
 
-__all__ = ["Colocated", "WorkerGroup", "WorkerHandle"]
+__all__ = ["Colocated", "Replicas", "WorkerGroup", "WorkerHandle"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W", bound=Worker)
 
 
 class WorkerGroup:
@@ -30,14 +33,12 @@ class WorkerGroup:
         timeout_s: Default deadline of calls.
     """
 
-    def __init__(
-        self, processes: ProcessSet, name: str, cls: type, meshes: Mapping[str, Mesh], timeout_s: float
-    ) -> None:
+    def __init__(self, processes: ProcessSet, name: str, role: Role) -> None:
         self.processes = processes
         self.name = name
-        self.cls = cls
-        self.world = World(processes.size, {"default": Mesh(dp=processes.size), **meshes})
-        self.timeout_s = timeout_s
+        self.cls: type = role.bound.cls
+        self.world = World(processes.size, role.meshes)
+        self.timeout_s = role.timeout_s
         self._pipeline = Pipeline(processes.watch)
 
     def __repr__(self) -> str:
@@ -96,15 +97,10 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Close these workers. The processes end with the last workers in them. Idempotent."""
-        workers = self.processes.workers
-        if self.name not in workers:
-            return
-        if len(workers) > 1:
+        if self.processes.workers.keys() > {self.name}:
             self.processes.close_worker(self.name)
-            return
-        workers.clear()
-        self.processes.close()
-        self.processes.leave_pool()
+        elif self.name in self.processes.workers:
+            self.processes.close()
 
     def submit(
         self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
@@ -165,3 +161,47 @@ class Colocated(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.__dict__)
+
+
+class Replicas(Sequence[W], Generic[W]):
+    """The handles of ``cluster.start_replicas``, in order: ``replicas[0].generate(prompts)``.
+
+    The replicas are placed and restarted one by one. Where a replica has lost a process, calls on it raise WorkerDied
+    until ``restart(number)``, and the other replicas work on.
+    """
+
+    def __init__(self, handles: Sequence[W], release: Callable[[ResourcePool], None]) -> None:
+        self._handles = tuple(handles)
+        self._release = release
+
+    @overload
+    def __getitem__(self, at: int) -> W: ...
+    @overload
+    def __getitem__(self, at: slice) -> Replicas[W]: ...
+    def __getitem__(self, at: int | slice) -> W | Replicas[W]:
+        return Replicas(self._handles[at], self._release) if isinstance(at, slice) else self._handles[at]
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    @property
+    def alive(self) -> list[int]:
+        """Numbers of the replicas that have lost no rank and are not broken."""
+        calls = [handle.group.processes.calls for handle in self]
+        return [number for number, own in enumerate(calls) if not own.lost and not own.broken]
+
+    def restart(self, number: int) -> None:
+        """Restart one replica. Raises what WorkerGroup.restart raises."""
+        if not 0 <= number < len(self):
+            raise ConfigError(f"restart({number}): there are {len(self)} replicas, from 0")
+        self[number].group.restart()
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Call[Any]]:
+        """Submit a call of the endpoint ``method`` to every replica that is alive, with the same arguments."""
+        return [getattr(self[number], method).submit(*args, **kwargs) for number in self.alive]
+
+    def close(self) -> None:
+        """Close all replicas and release their slots. Idempotent."""
+        for handle in self:
+            handle.group.close()
+            self._release(handle.group.processes.pool)

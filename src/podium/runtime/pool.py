@@ -80,6 +80,11 @@ class ResourcePool:
         nodes = Counter(slot.node for slot in self.slots)
         return f"<ResourcePool {', '.join(f'{node}: {count}' for node, count in nodes.items())}>"
 
+    @property
+    def reservations(self) -> list[Reservation]:
+        """The reservations that the slots belong to, each once."""
+        return list(dict.fromkeys(slot.reservation for slot in self.slots))
+
     def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
         """Cut the pool into consecutive parts.
 
@@ -150,7 +155,7 @@ class Inventory:
             PlacementError: A group still runs on one of them.
         """
         with self._lock:
-            for reservation in {id(slot.reservation): slot.reservation for slot in pool}.values():
+            for reservation in pool.reservations:
                 if reservation.holders:
                     raise PlacementError(f"cannot release {pool}: groups still run on it: {reservation.holders}")
                 if not reservation.released:

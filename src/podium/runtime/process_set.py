@@ -3,65 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
 from podium.runtime.calls import ProcessCalls
-from podium.runtime.context import WorkerContext
 from podium.runtime.endpoint import Returns
 from podium.runtime.mesh import Mesh
 from podium.runtime.messages import Place, ProcessSpec
 from podium.runtime.pool import Reservation, ResourcePool
 from podium.runtime.watch import Watch
-from podium.runtime.worker import Bound
+from podium.runtime.worker import Bound, WorkerContext
 
-__all__ = ["ProcessSet", "StartOptions"]
+__all__ = ["BUSY_END_S", "START_TIMEOUT_S", "ProcessSet", "Record", "Role", "StartOptions"]
 
-BUSY_END_S = 0.5
+START_TIMEOUT_S = 10 * 60.0
 ATTACH_S = CLOSE_WORKER_S = 30.0
+BUSY_END_S = 0.5  # for processes to close their workers where a call is in flight
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:
     """How a set of processes is started; see ``Cluster.start``."""
 
-    env: Mapping[str, str]
-    start_timeout_s: float
-    distributed: bool | None
-    options: Mapping[str, Any]
-    detached: bool
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    start_timeout_s: float = START_TIMEOUT_S
+    distributed: bool | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    detached: bool = False
 
 
 @dataclass(frozen=True)
-class _Constructed:
-    """A worker that runs in every process."""
+class Role:
+    """A worker that runs in every process of a set, with its meshes by name and the default deadline of its calls."""
 
     bound: Bound[Any]
     meshes: Mapping[str, Mesh]
-    returns: Returns = "value"
+    timeout_s: float
+    returns: Returns
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a detached group leaves with its processes for those who attach to it.
-
-    Attributes:
-        workers: For each worker its class, its meshes, and the default deadline of its calls.
-    """
+    """What a detached group leaves with its processes for those who attach to it."""
 
     places: Sequence[Place]
     token: Any
-    workers: Mapping[str, tuple[type, Mapping[str, Mesh], float]]
+    roles: Mapping[str, Role]  # without the arguments of the constructors
 
 
 class ProcessSet:
     """The worker processes on a pool. They share one process group of torch.distributed.
 
-    ``calls`` are the calls to the processes that run now. A restart replaces them.
+    Attributes:
+        workers: The workers that run in every process, by name; empty once the set is closed.
+        calls: The calls to the processes that run now. A restart replaces them.
     """
 
     def __init__(
@@ -78,14 +76,15 @@ class ProcessSet:
         self.name = name
         self.size = len(pool)
         self.options = options
-        self.workers: dict[str, _Constructed] = {}
+        self.workers: dict[str, Role] = {}
         self.backend = backend
         self.watch = watch
         self._threads = threads
         self._contexts: list[WorkerContext] = []
         self._attached = attached is not None
-        self._closed = False
         self.calls = attached or self._boot()
+        for reservation in pool.reservations:
+            reservation.holders.append(name)
 
     @classmethod
     def attach(cls, backend: Backend, watch: Watch, name: str) -> tuple[ProcessSet, Record]:
@@ -105,10 +104,8 @@ class ProcessSet:
             raise ConfigError(f"{'' if calls.handles else 'no '}detached group {name!r} {found}")
         pool = ResourcePool(Reservation(record.token, record.places, detached=True).slots)
         calls.nodes = [slot.node for slot in pool]
-        options = StartOptions(env={}, start_timeout_s=ATTACH_S, distributed=False, options={}, detached=True)
-        processes = cls(backend, watch, pool, name, (), options, attached=calls)
-        for worker, (of, meshes, _) in record.workers.items():
-            processes.workers[worker] = _Constructed(cast(Any, Bound)(of, (), {}), meshes)
+        processes = cls(backend, watch, pool, name, (), StartOptions(detached=True), attached=calls)
+        processes.workers.update(record.roles)
         return processes, record
 
     @property
@@ -116,7 +113,7 @@ class ProcessSet:
         """Each rank's process id, or 0 where it shares the controller's process."""
         return tuple(handle.pid for handle in self.calls.handles)
 
-    def construct(self, name: str, bound: Bound[Any], meshes: Mapping[str, Mesh], returns: Returns = "value") -> None:
+    def construct(self, name: str, role: Role) -> None:
         """Make a worker in every process.
 
         Raises:
@@ -125,64 +122,71 @@ class ProcessSet:
         """
         if self._attached:
             raise ConfigError(f"group {self.name} is another controller's: no worker can be added to it")
-        worker = _Constructed(bound, MappingProxyType({"default": Mesh(dp=self.size), **meshes}), returns)
-        self._construct(name, worker)
-        self.workers[name] = worker
+        own = [{"context": replace(context, role=name, meshes=role.meshes)} for context in self._contexts]
+        shared = {
+            "name": name,
+            "bound": role.bound,
+            "distributed": self.options.distributed,
+            "returns": role.returns,
+        }
+        label = f"{role.bound.cls.__name__}.__init__"
+        try:
+            self.calls.request(label, "construct", self.options.start_timeout_s, shared, own)
+        except EndpointError as error:
+            raise WorkerStartError(
+                f"{name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback
+            ) from error.__cause__
+        except (WorkerDied, DeadlineExceeded) as error:
+            rank = error.rank if isinstance(error, WorkerDied) else min(error.running, default=None)
+            raise WorkerStartError(f"{name} did not start: {error}", rank=rank) from error
+        self.workers[name] = role
 
     def restart(self) -> None:
         """Kill all processes, start new ones in the same slots, and make their workers again. Calls in flight fail, and
         none is repeated.
 
         Raises:
-            ConfigError: The set was closed, or this backend has no processes to kill.
+            ConfigError: This backend has no processes to kill, or they belong to another controller.
             WorkerStartError: A process or a constructor failed. The set is broken until a restart succeeds.
         """
         if not self.backend.capabilities.processes:
             raise ConfigError(f"{self.name}: this backend has no processes to kill and restart; use 'local'")
-        if self._closed:
-            raise ConfigError(f"group {self.name} is closed; start another with cluster.start(...)")
         if self._attached:
             raise ConfigError(f"group {self.name} is another controller's; stop it with cluster.stop({self.name!r})")
-        names = ", ".join(self.workers) or self.name
-        self._end(f"group {names} was restarted while this call was in flight", 0.0)
+        self._end(f"group {', '.join(self.workers)} was restarted while this call was in flight", 0.0)
         try:
             self.calls = self._boot()
-            for name, worker in self.workers.items():
-                self._construct(name, worker)
+            for name, role in list(self.workers.items()):
+                self.construct(name, role)
         except BaseException as error:
             self.calls.lost.clear()
             self.calls.broken = f"its restart failed ({type(error).__name__})"
             raise
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End the processes, but let those of a detached group run on. Idempotent.
+    def close(self, timeout_s: float = 5.0, *, stop_detached: bool = False) -> None:
+        """End the processes and leave the pool. Idempotent.
 
         Idle processes close their workers first, within ``timeout_s``. Where a call is in flight, whose result is lost
-        anyway, they have less time.
+        anyway, they have less time. Processes of a detached group run on, unless ``stop_detached``.
         """
-        self._closed = True
         reason = f"group {self.name} was closed while this call was in flight"
-        if self.options.detached:
+        if self.options.detached and not stop_detached:
             self.calls.end(reason)
             self.backend.let_go(self.calls.handles)
             self.calls.handles = ()
         else:
             self._end(reason, min(timeout_s, BUSY_END_S) if self.calls.busy() else timeout_s)
-
-    def stop(self, timeout_s: float = BUSY_END_S) -> None:
-        """End the processes, whoever started them, also those of a detached group."""
-        self._closed = True
-        self._end(f"group {self.name} was stopped while this call was in flight", timeout_s)
-
-    def leave_pool(self) -> None:
-        """The processes have ended, so their slots may be released."""
-        for reservation in {id(slot.reservation): slot.reservation for slot in self.pool}.values():
+        self.workers.clear()
+        for reservation in self.pool.reservations:
             if self.name in reservation.holders:
                 reservation.holders.remove(self.name)
 
-    def keep_record(self, workers: Mapping[str, tuple[type, Mapping[str, Mesh], float]]) -> None:
+    def keep_record(self) -> None:
         """Leave a record with every process, so that whoever attaches finds it although other processes have ended."""
-        record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, workers)
+        bare = {
+            name: replace(role, bound=cast(Any, Bound)(role.bound.cls, (), {})) for name, role in self.workers.items()
+        }
+        record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, bare)
         self.calls.request(f"{self.name}.keep_record", "keep", ATTACH_S, {"record": record})
 
     def close_worker(self, name: str) -> None:
@@ -236,22 +240,3 @@ class ProcessSet:
         for rank, handle in enumerate(calls.handles):
             telemetry.emit(telemetry.WorkerStarted(role=self.name, rank=rank, node=nodes[rank], pid=handle.pid))
         return calls
-
-    def _construct(self, name: str, worker: _Constructed) -> None:
-        own = [{"context": replace(context, role=name, meshes=worker.meshes)} for context in self._contexts]
-        shared = {
-            "name": name,
-            "bound": worker.bound,
-            "distributed": self.options.distributed,
-            "returns": worker.returns,
-        }
-        label = f"{worker.bound.cls.__name__}.__init__"
-        try:
-            self.calls.request(label, "construct", self.options.start_timeout_s, shared, own)
-        except EndpointError as error:
-            raise WorkerStartError(
-                f"{name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback
-            ) from error.__cause__
-        except (WorkerDied, DeadlineExceeded) as error:
-            rank = error.rank if isinstance(error, WorkerDied) else min(error.running, default=None)
-            raise WorkerStartError(f"{name} did not start: {error}", rank=rank) from error

@@ -9,20 +9,28 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
+from weakref import WeakSet
 
 __all__ = ["Watch"]
 
-TICK_S = 0.2
+TICK_S = 0.1
+
+
+class Ticking(Protocol):
+    """An object that looks at the time now and then. ``now`` is in seconds of ``time.monotonic()``."""
+
+    def tick(self, now: float) -> None: ...
 
 
 class Watch:
-    """Calls every registered ``tick(now)`` five times a second, and runs delayed actions when they are due.
+    """Calls ``tick(now)`` of every registered object ten times a second, and runs delayed actions when they are due.
 
     Ticks and actions run in the watch's thread, so they must return quickly.
     """
 
     def __init__(self) -> None:
-        self._ticks: list[Callable[[float], None]] = []
+        self._ticking: WeakSet[Ticking] = WeakSet()
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
@@ -30,11 +38,10 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="podium-watch", daemon=True)
         self._thread.start()
 
-    def every_tick(self, tick: Callable[[float], None]) -> Callable[[], None]:
-        """Register ``tick``. The function that is returned removes it again."""
+    def register(self, ticking: Ticking) -> None:
+        """Call ``ticking.tick`` for as long as the object exists."""
         with self._wake:
-            self._ticks.append(tick)
-        return lambda: self._ticks.remove(tick) if tick in self._ticks else None
+            self._ticking.add(ticking)
 
     def later(self, delay_s: float, action: Callable[[], object]) -> None:
         """Run ``action`` after ``delay_s`` seconds."""
@@ -62,11 +69,11 @@ class Watch:
                 actions: list[Callable[[], object]] = []
                 while self._due and self._due[0][0] <= now:
                     actions.append(heapq.heappop(self._due)[2])
-            if now >= next_tick:
-                next_tick = now + TICK_S
-                actions += [partial(tick, now) for tick in list(self._ticks)]
-            for action in actions:
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    actions += [partial(ticking.tick, now) for ticking in self._ticking]
+            while actions:  # no name keeps an action or its object until the next tick
                 try:
-                    action()
+                    actions.pop(0)()
                 except Exception:
                     logging.getLogger("podium").exception("the watch of a cluster met an error; it goes on")

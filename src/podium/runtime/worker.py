@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from podium.errors import ConfigError
-from podium.runtime.context import WorkerContext, current_context
+from podium.runtime.mesh import Mesh
 
 if TYPE_CHECKING:
     from podium.runtime.group import WorkerGroup
 
-__all__ = ["Bound", "Startable", "Worker"]
+__all__ = ["Bound", "Worker", "WorkerContext", "current_context"]
 
 P = ParamSpec("P")
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
 
 
-class Startable(Generic[W_co]):
-    """An argument of ``cluster.start``, which returns a handle that is typed as ``W_co``."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """A worker's place, fixed for its life.
+
+    Attributes:
+        rank, world_size: Place among the processes of the group.
+        local_rank, local_world_size: Place among those on the same node.
+        node: Name of the node.
+        devices: Indices of the accelerators that this worker owns, valid in its own process; empty on a CPU.
+        role: Name under which the worker was started.
+        threads: Number of threads for computing, this worker's share of the node's cores.
+        rendezvous: URL by which the processes of the group find each other (torch.distributed's ``init_method``); ""
+            where the backend has no collectives.
+        meshes: Meshes by name. "default" is always there, and is ``Mesh(dp=world_size)`` unless given.
+        colocated: The other workers in the same worker process, by name, as plain objects.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: str = "localhost"
+    devices: tuple[int, ...] = ()
+    role: str = ""
+    threads: int = 1
+    rendezvous: str = ""
+    meshes: Mapping[str, Mesh] = field(default_factory=lambda: MappingProxyType({"default": Mesh(dp=1)}))
+    colocated: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType[str, Any]({}))
+
+
+current_context: ContextVar[WorkerContext | None] = ContextVar("podium_worker_context", default=None)
+"""The place of the worker that is made or runs a call in this thread. Workers that it makes get the same place."""
 
 
 @dataclass(frozen=True)
-class Bound(Startable[W_co]):
+class Bound(Generic[W_co]):
     """A worker class with its constructor's arguments, for ``cluster.start``. Made by :meth:`Worker.bind`."""
 
     cls: type[W_co]
@@ -33,7 +65,7 @@ class Bound(Startable[W_co]):
     kwargs: dict[str, Any]
 
     def build(self) -> W_co:
-        """Make the worker here."""
+        """Make the worker in this process."""
         return self.cls(*self.args, **self.kwargs)
 
 

@@ -31,10 +31,9 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import Reading, read_as, take_back
-from podium.runtime.context import WorkerContext, current_context
 from podium.runtime.endpoint import Returns, endpoints_of
 from podium.runtime.messages import Failure, Status
-from podium.runtime.worker import Bound, Worker
+from podium.runtime.worker import Bound, Worker, WorkerContext, current_context
 
 if TYPE_CHECKING:
     from podium.data import TensorStore, Usage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -117,7 +118,7 @@ async def _await(call: Call[str]) -> str:
 
 def test_cancelling_tells_the_workers_once(backend: Backend) -> None:
     call, told = begun(backend), list[int]()
-    call.on_cancel(lambda: told.append(1))
+    call.on_cancel = lambda: told.append(1)
     assert call.cancel()
     assert not call.cancel()
     assert told == [1]
@@ -125,18 +126,37 @@ def test_cancelling_tells_the_workers_once(backend: Backend) -> None:
         call.result()
 
 
+class Ticked:
+    def __init__(self) -> None:
+        self.ticked = threading.Event()
+
+    def tick(self, now: float) -> None:
+        self.ticked.set()
+
+
 def test_the_watch_ticks_delays_in_order_and_survives_what_it_runs() -> None:
-    watch, seen, ticked = Watch(), list[str](), threading.Event()
-    forget = watch.every_tick(lambda now: ticked.set())
+    watch, seen, watched = Watch(), list[str](), Ticked()
+    watch.register(watched)
     watch.later(0.10, lambda: seen.append("second"))
     watch.later(0.05, lambda: seen.append("first"))
     watch.later(0.01, lambda: seen.append(str(1 // 0)))
-    assert ticked.wait(5.0)
+    assert watched.ticked.wait(5.0)
     time.sleep(0.2)
     assert seen == ["first", "second"]
-    forget()
-    forget()
     watch.later(0.05, lambda: seen.append("never"))
     watch.close()
     time.sleep(0.1)
     assert seen == ["first", "second"]
+
+
+def test_the_watch_does_not_keep_what_it_ticks() -> None:
+    watch, watched = Watch(), Ticked()
+    watch.register(watched)
+    assert watched.ticked.wait(5.0)
+    gone = weakref.ref(watched)
+    del watched
+    until = time.monotonic() + 5.0
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert gone() is None
+    watch.close()

@@ -6,7 +6,7 @@
     Pipeline      waits until the arguments that are calls     pipeline.py
       │           themselves have their results
       ▼
-    ProcessCalls  packs the arguments, keeps an InFlight,      process_calls.py, in_flight.py
+    ProcessCalls  packs the arguments, keeps an InFlight,      process_calls.py
       │           sends one Request to each rank
       ▼
     ProcessHandle.invoke ──▶ WorkerProcess.execute ──▶ Reply   backend.py, worker_process.py

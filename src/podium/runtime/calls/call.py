@@ -10,12 +10,11 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from podium.errors import CallCancelled, DeadlineExceeded, PodiumError
-from podium.runtime.markers import CallArgument
 
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call"]
+__all__ = ["Call", "CallArgument"]
 
 T = TypeVar("T")
 
@@ -46,7 +45,8 @@ class Call(Generic[T]):
         self._read: Callable[[], T] | None = None
         self._value: T | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._on_cancel: Callable[[], None] | None = None
+        self.on_cancel: Callable[[], None] | None = None
+        """Called when the caller cancels. Set by the runtime."""
 
     # -- for the caller ------------------------------------------------------------------------------------------
 
@@ -64,7 +64,20 @@ class Call(Generic[T]):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the call has ended, in whatever way. Returns False if it has not within ``timeout_s``."""
-        return self._ended or self._wait(timeout_s)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        nap = FIRST_NAP_S
+        while not self._ended:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            delivered = self._backend.wait(self.done, left)
+            if delivered:
+                continue
+            sleep = LAST_NAP_S if delivered is None else nap
+            if self._gate.acquire(timeout=sleep if left is None else min(sleep, left)):
+                self._gate.release()
+            nap = min(2 * nap, LAST_NAP_S)
+        return self._ended
 
     def done(self) -> bool:
         """Whether the call has ended, in whatever way."""
@@ -76,7 +89,7 @@ class Call(Generic[T]):
         A queued call is dropped. An async endpoint that runs gets CancelledError. A sync endpoint that runs goes on,
         and its result is dropped.
         """
-        tell = self._on_cancel
+        tell = self.on_cancel
         if not self.fail(CallCancelled(f"{self.label} was cancelled")):
             return False
         if tell is not None:
@@ -124,61 +137,31 @@ class Call(Generic[T]):
                 return
         callback()
 
-    def on_cancel(self, action: Callable[[], None]) -> None:
-        """Call ``action`` if the caller cancels."""
-        self._on_cancel = action
-
     def succeed(self, read: Callable[[], T]) -> None:
         """End the call. ``read`` makes its result, in the thread that first asks for it."""
-        with self._lock:
-            if self._ended:
-                return
-            if time.monotonic() > self.deadline:
-                self._error = DeadlineExceeded(
-                    f"{self.label} took longer than its deadline of {self.timeout_s:g} s; its results are discarded",
-                    method=self.label,
-                )
-            else:
-                self._read = read
-            self._end()
-        self._run_callbacks()
+        if time.monotonic() <= self.deadline:
+            self._end(None, read)
+        else:
+            late = f"{self.label} took longer than its deadline of {self.timeout_s:g} s; its results are discarded"
+            self._end(DeadlineExceeded(late, method=self.label), None)
 
     def fail(self, error: BaseException) -> bool:
         """End the call with ``error``. Returns False if it had ended."""
+        return self._end(error, None)
+
+    def _end(self, error: BaseException | None, read: Callable[[], T] | None) -> bool:
         with self._lock:
             if self._ended:
                 return False
-            self._error = error
-            self._end()
-        self._backend.wake()
-        self._run_callbacks()
-        return True
-
-    def _end(self) -> None:
-        self._ended = True
-        self._on_cancel = None  # it refers to this call: a cycle would keep large results until a collection
-        self._gate.release()
-
-    def _run_callbacks(self) -> None:
-        callbacks, self._callbacks = self._callbacks, []
+            self._error, self._read, self._ended = error, read, True
+            self.on_cancel = None  # it refers to this call: a cycle would keep large results until a collection
+            callbacks, self._callbacks = self._callbacks, []
+            self._gate.release()
+        if error is not None:
+            self._backend.wake()
         for callback in callbacks:
             callback()
-
-    def _wait(self, timeout_s: float | None) -> bool:
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        nap = FIRST_NAP_S
-        while not self._ended:
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
-                break
-            delivered = self._backend.wait(self.done, left)
-            if delivered:
-                continue
-            sleep = LAST_NAP_S if delivered is None else nap
-            if self._gate.acquire(timeout=sleep if left is None else min(sleep, left)):
-                self._gate.release()
-            nap = min(2 * nap, LAST_NAP_S)
-        return self._ended
+        return True
 
     def _outcome(self) -> T:
         with self._lock:
@@ -191,6 +174,18 @@ class Call(Generic[T]):
         if self._error is not None:
             raise _copy_of(self._error)
         return cast(T, self._value)
+
+
+class CallArgument:
+    """The result of a call that may not be done yet, as an argument of another call."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call[Any]) -> None:
+        self.call = call
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("call.arg() is an argument itself, not a part of one: pass it on its own, or call.result()")
 
 
 def _copy_of(error: BaseException) -> BaseException:

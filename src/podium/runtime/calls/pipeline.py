@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from podium.errors import DeadlineExceeded
-from podium.runtime.calls.call import Call
-from podium.runtime.markers import CallArgument
+from podium.runtime.calls.call import Call, CallArgument
 from podium.runtime.watch import Watch
 
 __all__ = ["Pipeline"]
-
-SOON_S = 2.0  # shorter deadlines are not left to the watch's next tick
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -47,10 +43,9 @@ class Pipeline:
     waits for those submitted before it."""
 
     def __init__(self, watch: Watch) -> None:
-        self._watch = watch
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.RLock()
-        self._forget_tick: Callable[[], None] | None = None
+        watch.register(self)
 
     def submit(self, call: Call[Any], args: Args, kwargs: Kwargs, send: Callable[[Args, Kwargs], None]) -> None:
         """Call ``send(args, kwargs)`` as soon as no argument is an unfinished call and nothing waits before it.
@@ -64,12 +59,8 @@ class Pipeline:
             return
         with self._lock:
             self._waiting.append(new)
-            self._forget_tick = self._forget_tick or self._watch.every_tick(self._tick)
-        if call.timeout_s < SOON_S:
-            self._watch.later(call.timeout_s, lambda: self._tick(time.monotonic()))
-        call.when_done(self._advance)
-        for producer in unfinished:
-            producer.when_done(self._advance)
+        for awaited in (call, *unfinished):
+            awaited.when_done(self._advance)
         if not unfinished:
             self._advance()
 
@@ -89,12 +80,9 @@ class Pipeline:
                     except Exception as error:  # noqa: BLE001 - nobody waits here: whatever it is belongs to the call
                         first.call.fail(error)
                 self._waiting.popleft()  # only now: submit() sends at once where nothing waits, and would overtake it
-            if self._forget_tick is not None:
-                self._forget_tick()
-                self._forget_tick = None
 
-    def _tick(self, now: float) -> None:
-        """A deadline counts from submission, so it also ends calls that wait for their arguments."""
+    def tick(self, now: float) -> None:
+        """End calls whose deadline passes while they wait for their arguments: a deadline counts from submission."""
         for waiting in list(self._waiting):
             call = waiting.call
             if now >= call.deadline and not call.done():

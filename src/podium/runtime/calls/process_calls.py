@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,6 @@ from podium.errors import (
 )
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.call import Call
-from podium.runtime.calls.in_flight import InFlight, Numbers
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
 from podium.runtime.watch import Watch
@@ -32,12 +33,61 @@ __all__ = ["ProcessCalls"]
 BREAK_S = 0.2
 SETTLE_S = 1.0
 STATUS_S = 1.0
-SOON_S = 2.0  # shorter deadlines are not left to the watch's next tick
+STALL_S = 60.0
 NAP_S = 0.005  # between two offers to deliver replies for the backend
 
 _log = logging.getLogger("podium")
 _call_ids = itertools.count()
-_numbers = Numbers()
+_new_numbers = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)  # two controllers may call one process
+_free_numbers: list[int] = []
+
+
+def _take_number() -> int:
+    """The processes' name for a call. A number is used again once no process can hear of its call any more, since a
+    backend may keep something for each number that it ever saw: Ray keeps 4 kB for every name of a task."""
+    try:
+        return _free_numbers.pop()
+    except IndexError:
+        return next(_new_numbers)
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A call on its way.
+
+    Attributes:
+        target: Name of the worker; "" for a method of the worker process itself.
+        wanted: The ranks whose results count, in the order in which to join them.
+        join: Makes the call's result of theirs.
+        concurrent: The call runs beside others.
+        ranks: The ranks that are called.
+        open: Those of them that have not replied.
+        replies: Good replies by rank.
+        call_id: Telemetry's name for the call, which is never used again.
+        held: An error that waits for its cause to arrive.
+        expired: The deadline has passed, and the ranks are being asked for their stacks.
+        cancelled: The ranks were told to drop the call.
+        breaking: A rank that raised is destroying its process groups.
+        next_stall: Seconds of waiting after which the next warning is due.
+    """
+
+    call: Call[Any]
+    target: str
+    method: str
+    wanted: Sequence[int]
+    join: Callable[[list[Any]], Any]
+    concurrent: bool
+    ranks: Sequence[int]
+    open: set[int]
+    number: int
+    call_id: int
+    submitted_ns: int
+    replies: dict[int, Reply] = field(default_factory=dict[int, Reply])
+    held: PodiumError | None = None
+    expired: bool = False
+    cancelled: bool = False
+    breaking: bool = False
+    next_stall: float = STALL_S
 
 
 class ProcessCalls:
@@ -62,7 +112,7 @@ class ProcessCalls:
         self._unsettled: set[InFlight] = set()  # calls that failed on one rank while others still ran
         self._settled = threading.Condition()
         self._ended = False
-        self._forget_tick = watch.every_tick(self._tick)
+        watch.register(self)
 
     # -- requests out --------------------------------------------------------------------------------------------
 
@@ -111,7 +161,7 @@ class ProcessCalls:
             own = None if split.own is None else self._pack_own(split.own)
         except SerializationError as error:
             raise SerializationError(f"{call.label}: {error}") from error.__cause__
-        number, call_id, now = _numbers.take(), next(_call_ids), time.monotonic_ns()
+        number, call_id, now = _take_number(), next(_call_ids), time.monotonic_ns()
         ranks = split.ranks
         flight = InFlight(call, target, method, wanted, join, concurrent, ranks, set(ranks), number, call_id, now)
         self._in_flight[number] = flight  # from here on a death fails it; one while it was packed shows now
@@ -120,9 +170,7 @@ class ProcessCalls:
         except PodiumError:
             self._in_flight.pop(number, None)
             raise
-        call.on_cancel(partial(self._tell_cancelled, flight))
-        if call.timeout_s < SOON_S:
-            self._watch.later(call.timeout_s, lambda: self._tick(time.monotonic()))
+        call.on_cancel = partial(self._tell_cancelled, flight)
         try:
             with self._sending:  # every rank sees two callers' calls in the same order, or collectives would deadlock
                 self._send_to_all(flight, shared, own)
@@ -197,7 +245,8 @@ class ProcessCalls:
         """Every rank has replied or ended."""
         if self._in_flight.pop(flight.number, None) is None:
             return
-        _numbers.give_back(flight)
+        if not flight.cancelled:  # a rank that was told to drop the call may hear of that only now
+            _free_numbers.append(flight.number)
         if flight.held is not None:
             flight.call.fail(flight.held)
         elif len(flight.replies) == len(flight.ranks):
@@ -288,7 +337,8 @@ class ProcessCalls:
 
     # -- deadlines and cancelling --------------------------------------------------------------------------------
 
-    def _tick(self, now: float) -> None:
+    def tick(self, now: float) -> None:
+        """Fail calls that have passed their deadline, and warn of those that wait long."""
         for flight in list(self._in_flight.values()):
             call = flight.call
             if call.done():
@@ -334,7 +384,7 @@ class ProcessCalls:
         """Send a request to the worker process itself."""
         if rank < len(self.handles) and rank not in self.lost:
             packed = self._backend.pack(values, 1)
-            self.handles[rank].invoke(Request(_numbers.take(), "", method, packed, None, True, concurrent), done)
+            self.handles[rank].invoke(Request(_take_number(), "", method, packed, None, True, concurrent), done)
 
     def _ask_all(
         self, ranks: Sequence[int], method: str, timeout_s: float, *, concurrent: bool = True
@@ -362,7 +412,6 @@ class ProcessCalls:
     def end(self, reason: str) -> None:
         """Fail the calls in flight with ``reason``, and refuse further ones."""
         self._ended = True
-        self._forget_tick()
         for flight in list(self._in_flight.values()):
             flight.call.fail(CallCancelled(f"{flight.call.label}: {reason}"))
         self._in_flight.clear()
