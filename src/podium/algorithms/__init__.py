@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.algorithms.advantages import (
-        compute_advantages as compute_advantages,
-        group_statistics as group_statistics,
-    )
+    from podium.algorithms.advantages.compute import compute_advantages as compute_advantages
+    from podium.algorithms.advantages.groups import group_statistics as group_statistics
     from podium.algorithms.aggregation import loss_weights as loss_weights
     from podium.algorithms.config import Aggregation as Aggregation, AlgorithmConfig as AlgorithmConfig
     from podium.algorithms.kl import (
@@ -25,7 +23,8 @@ if TYPE_CHECKING:
         kl_estimate as kl_estimate,
         penalize as penalize,
     )
-    from podium.algorithms.losses import policy_loss as policy_loss, value_loss as value_loss
+    from podium.algorithms.losses.policy import policy_loss as policy_loss
+    from podium.algorithms.losses.value import value_loss as value_loss
     from podium.algorithms.metrics import (
         PartialMetrics as PartialMetrics,
         explained_variance as explained_variance,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from podium.algorithms.advantages import group_statistics
+from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.records import TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError

@@ -99,12 +99,12 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = MappingProxyType(
 )
 
 ADVANTAGES: Final[Mapping[str, str]] = MappingProxyType(
-    {name: f"podium.algorithms.advantages:{name}" for name in _OWN_ADVANTAGES}
+    {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
 )
 """Podium's own advantage estimators by name, and where each is."""
 
 LOSSES: Final[Mapping[str, str]] = MappingProxyType(
-    {name: f"podium.algorithms.losses:{name}" for name in ("ppo_clip", "gspo", "clip_cov", "cross_entropy")}
+    {name: f"podium.algorithms.losses.{name}:{name}" for name in ("ppo_clip", "gspo", "clip_cov", "cross_entropy")}
 )
 """Podium's own losses by name, and where each is."""
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, policy_loss, resolve_loss, value_loss
-from podium.algorithms.losses import ppo_clip, truncated_weights
+from podium.algorithms.losses.policy import truncated_weights
+from podium.algorithms.losses.ppo_clip import ppo_clip
 from podium.errors import DataError
 from podium.telemetry import metrics as names
 from tests.unit.algorithms import oracles

@@ -1,0 +1,1 @@
+"""The advantage estimators, each in a module of its own: ``(AdvantageInputs, AlgorithmConfig) -> AdvantageOutputs``."""

@@ -1,0 +1,41 @@
+"""Run the estimator that the configuration names, and check what it returns."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.named import resolve_advantage
+from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
+from podium.errors import DataError
+
+__all__ = ["compute_advantages"]
+
+
+def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
+    """Run the estimator that ``config.advantage`` names, and check what it returns.
+
+    Raises:
+        ConfigError: The estimator cannot be found.
+        DataError: The estimator returned something else than finite ``[N]`` tensors that are 0 outside the mask.
+    """
+    outputs = cast("object", resolve_advantage(config.advantage)(inputs, config))
+    who = f"advantage estimator {config.advantage!r}"
+    if not isinstance(outputs, AdvantageOutputs):
+        raise DataError(f"{who} returned {type(outputs).__name__}; expected AdvantageOutputs")
+    for name, values_N in (("advantages_N", outputs.advantages_N), ("returns_N", outputs.returns_N)):
+        if values_N is None:
+            continue
+        tokens = len(inputs.mask_N)
+        if values_N.shape != (tokens,):
+            raise DataError(
+                f"{who} returned {name} of shape {list(values_N.shape)}; expected one value a token, [{tokens}]"
+            )
+        if not bool(values_N.isfinite().all()):
+            row = int(inputs.row_N[~values_N.isfinite()][0])
+            raise DataError(f"{who} returned {name} that are not finite, first in row {row}: look at that row's reward")
+        if bool((values_N[~inputs.mask_N] != 0).any()):
+            raise DataError(
+                f"{who} returned {name} that are not 0 outside mask_N; inputs.spread(values_B) sees to that"
+            )
+    return outputs

@@ -1,0 +1,22 @@
+"""Group sequence policy optimization: one ratio for each row."""
+
+from __future__ import annotations
+
+from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.kl import bounded_exp
+from podium.algorithms.losses.ppo_clip import clipped_surrogate, log_ratio
+from podium.algorithms.records import LossInputs, TokenLoss
+
+__all__ = ["gspo"]
+
+
+def gspo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """``-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`` at every token of a row, ``[N]``.
+
+    Group sequence policy optimization: Zheng et al. 2025, "GSPO", arXiv:2507.18071, equations 5 and 7.
+    ``s = exp(mean over the row's tokens of logprobs - old_logprobs)`` is the row's ratio, normalized by its length.
+    ``config.aggregation = "sequence-mean"`` makes the sum equation 5. Sequence ratios stay near 1, so that the paper
+    clips at ``clip_low = 3e-4`` and ``clip_high = 4e-4``.
+    """
+    ratio_B = bounded_exp(inputs.row_means(log_ratio(inputs)))
+    return clipped_surrogate(ratio_B[inputs.row_N], inputs, config)

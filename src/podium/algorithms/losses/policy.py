@@ -1,0 +1,112 @@
+"""The loss of a policy: what the configuration names, importance weights, KL divergence and entropy bonus."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.kl import bounded_exp, kl_estimate
+from podium.algorithms.named import resolve_loss
+from podium.algorithms.records import LossInputs, TokenLoss
+from podium.algorithms.token_rows import wide
+from podium.errors import DataError
+from podium.telemetry.metrics import ENTROPY, KL, MISMATCH_MAX, MISMATCH_MEAN, RATIO_MAX, RATIO_MEAN
+
+__all__ = ["policy_loss", "truncated_weights"]
+
+# Metrics that no display looks up by name; the others are in podium.telemetry.metrics.
+APPROX_KL: Final = "policy/approx_kl"  # KL(policy before the update || policy) by k3
+MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
+IMPORTANCE_MEAN: Final = "mismatch/weight_mean"  # mean of the truncated importance weights
+IMPORTANCE_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose importance weight was cut to the cap
+
+
+def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """``w · loss + kl_coef · KL(policy || reference) - entropy_coef · entropy`` at each token, ``[N]``.
+
+    The loss is the one that ``config.loss`` names. w are :func:`truncated_weights` if ``config.importance_cap`` is
+    set, else 1. The KL divergence takes part if ``config.kl_in`` is "loss". Ratios, divergences and the entropy are
+    reported wherever their columns are given.
+
+    >>> columns = {"logprobs": torch.tensor([-1.0, -2.0]), "advantages": torch.tensor([1.0, -1.0])}
+    >>> out = policy_loss(LossInputs(offsets_B1=torch.tensor([0, 2]), columns=columns), AlgorithmConfig())
+    >>> out.loss_N.tolist(), sorted(out.metrics)
+    ([-1.0, 1.0], ['policy/approx_kl', 'policy/clip_fraction', 'policy/ratio_mean'])
+
+    Raises:
+        ConfigError: The loss cannot be found.
+        DataError: A column that the configuration asks for is missing; or the loss returned something else than one
+            number a token with a gradient.
+    """
+    given = resolve_loss(config.loss)(inputs, config)
+    _check(given, inputs, f"loss {config.loss!r}")
+    loss_N, metrics, maxima = wide(given.loss_N), dict(given.metrics), dict(given.maxima)
+    logprobs_N, old_N = inputs.logprobs_N, inputs.old_logprobs_N
+    if "advantages" in inputs.columns:
+        with torch.no_grad():
+            ratio_N = bounded_exp(wide(logprobs_N) - wide(old_N))
+            metrics |= {RATIO_MEAN: ratio_N, APPROX_KL: kl_estimate(old_N, logprobs_N, "k3")}
+            maxima[RATIO_MAX] = ratio_N
+    if "rollout_logprobs" in inputs.columns:
+        with torch.no_grad():
+            difference_N = (wide(old_N) - wide(inputs.rollout_logprobs_N)).abs()
+            gap_N = kl_estimate(inputs.rollout_logprobs_N, old_N, "k3")
+            metrics |= {MISMATCH_MEAN: difference_N, MISMATCH_KL: gap_N}
+            maxima[MISMATCH_MAX] = difference_N
+    if config.importance_cap is not None:
+        _require(inputs, "rollout_logprobs", "algorithm.importance_cap is set")
+        weights_N = truncated_weights(old_N, inputs.rollout_logprobs_N, config.importance_cap)
+        loss_N = loss_N * weights_N
+        capped_N = (weights_N >= config.importance_cap).to(weights_N.dtype)
+        metrics |= {IMPORTANCE_MEAN: weights_N, IMPORTANCE_CAPPED: capped_N}
+    if config.kl_in == "loss":
+        _require(inputs, "ref_logprobs", "algorithm.kl_in = 'loss'")
+        kl_N = kl_estimate(logprobs_N, inputs.ref_logprobs_N.detach(), config.kl_estimator)
+        loss_N = loss_N + config.kl_coef * kl_N
+        metrics[KL] = kl_N.detach()
+    elif "ref_logprobs" in inputs.columns:
+        metrics[KL] = kl_estimate(logprobs_N.detach(), inputs.ref_logprobs_N.detach(), config.kl_estimator)
+    if config.entropy_coef:
+        _require(inputs, "entropy", "algorithm.entropy_coef is not 0")
+        loss_N = loss_N - config.entropy_coef * wide(inputs.entropy_N)
+    if "entropy" in inputs.columns:
+        metrics[ENTROPY] = wide(inputs.entropy_N.detach())
+    return TokenLoss(loss_N, metrics, maxima)
+
+
+def truncated_weights(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, cap: float) -> Tensor:
+    """``min(exp(old - rollout), cap)``, float ``[N]``, without gradient: importance weights.
+
+    Generator and trainer hold the same weights, and yet other kernels, another precision or an older version give other
+    log-probabilities. Multiplied into the loss, these weights make samples of the generator stand for samples of the
+    old policy. The cap bounds their variance at the price of a small bias: Ionides 2008; for token policies Espeholt et
+    al. 2018, "IMPALA", arXiv:1802.01561, section 4.1; between a rollout engine and its trainer Yao et al. 2025, "On the
+    Rollout-Training Mismatch in Modern RL Systems".
+
+    >>> truncated_weights(torch.tensor([-1.0, 0.0]), torch.tensor([-1.0, -3.0]), cap=2.0).tolist()
+    [1.0, 2.0]
+    """
+    return bounded_exp((wide(old_logprobs_N) - wide(rollout_logprobs_N)).detach()).clamp(max=cap)
+
+
+def _require(inputs: LossInputs, name: str, reason: str) -> None:
+    if name not in inputs.columns:
+        raise DataError(f"the policy loss needs the column {name!r}, because {reason}; the batch has none")
+
+
+def _check(loss: object, inputs: LossInputs, who: str) -> None:
+    if not isinstance(loss, TokenLoss):
+        raise DataError(f"{who} returned {type(loss).__name__}; expected TokenLoss")
+    expected = inputs.logprobs_N.shape
+    for name, column_N in {"loss_N": loss.loss_N, **loss.metrics, **loss.maxima}.items():
+        if column_N.shape != expected:
+            raise DataError(
+                f"{who} returned {name} of shape {list(column_N.shape)}; expected one value a token, {list(expected)}"
+            )
+    if inputs.logprobs_N.requires_grad and torch.is_grad_enabled() and not loss.loss_N.requires_grad:
+        raise DataError(
+            f"{who} returned loss_N without a gradient: it must be computed from inputs.logprobs_N, not detached"
+        )

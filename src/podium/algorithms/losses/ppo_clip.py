@@ -1,0 +1,53 @@
+"""The clipped surrogate of PPO."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.kl import bounded_exp
+from podium.algorithms.records import LossInputs, TokenLoss
+from podium.algorithms.token_rows import wide
+from podium.telemetry.metrics import CLIP_FRACTION
+
+__all__ = ["clipped_surrogate", "log_ratio", "ppo_clip"]
+
+
+def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = exp(logprobs - old_logprobs)``, ``[N]``.
+
+    The clipped surrogate of PPO: Schulman et al. 2017, arXiv:1707.06347, equation 7. Two bounds instead of one: Yu et
+    al. 2025, "DAPO", arXiv:2503.14476, section 3.1.
+
+    >>> columns = {"logprobs": torch.tensor([0.5, -0.1]), "old_logprobs": torch.zeros(2), "advantages": torch.ones(2)}
+    >>> loss = ppo_clip(LossInputs(offsets_B1=torch.tensor([0, 2]), columns=columns), AlgorithmConfig())
+    >>> [round(x, 4) for x in loss.loss_N.tolist()], loss.metrics["policy/clip_fraction"].tolist()
+    ([-1.28, -0.9048], [1.0, 0.0])
+    """
+    return clipped_surrogate(bounded_exp(log_ratio(inputs)), inputs, config)
+
+
+def log_ratio(inputs: LossInputs) -> Tensor:
+    """``logprobs - old_logprobs``, ``[N]``, with the gradient of the former."""
+    return wide(inputs.logprobs_N) - wide(inputs.old_logprobs_N.detach())
+
+
+def clipped_surrogate(ratio_N: Tensor, inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
+    """The surrogate for a ratio of tokens or of sequences, and the share of tokens whose gradient a bound took away.
+
+    With ``config.dual_clip = c`` the loss of a token with negative advantage is at most ``-c A``: otherwise the force
+    that lowers a token's probability grows with its ratio. Ye et al. 2020, "Mastering Complex Control in MOBA Games",
+    arXiv:1912.09729.
+    """
+    advantages_N = wide(inputs.advantages_N.detach())
+    free_N = -ratio_N * advantages_N
+    bounded_N = -ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
+    loss_N = torch.maximum(free_N, bounded_N)
+    clipped_N = bounded_N > free_N
+    if config.dual_clip is not None:
+        ceiling_N = -config.dual_clip * advantages_N
+        runaway_N = (advantages_N < 0) & (loss_N > ceiling_N)
+        loss_N = torch.where(runaway_N, ceiling_N, loss_N)
+        clipped_N = clipped_N | runaway_N
+    return TokenLoss(loss_N, {CLIP_FRACTION: clipped_N.to(loss_N.dtype)})
