@@ -11,12 +11,12 @@ import pytest
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
 from podium.runtime import Cluster, Worker, endpoint, first, per_rank
-from podium.testing.target import need
+from podium.testing.target import need, refuses
 from podium.testing.workers import Counter, Keeper, Probe, Sleeper
 
 __all__ = ["CallContract"]
 
-SOON_S = 20.0  # "does not wait for the minute that a sibling sleeps", with room for a slow machine
+SOON_S = 20.0  # less than the minute that a call sleeps, with room for a slow machine
 
 
 class CallContract:
@@ -24,6 +24,13 @@ class CallContract:
     @classmethod
     def sleeper(cls, cluster: Cluster) -> Sleeper:
         return cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
+
+    @pytest.fixture
+    @classmethod
+    def live(cls, cluster: Cluster, sleeper: Sleeper) -> Sleeper:
+        """A sleeper whose calls run while the caller goes on."""
+        need(cluster, "concurrent")
+        return sleeper
 
     @pytest.fixture
     @classmethod
@@ -39,42 +46,34 @@ class CallContract:
         assert "sleeper" in repr(call)
         assert "double" in repr(call)
 
-    def test_waiting_less_long_does_not_cancel(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
-        call = sleeper.sleep.submit(0.3)
+    def test_waiting_less_long_does_not_cancel(self, live: Sleeper) -> None:
+        call = live.sleep.submit(0.3)
         with pytest.raises(TimeoutError, match=r"sleeper.*\.sleep has no result after 0\.05 s"):
             call.result(timeout_s=0.05)
         assert not call.done()
         assert call.result() == ["sync", "sync"]
 
-    def test_submitting_does_not_wait(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
+    def test_submitting_does_not_wait(self, live: Sleeper) -> None:
         started = time.monotonic()
-        calls = [sleeper.sleep.submit(0.1, str(at)) for at in range(5)]
+        calls = [live.sleep.submit(0.1, str(at)) for at in range(5)]
         assert time.monotonic() - started < 0.4
         assert [call.result() for call in calls] == [[str(at)] * 2 for at in range(5)]
 
-    def test_a_call_can_be_awaited(self, sleeper: Sleeper) -> None:
+    def test_a_call_can_be_awaited_and_raises_what_it_raised(self, cluster: Cluster, sleeper: Sleeper) -> None:
+        probe = cluster.start(Probe.bind(), distributed=False)
+
         async def main() -> list[list[str]]:
+            with pytest.raises(EndpointError, match="awaited"):
+                await probe.fail.submit([0], KeyError("awaited"))
             return await asyncio.gather(*[sleeper.nap.submit(0.01, str(at)) for at in range(3)])
 
         assert asyncio.run(main()) == [[str(at)] * 2 for at in range(3)]
 
-    def test_an_awaited_call_raises_what_it_raised(self, cluster: Cluster) -> None:
-        probe = cluster.start(Probe.bind(), distributed=False)
-
-        async def main() -> None:
-            await probe.fail.submit([0], KeyError("awaited"))
-
-        with pytest.raises(EndpointError, match="awaited"):
-            asyncio.run(main())
-
-    def test_the_event_loop_goes_on_while_a_call_is_awaited(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
+    def test_the_event_loop_goes_on_while_a_call_is_awaited(self, live: Sleeper) -> None:
 
         async def main() -> int:
             ticks = 0
-            task = asyncio.ensure_future(sleeper.sleep.submit(0.3))
+            task = asyncio.ensure_future(live.sleep.submit(0.3))
             while not task.done():
                 await asyncio.sleep(0.01)
                 ticks += 1
@@ -93,6 +92,7 @@ class CallContract:
         for call in calls:
             call.result()
         assert sleeper.history() == [[str(at) for at in range(200)]] * 2
+        assert sleeper.peek() == sleeper.history(), "concurrent endpoints answer without overlap too"
 
     def test_each_thread_of_the_caller_keeps_its_order(self, sleeper: Sleeper) -> None:
         def submit(name: str) -> None:
@@ -106,78 +106,65 @@ class CallContract:
         for name in "abcd":
             assert [label for label in first_rank if label[0] == name] == [f"{name}{at}" for at in range(100)]
 
-    def test_one_call_runs_at_a_time(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
-        calls = [sleeper.sleep.submit(0.1, "first"), sleeper.nap.submit(0.1, "second"), sleeper.note.submit("third")]
+    def test_one_call_runs_at_a_time(self, live: Sleeper) -> None:
+        calls = [live.sleep.submit(0.1, "first"), live.nap.submit(0.1, "second"), live.note.submit("third")]
         for call in calls:
             call.result()
-        assert sleeper.history() == [["first", "second", "third"]] * 2
+        assert live.history() == [["first", "second", "third"]] * 2
 
-    def test_concurrent_endpoints_overlap_with_a_running_call(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
-        for free_it in (sleeper.set_event, sleeper.set_event_async):
-            waiting = sleeper.wait_for_event.submit(20.0)
+    def test_concurrent_endpoints_overlap_with_a_running_call(self, live: Sleeper) -> None:
+        for free_it in (live.set_event, live.set_event_async):
+            waiting = live.wait_for_event.submit(20.0)
             free_it()
             assert waiting.result(10.0) == [True, True]
-            sleeper.group.run(_clear_event)
+            live.group.run(lambda worker: worker.event.clear())
 
-    def test_concurrent_endpoints_answer_without_overlap_too(self, sleeper: Sleeper) -> None:
-        sleeper.note("a")
-        assert sleeper.peek() == [["a"], ["a"]]
-
-    def test_a_queued_call_is_dropped(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
-        busy = sleeper.sleep.submit(0.3, "busy")
-        queued = sleeper.note.submit("queued")
+    def test_a_queued_call_is_dropped(self, live: Sleeper) -> None:
+        busy = live.sleep.submit(0.3, "busy")
+        queued = live.note.submit("queued")
         assert queued.cancel()
         assert not queued.cancel()
-        with pytest.raises(CallCancelled, match=r"\.note was cancelled"):
-            queued.result()
+        refuses(CallCancelled, r"\.note was cancelled", queued.result)
         busy.result()
-        assert sleeper.history() == [["busy"], ["busy"]]
+        assert live.history() == [["busy"], ["busy"]]
 
-    def test_a_running_async_endpoint_is_cancelled(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
-        running = sleeper.nap.submit(60.0, "nap")
-        _wait_until_running(sleeper)
+    def test_a_running_async_endpoint_is_cancelled(self, live: Sleeper) -> None:
+        running = live.nap.submit(60.0, "nap")
+        _wait_until_running(live)
         assert running.cancel()
         started = time.monotonic()
-        assert sleeper.history() == [["nap cancelled"], ["nap cancelled"]]
+        assert live.history() == [["nap cancelled"], ["nap cancelled"]]
         assert time.monotonic() - started < SOON_S
 
-    def test_a_running_sync_endpoint_goes_on_unheard(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
-        running = sleeper.sleep.submit(0.4, "goes on")
-        _wait_until_running(sleeper)
+    def test_a_running_sync_endpoint_goes_on_unheard(self, live: Sleeper) -> None:
+        running = live.sleep.submit(0.4, "goes on")
+        _wait_until_running(live)
         assert running.cancel()
         with pytest.raises(CallCancelled):
             running.result()
-        assert sleeper.history() == [["goes on"], ["goes on"]]
+        assert live.history() == [["goes on"], ["goes on"]]
 
-    def test_a_deadline_names_the_ranks_the_method_and_the_stack(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
+    def test_a_deadline_names_the_ranks_the_method_and_the_stack(self, live: Sleeper) -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded) as caught:
-            sleeper.sleep.within(timeout_s=0.3)(1.5)
+            live.sleep.within(timeout_s=0.3)(1.5)
         assert time.monotonic() - started < 1.4
         assert isinstance(caught.value, TimeoutError)
         assert (caught.value.method, caught.value.running) == ("sleep", (0, 1))
         for said in ("deadline of 0.3 s", "rank 1", "time.sleep(seconds)", "sleeper"):
             assert said in str(caught.value)
 
-    def test_a_deadline_cancels_an_async_endpoint(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
+    def test_a_deadline_cancels_an_async_endpoint(self, live: Sleeper) -> None:
         with pytest.raises(DeadlineExceeded, match=r"await asyncio\.sleep"):
-            sleeper.nap.within(timeout_s=0.2)(60.0, "nap")
-        assert sleeper.history() == [["nap cancelled"], ["nap cancelled"]]
+            live.nap.within(timeout_s=0.2)(60.0, "nap")
+        assert live.history() == [["nap cancelled"], ["nap cancelled"]]
 
-    def test_behind_a_stuck_call_the_deadline_says_who_is_busy(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        need(cluster, "concurrent")
-        stuck = sleeper.sleep.submit(1.5)
+    def test_behind_a_stuck_call_the_deadline_says_who_is_busy(self, live: Sleeper) -> None:
+        stuck = live.sleep.submit(1.5)
         with pytest.raises(DeadlineExceeded, match=r"\.note passed its deadline(.|\n)*runs sleeper\S*\.sleep since"):
-            sleeper.note.within(timeout_s=0.2)("late")
+            live.note.within(timeout_s=0.2)("late")
         stuck.result()
-        assert sleeper.history() == [["sync"], ["sync"]], "a queued call whose deadline passed is dropped"
+        assert live.history() == [["sync"], ["sync"]], "a queued call whose deadline passed is dropped"
 
     def test_a_deadline_holds_where_calls_run_at_once_too(self, sleeper: Sleeper) -> None:
         with pytest.raises(DeadlineExceeded, match=r"\.sleep"):
@@ -192,8 +179,7 @@ class CallContract:
 
     def test_a_deadline_is_a_positive_number(self, sleeper: Sleeper) -> None:
         for wrong in (0, -1, float("nan")):
-            with pytest.raises(ConfigError, match="positive number of seconds"):
-                sleeper.sleep.within(timeout_s=wrong)
+            refuses(ConfigError, "positive number of seconds", sleeper.sleep.within, timeout_s=wrong)
 
     def test_a_finished_call_is_an_argument(self, sleeper: Sleeper) -> None:
         done = sleeper.double.submit([1])
@@ -218,8 +204,7 @@ class CallContract:
             ({"a": per_rank([1, 2])}, "an argument itself"),
             (sleeper, r"ctx\.colocated"),
         ):
-            with pytest.raises(SerializationError, match=says):
-                sleeper.double(value)
+            refuses(SerializationError, says, sleeper.double, value)
 
     def test_calls_can_form_a_chain(self, producer: _Producer) -> None:
         call = producer.make.submit(0.05, "x")
@@ -227,52 +212,38 @@ class CallContract:
             call = producer.make.submit(0.0, call.arg())
         assert call.result(30.0) == "x"
 
-    def test_the_failure_of_a_producer_is_its_consumers(self, cluster: Cluster, sleeper: Sleeper) -> None:
+    @pytest.mark.parametrize("failed", [True, False])
+    def test_the_failure_of_a_producer_fails_its_consumer_and_not_the_submission(
+        self, cluster: Cluster, sleeper: Sleeper, failed: bool
+    ) -> None:
         probe = cluster.start(Probe.bind(), name="failing", distributed=False)
         broken = probe.fail.submit([0], ValueError("no value"))
-        consumer = None
+        if failed:
+            broken.wait()
+        consumer = sleeper.double.submit(broken.arg())
         with pytest.raises(EndpointError, match=r"failing\.fail raised ValueError.*no value"):
-            consumer = sleeper.double.submit(broken.arg())
             consumer.result(30.0)
         assert sleeper.double(3) == [6, 6]
 
-    def test_a_slow_producer_does_not_stretch_its_consumers_deadline(
-        self, cluster: Cluster, sleeper: Sleeper, producer: _Producer
-    ) -> None:
-        need(cluster, "concurrent")
+    def test_a_slow_producer_does_not_stretch_its_consumers_deadline(self, live: Sleeper, producer: _Producer) -> None:
         slow = producer.make.submit(2.0, "late")
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"\.double.*producer\.make"):
-            sleeper.double.within(timeout_s=0.2)(slow.arg())
+            live.double.within(timeout_s=0.2)(slow.arg())
         assert time.monotonic() - started < 1.8
-        assert sleeper.double("x") == ["xx", "xx"]
+        assert live.double("x") == ["xx", "xx"]
         assert slow.result() == "late"
 
-    def test_a_consumer_that_is_cancelled_lets_those_behind_it_go(
-        self, cluster: Cluster, sleeper: Sleeper, producer: _Producer
-    ) -> None:
-        need(cluster, "concurrent")
+    def test_a_consumer_that_is_cancelled_lets_those_behind_it_go(self, live: Sleeper, producer: _Producer) -> None:
         slow = producer.make.submit(2.0, "late")
-        consumer, behind = sleeper.double.submit(slow.arg()), sleeper.double.submit(1)
+        consumer, behind = live.double.submit(slow.arg()), live.double.submit(1)
         assert consumer.cancel()
         assert behind.result(1.5) == [2, 2]
 
-    def test_wrong_arguments_behind_an_unfinished_call_fail_the_call(
-        self, cluster: Cluster, sleeper: Sleeper, producer: _Producer
-    ) -> None:
-        need(cluster, "concurrent")
+    def test_wrong_arguments_behind_an_unfinished_call_fail_the_call(self, live: Sleeper, producer: _Producer) -> None:
         slow = producer.make.submit(0.2, "late")
-        wrong = sleeper.double.submit(slow.arg(), 2)  # pyright: ignore[reportCallIssue] - the point: one too many
-        with pytest.raises(ConfigError, match=r"\.double\(\) takes 1 positional"):
-            wrong.result(30.0)
-
-    def test_a_failed_call_as_an_argument_fails_the_call_and_not_its_submission(self, cluster: Cluster) -> None:
-        probe = cluster.start(Probe.bind(), cluster.pool([1]), distributed=False)
-        failed = probe.fail.submit([0], KeyError("the cause"))
-        failed.wait()
-        behind = probe.fail.submit([], failed.arg())  # pyright: ignore[reportArgumentType]
-        with pytest.raises(EndpointError, match="the cause"):
-            behind.result(30.0)
+        wrong = live.double.submit(slow.arg(), 2)  # pyright: ignore[reportCallIssue] - the point: one too many
+        refuses(ConfigError, r"\.double\(\) takes 1 positional", wrong.result, 30.0)
 
     def test_an_error_names_method_and_rank_and_brings_its_traceback(self, cluster: Cluster) -> None:
         probe = cluster.start(Probe.bind(), cluster.pool([3]), name="probe_e", distributed=False)
@@ -280,6 +251,7 @@ class CallContract:
             probe.fail([1], KeyError("the cause"))
         error = caught.value
         assert (error.method, error.rank, error.role) == ("fail", 1, "probe_e")
+        assert isinstance(error, PodiumError)
         assert isinstance(error.__cause__, KeyError)
         assert error.__cause__.args == ("the cause",)
         assert "raise error" in error.remote_traceback
@@ -295,16 +267,12 @@ class CallContract:
                 probe.fail([0, 1, 2], ValueError("alike"))
             assert probe.rank() == [0, 1, 2]
 
-    def test_every_error_is_a_podium_error(self, cluster: Cluster, sleeper: Sleeper) -> None:
-        with pytest.raises(PodiumError):
-            sleeper.sleep("a while")  # pyright: ignore[reportArgumentType] - the point: not a number
-
-    @pytest.mark.parametrize("where", ["sync", "async"])
-    def test_leaving_python_in_an_endpoint_is_an_error_of_it(self, cluster: Cluster, where: str) -> None:
+    @pytest.mark.parametrize("method", ["leave", "leave_async"])
+    def test_leaving_python_in_an_endpoint_is_an_error_of_it(self, cluster: Cluster, method: str) -> None:
         leaver = cluster.start(_Leaver.bind(), distributed=False)
         for _ in range(2):
             with pytest.raises(EndpointError, match="SystemExit") as caught:
-                (leaver.leave if where == "sync" else leaver.leave_async)(3)
+                getattr(leaver, method)(3)
             assert isinstance(caught.value.__cause__, SystemExit)
         assert leaver.still_here.within(timeout_s=10.0)() == [True]
 
@@ -319,8 +287,7 @@ class CallContract:
         assert counter.group.run(_add_as_method, amount=2) == [3, 3]
         assert counter.group.run_on(1, _add_as_method, 4) == 7
         assert counter.group.run_on(-1, lambda worker: worker.ctx.rank) == 1
-        with pytest.raises(ConfigError, match=r"run_on\(rank=2\)"):
-            counter.group.run_on(2, _add_as_method, 4)
+        refuses(ConfigError, r"run_on\(rank=2\)", counter.group.run_on, 2, _add_as_method, 4)
         with pytest.raises(EndpointError, match="ZeroDivisionError"):
             counter.group.run(lambda worker: 1 // 0)
 
@@ -349,10 +316,6 @@ class _Leaver(Worker):
 def _add_as_method(worker: Counter, amount: int) -> int:
     worker.count += amount
     return worker.count
-
-
-def _clear_event(worker: Sleeper) -> None:
-    worker.event.clear()
 
 
 def _wait_until_running(sleeper: Sleeper) -> None:

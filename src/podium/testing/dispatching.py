@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +13,18 @@ import torch
 from podium.data import Batch, Jagged, Rows as HasRows, fields
 from podium.errors import ConfigError
 from podium.runtime import Cluster, Mesh, per_rank
+from podium.testing.target import refuses
 from podium.testing.values import make_batch, same_batch
 from podium.testing.workers import Probe, Rows
 
 __all__ = ["DispatchContract"]
 
 
+@dataclasses.dataclass
 class Letters(HasRows):
     """A user's own rows: the letters of a text."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    text: str
 
     def __len__(self) -> int:
         return len(self.text)
@@ -36,6 +38,9 @@ class Letters(HasRows):
     @classmethod
     def concat(cls, parts: Sequence[Letters], names: Sequence[str] = ()) -> Letters:
         return Letters("".join(part.text for part in parts))
+
+
+ONES, THREE = torch.ones(3), make_batch([1, 2, 3])
 
 
 class DispatchContract:
@@ -61,36 +66,27 @@ class DispatchContract:
         assert probe.rank() == [0, 1, 2]
         assert probe.echo({"a": [1, (2, None)]}) == [{"a": [1, (2, None)]}] * 3
         assert probe.echo(value="by keyword") == ["by keyword"] * 3
+        assert probe.echo([1, 2, 3]) == [[1, 2, 3]] * 3, "a list as long as the group is like any other"
 
-    def test_only_calls_one_rank(self, probe: Probe) -> None:
-        assert probe.last() == [2]
-
-    def test_scatter_gives_each_rank_its_own(self, probe: Probe) -> None:
+    def test_scatter_gives_each_rank_its_own_and_only_calls_one(self, probe: Probe) -> None:
         assert probe.scattered(per_rank([10, 20, 30])) == [(0, 10, "-"), (1, 20, "-"), (2, 30, "-")]
         assert probe.scattered(per_rank([1, 2, 3]), common="c") == [(0, 1, "c"), (1, 2, "c"), (2, 3, "c")]
-
-    def test_a_list_as_long_as_the_group_is_broadcast_like_any_other(self, probe: Probe) -> None:
-        assert probe.echo([1, 2, 3]) == [[1, 2, 3]] * 3
-
-    def test_open_ended_endpoints_take_any_keyword(self, probe: Probe) -> None:
-        assert probe.options(x=1, y=2) == [{"x": 1, "y": 2}] * 3
+        assert probe.last() == [2]
 
     def test_first_nothing_and_reduce(self, probe: Probe) -> None:
         assert probe.echo_once("one") == "one"
+        before = probe.seen()
         assert probe.silent() is None
+        assert probe.seen() == [count + 1 for count in before], "nothing() waits for every rank"
         assert probe.mean({"loss": 3.0, "kl": 1.0}) == {"loss": 3.0, "kl": 1.0}
         assert torch.equal(probe.total(2.0), torch.tensor([12.0, 12.0]))
         assert probe.largest() == 2
         assert torch.equal(probe.smallest(), torch.tensor([0, -2]))
 
-    def test_nothing_still_waits_for_every_rank(self, cluster: Cluster) -> None:
-        probe = cluster.start(Probe.bind(), cluster.pool([2]))
-        probe.silent()
-        assert probe.seen() == [1, 1]
-
-    def test_a_users_own_dispatch_and_collect(self, probe: Probe) -> None:
+    def test_a_users_own_dispatch_collect_and_keywords(self, probe: Probe) -> None:
         assert probe.backwards() == [(2, 0), (1, 1), (0, 2)]
         assert probe.spread() == 4.0
+        assert probe.options(x=1, y=2) == [{"x": 1, "y": 2}] * 3
 
     @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 12])
     def test_rows_are_split_evenly_and_joined_in_order(self, rows: Rows, count: int) -> None:
@@ -119,12 +115,13 @@ class DispatchContract:
         assert mixed["b"] == list("abcdefg")
         assert torch.equal(rows.summed(torch.ones(5), {"x": torch.arange(5.0)}), torch.arange(5.0) + 1)
 
-    def test_arrays_stay_arrays_and_nested_tensors_become_jagged(self, rows: Rows) -> None:
+    def test_arrays_and_own_rows_stay_what_they_are_and_nested_tensors_become_jagged(self, rows: Rows) -> None:
         array = np.arange(14.0, dtype=np.float32).reshape(7, 2)
         for same in (rows.same, rows.same_padded):
             got = same(array)
             assert got.dtype == np.float32
             assert np.array_equal(got, array)
+            assert same(Letters("abcdefg")) == Letters("abcdefg")
         assert rows.same(np.array(["a", "bcd", "ef", "g"])).tolist() == ["a", "bcd", "ef", "g"]
         assert len(rows.same(np.zeros((0, 2)))) == 0
         batch = rows.joined(Batch({"x": array}))
@@ -136,14 +133,10 @@ class DispatchContract:
             assert [row.tolist() for row in jagged.unbind()] == [list(range(at)) for at in (3, 1, 4, 2)]
         assert isinstance(rows.same({"a": [1, 2, 3, 4], "b": nested})["b"], Jagged)
 
-    def test_a_users_own_rows_are_split_and_joined(self, rows: Rows) -> None:
-        for same in (rows.same, rows.same_padded):
-            assert same(Letters("abcdefg")).text == "abcdefg"
-
     def test_tokens_are_balanced_over_the_ranks(self, rows: Rows) -> None:
-        counts = rows.token_counts(make_batch([100, 1, 1, 1, 50, 50, 97]))
-        assert sum(count for count, _ in counts) == 7
-        assert [tokens for _, tokens in counts] == [100, 100, 100]
+        parts = rows.by_tokens(make_batch([100, 1, 1, 1, 50, 50, 97]))
+        assert sum(len(part) for part in parts) == 7
+        assert [len(part.jagged(fields.TOKENS).values) for part in parts] == [100, 100, 100]
 
     def test_padding_repeats_rows_and_concat_takes_them_off(self, rows: Rows) -> None:
         assert rows.padded([1, 2, 3, 4]) == [[1, 1], [2, 2], [3, 4]]
@@ -152,10 +145,7 @@ class DispatchContract:
             assert rows.same_padded(list(range(count))) == list(range(count))
         batch = make_batch([2, 3, 4, 5])
         assert same_batch(rows.same_padded(batch), batch)
-
-    def test_padding_an_empty_batch_is_refused(self, rows: Rows) -> None:
-        with pytest.raises(ConfigError, match=r"shared_rows\.padded.*empty"):
-            rows.padded([])
+        refuses(ConfigError, r"shared_rows\.padded.*empty", rows.padded, [])
 
     def test_named_arguments_are_split_and_the_others_broadcast(self, rows: Rows) -> None:
         parts = rows.scaled(torch.arange(4.0), 2.0, label="x")
@@ -198,7 +188,7 @@ class DispatchContract:
             ("echo", (per_rank([1, 2, 3]),), {}, r"shared_probe\.echo: argument 'value' is per_rank"),
             ("scattered", (per_rank([1, 2]),), {}, r"shared_probe\.scattered: argument 'own' has 2 values for 3 ranks"),
             ("scattered", (1,), {}, r"shared_probe\.scattered scatters: wrap at least one argument in per_rank"),
-            ("describe", (per_rank([1, 2, 3]),), {}, r"shared_probe\.describe: argument 'value'"),
+            ("echo_once", (per_rank([1, 2, 3]),), {}, r"shared_probe\.echo_once: argument 'value'"),
         ],
         ids=lambda value: value if isinstance(value, str) and "\\" not in value else "",
     )
@@ -236,31 +226,15 @@ class DispatchContract:
     @pytest.mark.parametrize(
         ("given", "odd", "says"),
         [
-            (torch.ones(3), torch.tensor(1.0), "rank 2 is a single number, without dimensions"),
-            (torch.ones(3), [1.0], "rank 0 is Tensor and the result of rank 2 is list"),
-            (
-                torch.ones(3),
-                torch.ones(1).long(),
-                r"rank 0 has rows of float32\[\] and .* rank 2 has rows of int64\[\]",
-            ),
-            (torch.ones(3, 2), torch.ones(1, 3), r"rank 0 has rows of float32\[2\] and .* rank 2 .* float32\[3\]"),
+            (ONES, torch.tensor(1.0), "rank 2 is a single number, without dimensions"),
+            (ONES, [1.0], "rank 0 is Tensor and the result of rank 2 is list"),
+            (ONES, ONES.long()[:1], r"rank 0 has rows of float32\[\] and .* rank 2 has rows of int64\[\]"),
+            (ONES[:, None], torch.ones(1, 3), r"rank 0 has rows of float32\[1\] and .* rank 2 .* float32\[3\]"),
             (np.ones(3), np.ones(1, np.float32), r"rank 0 has rows of float64\[\] and .* rank 2 .* float32\[\]"),
             ({"a": [1, 2, 3]}, {"b": [1]}, r"rank 0 and the result of rank 2 differ in their entries: only one .*'a'"),
-            (
-                {"a": torch.ones(3)},
-                {"a": torch.ones(1).half()},
-                r"rank 0\['a'\] has rows of float32.*rank 2\['a'\] .*16",
-            ),
-            (
-                make_batch([1, 2, 3]),
-                Batch({fields.TOKENS: [1]}),
-                r"rank 0 has the column 'finish_reason' .*rank 2 has not",
-            ),
-            (
-                make_batch([1, 2, 3]),
-                make_batch([1]).with_columns(rewards=torch.ones(1).double()),
-                r"column 'rewards': the result of rank 0 has rows of float32\[\] and the result of rank 2 .* float64",
-            ),
+            ({"a": ONES}, {"a": ONES.half()}, r"rank 0\['a'\] has rows of float32.*rank 2\['a'\] .*16"),
+            (THREE, Batch({fields.TOKENS: [1]}), r"rank 0 has the column 'finish_reason' .*rank 2 has not"),
+            (THREE, THREE.with_columns(rewards=ONES.double()), r"column 'rewards': .* 0 .*float32\[\] .* 2 .* float64"),
         ],
     )
     def test_results_that_do_not_fit_together_are_named_with_their_ranks(
@@ -271,7 +245,8 @@ class DispatchContract:
         assert str(caught.value).startswith("shared_rows.with_odd_last: ")
 
     def test_what_is_no_endpoint_is_named_with_what_there_is(self, probe: Probe) -> None:
-        with pytest.raises(AttributeError, match=r"'helper' is no endpoint of Probe; its endpoints are .*'echo'"):
-            probe.helper()
-        with pytest.raises(AttributeError, match=r"shared_probe\.group\.restart"):
-            probe.restart()  # pyright: ignore[reportAttributeAccessIssue] - the point: it is not there
+        for name, says in (
+            ("helper", r"'helper' is no endpoint of Probe; its endpoints are .*'echo'"),
+            ("restart", r"shared_probe\.group\.restart"),
+        ):
+            refuses(AttributeError, says, getattr, probe, name)

@@ -12,8 +12,8 @@ import torch
 
 from podium.errors import CallCancelled, ConfigError, EndpointError, SerializationError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Worker, colocate, endpoint
-from podium.testing.target import Target, need
-from podium.testing.workers import Counter, Keeper, Place
+from podium.testing.target import Target, need, refuses
+from podium.testing.workers import Counter, Keeper
 
 __all__ = ["LifetimeContract"]
 
@@ -30,41 +30,31 @@ class LifetimeContract:
         cluster.release(pool)
 
     def test_an_unpicklable_constructor_argument_is_named(self, cluster: Cluster) -> None:
-        with pytest.raises(SerializationError, match=r"Counter\.__init__.*does not pickle") as caught:
+        with pytest.raises(SerializationError, match=r"Counter\.__init__.*does not pickle(.|\n)*lock"):
             cluster.start(Counter.bind(threading.Lock()))  # pyright: ignore[reportArgumentType] - the point
-        assert "lock" in str(caught.value)
 
     def test_closing_a_group_calls_its_workers_close_and_refuses_calls(self, cluster: Cluster, tmp_path: Path) -> None:
-        keeper = cluster.start(Keeper.bind(), cluster.pool([2]), distributed=False)
-        keeper.leave_a_file_when_closed(str(tmp_path / "closed"))
+        keeper = cluster.start(Keeper.bind(closed_into=tmp_path), cluster.pool([2]), distributed=False)
         keeper.group.close()
         keeper.group.close()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["closed-0", "closed-1"]
-        with pytest.raises(CallCancelled, match="is closed"):
-            keeper.neighbours()
-
-    def test_a_closed_group_cannot_be_restarted(self, cluster: Cluster) -> None:
-        counter = cluster.start(Counter.bind(), distributed=False)
-        counter.group.close()
+        refuses(CallCancelled, "is closed", keeper.neighbors)
         with pytest.raises(ConfigError):
-            counter.group.restart()
+            keeper.group.restart()
 
     def test_close_ends_everything_and_is_idempotent(self, target: Target, tmp_path: Path) -> None:
         cluster = target.connect()
-        keeper = cluster.start(Keeper.bind(), cluster.pool([2]), distributed=False)
-        keeper.leave_a_file_when_closed(str(tmp_path / "closed"))
+        keeper = cluster.start(Keeper.bind(closed_into=tmp_path), cluster.pool([2]), distributed=False)
         cluster.close()
         cluster.close()
         assert len(list(tmp_path.iterdir())) == 2
         with pytest.raises(CallCancelled):
-            keeper.neighbours()
-        with pytest.raises(ConfigError, match="closed"):
-            cluster.pool([1])
+            keeper.neighbors()
+        refuses(ConfigError, "closed", cluster.pool, [1])
 
     def test_a_with_block_closes_after_an_error_too(self, target: Target, tmp_path: Path) -> None:
         with pytest.raises(KeyError, match="mine"), target.connect() as cluster:
-            keeper = cluster.start(Keeper.bind(), distributed=False)
-            keeper.leave_a_file_when_closed(str(tmp_path / "closed"))
+            cluster.start(Keeper.bind(closed_into=tmp_path), distributed=False)
             raise KeyError("mine")
         assert len(list(tmp_path.iterdir())) == 1
 
@@ -77,11 +67,9 @@ class LifetimeContract:
         if cluster.capabilities.processes:
             pytest.skip("its workers have processes of their own")
         counter = cluster.start(Counter.bind(), distributed=False)
-        with pytest.raises(ConfigError, match="'local'"):
-            counter.group.restart()
+        refuses(ConfigError, "'local'", counter.group.restart)
         assert counter.add(1) == [1], "and the group goes on"
-        with pytest.raises(ConfigError, match="'local'"):
-            cluster.start(Counter.bind(), env={"X": "1"})
+        refuses(ConfigError, "'local'", cluster.start, Counter.bind(), env={"X": "1"})
 
     def test_restart_makes_all_colocated_workers_anew(self, cluster: Cluster) -> None:
         need(cluster, "processes")
@@ -91,7 +79,7 @@ class LifetimeContract:
         both.keeper.group.restart()
         assert not set(before) & set(both.bank.group.pids)
         assert both.bank.add(0) == [10, 10], "no call is repeated"
-        assert both.keeper.add_to_neighbour("bank", 1) == [11, 11]
+        assert both.keeper.add_to_neighbor("bank", 1) == [11, 11]
 
     def test_a_death_is_named_now_and_later_until_restart(self, cluster: Cluster) -> None:
         need(cluster, "processes")
@@ -110,9 +98,9 @@ class LifetimeContract:
 
     def test_workers_get_their_environment(self, cluster: Cluster) -> None:
         need(cluster, "processes")
-        place = cluster.start(Place.bind(), env={"PODIUM_CONTRACT": "yes", "OMP_NUM_THREADS": "3"}, distributed=False)
-        assert place.group.run(_environment, "PODIUM_CONTRACT") == ["yes"]
-        assert place.group.run(_environment, "OMP_NUM_THREADS") == ["3"]
+        env = {"PODIUM_CONTRACT": "yes", "OMP_NUM_THREADS": "3"}
+        group = cluster.start(Counter.bind(), env=env, distributed=False).group
+        assert group.run(lambda worker: {name: os.environ.get(name) for name in env}) == [env]
 
     def test_collectives_work_in_constructors_and_endpoints(self, cluster: Cluster) -> None:
         need(cluster, "collectives")
@@ -128,10 +116,8 @@ class LifetimeContract:
     def test_without_collectives_the_error_names_where_there_are_some(self, cluster: Cluster) -> None:
         if cluster.capabilities.collectives:
             pytest.skip("it has collectives")
-        with pytest.raises(ConfigError, match="'local'"):
-            cluster.start(Counter.bind(), cluster.pool([2]), distributed=True)
-        with pytest.raises(WorkerStartError, match=r"use podium\.connect\('local'\)"):
-            cluster.start(Gatherer.bind(), cluster.pool([2]))
+        refuses(ConfigError, "'local'", cluster.start, Counter.bind(), cluster.pool([2]), distributed=True)
+        refuses(WorkerStartError, r"use podium\.connect\('local'\)", cluster.start, Gatherer.bind(), cluster.pool([2]))
 
     def test_colocated_workers_share_the_process_group_and_make_subgroups(self, cluster: Cluster) -> None:
         need(cluster, "collectives")
@@ -211,7 +197,3 @@ def _exit_on(worker: Worker, rank: int) -> None:
         sys.stderr.write("these are my last words\n")
         sys.stderr.flush()
         os._exit(7)
-
-
-def _environment(worker: Worker, name: str) -> str | None:
-    return os.environ.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import podium
 from podium.runtime import Capabilities, Cluster
 
-__all__ = ["Target", "need"]
+__all__ = ["Target", "need", "refuses"]
 
 
 class Target:
@@ -33,3 +34,9 @@ def need(cluster: Cluster, *names: str) -> None:
     for name in names:
         if not getattr(can, name):
             pytest.skip(f"backend {cluster.backend_name!r} declares {name}=False")
+
+
+def refuses(error: type[Exception], says: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Check that a call raises ``error`` with a message that matches ``says``."""
+    with pytest.raises(error, match=says):
+        function(*args, **kwargs)

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from podium.data import Batch, Jagged, fields
 from podium.errors import EndpointError, SerializationError
 from podium.runtime import Cluster
+from podium.testing.target import refuses
 from podium.testing.workers import Probe
 
 __all__ = ["ValueContract"]
@@ -38,6 +39,36 @@ class Unpicklable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("holds a socket")
+
+
+class _NeedsArguments(Exception):
+    def __init__(self, first: str, second: int) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class _DoesNotPickle(Unpicklable, Exception):
+    pass
+
+
+class _UnpicklesOnce(Exception):
+    """Unpickles in the process (or thread) that made it, and nowhere else."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _only_at_home, (os.getpid(), threading.get_ident(), str(self))
+
+
+def _only_at_home(pid: int, thread: int, message: str) -> Exception:
+    if (pid, thread) != (os.getpid(), threading.get_ident()):
+        raise RuntimeError("this class cannot be made here")
+    return _UnpicklesOnce(message)
+
+
+STRANGE: dict[str, Callable[[str], Exception]] = {
+    "plain": KeyError,
+    "needs arguments": lambda message: _NeedsArguments(message, 2),
+    "does not pickle": _DoesNotPickle,
+    "does not unpickle here": _UnpicklesOnce,
+}
 
 
 def tensors() -> dict[str, Tensor]:
@@ -185,8 +216,7 @@ class ValueContract:
     def test_an_argument_that_does_not_pickle_is_named_and_not_sent(self, cluster: Cluster) -> None:
         probe = cluster.start(Probe.bind(), cluster.pool([2]), name="picky")
         for value, place in ((Unpicklable(), "'value'"), ({"deep": [1, Unpicklable()]}, "'deep'")):
-            with pytest.raises(SerializationError, match=rf"picky\.echo.*{place}.*holds a socket"):
-                probe.echo(value)
+            refuses(SerializationError, rf"picky\.echo.*{place}.*holds a socket", probe.echo, value)
         assert probe.seen() == [0, 0]
 
     def test_a_result_that_does_not_pickle_is_an_error_of_the_endpoint(self, echo: Probe) -> None:
@@ -202,7 +232,7 @@ class ValueContract:
             assert isinstance(caught.value.__cause__, SerializationError)
         assert echo.rank() == [0, 1]
 
-    @pytest.mark.parametrize("kind", ["plain", "needs arguments", "does not pickle", "does not unpickle here"])
+    @pytest.mark.parametrize("kind", STRANGE)
     def test_an_exception_arrives_whatever_its_class_does(self, echo: Probe, kind: str) -> None:
         with pytest.raises(EndpointError, match=re.escape(kind)) as caught:
             echo.group.run(_raise_strange, kind)
@@ -217,37 +247,8 @@ def _make_unpicklable(worker: Probe) -> Unpicklable:
     return Unpicklable()
 
 
-class _NeedsArguments(Exception):
-    def __init__(self, first: str, second: int) -> None:
-        super().__init__(f"{first} {second}")
-
-
-class _DoesNotPickle(Exception):
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("this exception does not pickle")
-
-
-class _UnpicklesOnce(Exception):
-    """Unpickles in the process (or thread) that made it, and nowhere else."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _only_at_home, (os.getpid(), threading.get_ident(), str(self))
-
-
-def _only_at_home(pid: int, thread: int, message: str) -> Exception:
-    if (pid, thread) != (os.getpid(), threading.get_ident()):
-        raise RuntimeError("this class cannot be made here")
-    return _UnpicklesOnce(message)
-
-
 def _raise_strange(worker: Probe, kind: str) -> None:
-    if kind == "plain":
-        raise KeyError("plain")
-    if kind == "needs arguments":
-        raise _NeedsArguments("needs arguments", 2)
-    if kind == "does not pickle":
-        raise _DoesNotPickle("does not pickle")
-    raise _UnpicklesOnce("does not unpickle here")
+    raise STRANGE[kind](kind)
 
 
 class _Homesick:

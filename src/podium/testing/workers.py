@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from podium.runtime import (
@@ -65,10 +66,6 @@ class Probe(Worker):
     @endpoint(collect=first())
     def echo_once(self, value: Any) -> Any:
         return value
-
-    @endpoint(collect=first())
-    def describe(self, value: Any) -> tuple[str, str]:
-        return type(value).__name__, str(getattr(value, "dtype", ""))
 
     @endpoint
     def overwrite(self, value: Tensor) -> float:
@@ -135,11 +132,6 @@ class Probe(Worker):
             raise error
         return self.ctx.rank
 
-    @endpoint
-    async def soon(self, value: Any) -> Any:
-        await asyncio.sleep(0)
-        return value
-
     def helper(self) -> str:
         """No endpoint."""
         return "not for the controller"
@@ -161,10 +153,8 @@ class Rows(Worker):
         return rows
 
     @endpoint(dispatch=shard(balance="tokens"))
-    def token_counts(self, batch: Batch) -> tuple[int, int]:
-        from podium.data import fields
-
-        return len(batch), len(batch.jagged(fields.TOKENS).values)
+    def by_tokens(self, rows: Any) -> Any:
+        return rows
 
     @endpoint(dispatch=shard(pad=True))
     def padded(self, rows: Any) -> Any:
@@ -294,11 +284,11 @@ class Counter(Worker):
 
 
 class Keeper(Worker):
-    """A worker that holds another, and one that finds its colocated neighbours."""
+    """A worker that holds another, and one that finds its colocated neighbors."""
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, start: int = 0, closed_into: Path | None = None) -> None:
         self.inner = Counter(start=start + self.ctx.rank)
-        self.closed_into: str | None = None
+        self.closed_into = closed_into
 
     @endpoint
     def inner_add(self, amount: int) -> tuple[int, int, list[int]]:
@@ -306,22 +296,17 @@ class Keeper(Worker):
         return self.inner.add(amount), self.inner.ctx.rank, self.inner.doubled([1, 2])  # pyright: ignore[reportReturnType]
 
     @endpoint
-    def neighbours(self) -> list[str]:
+    def neighbors(self) -> list[str]:
         return sorted(self.ctx.colocated)
 
     @endpoint
-    def add_to_neighbour(self, name: str, amount: int) -> int:
+    def add_to_neighbor(self, name: str, amount: int) -> int:
         return self.ctx.colocated[name].add(amount)
-
-    @endpoint
-    def leave_a_file_when_closed(self, path: str) -> None:
-        self.closed_into = path
 
     def close(self) -> None:
         """Called when its group is closed in order."""
         if self.closed_into is not None:
-            with open(f"{self.closed_into}-{self.ctx.rank}", "w") as file:
-                file.write("closed")
+            (self.closed_into / f"closed-{self.ctx.rank}").touch()
 
 
 class Place(Worker):
@@ -334,18 +319,6 @@ class Place(Worker):
     def facts(self) -> dict[str, Any]:
         names = ("rank", "world_size", "local_rank", "local_world_size", "node", "devices", "role", "threads")
         return {name: getattr(self.ctx, name) for name in names} | {"at_start": self.at_start}
-
-    @endpoint
-    def mesh_coordinate(self, name: str) -> dict[str, int]:
-        return self.ctx.meshes[name].coordinate(self.ctx.rank)
-
-    @endpoint
-    def change(self) -> str:
-        try:
-            self.ctx.rank = 5  # pyright: ignore[reportAttributeAccessIssue] - the point: it is frozen
-        except AttributeError as error:
-            return type(error).__name__
-        return "changed"
 
 
 class Stash(Worker):
