@@ -28,7 +28,7 @@ def run_train(arguments: Sequence[str]) -> int:
         return 0
     config = _config(options.recipe, options.config, options.resume, overrides)
     if options.dry_run:
-        from podium.trainer.preflight import describe_plan
+        from podium.trainer import describe_plan
 
         sys.stdout.write(describe_plan(config, backend.name, backend.options) + "\n")
         return 0
@@ -40,7 +40,7 @@ def run_train(arguments: Sequence[str]) -> int:
         trainer = SFTTrainer(config, cluster=backend.name, backend_options=backend.options)
     summary = trainer.fit()
     if not summary.finished:
-        run = trainer.session.directory.path
+        run = trainer.directory.path
         there = [] if backend.name == BACKEND else ["--backend", backend.name]
         again = ["podium", "train", options.recipe, "--resume", str(run), *there, *backend.words]
         sys.stdout.write(f"stopped after step {summary.steps}; {shlex.join(again)} goes on\n")

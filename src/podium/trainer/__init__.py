@@ -1,4 +1,4 @@
-"""The loops: they alone know the order of things. Configuration, checkpoints, evaluation and reports belong to them."""
+"""The training loops, with their configuration, checkpoints, evaluation and reports."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     )
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
     from podium.trainer.preflight import describe_plan as describe_plan
+    from podium.trainer.roles import PRELOAD as PRELOAD
     from podium.trainer.run_dir import Summary as Summary
-    from podium.trainer.session import PRELOAD as PRELOAD
     from podium.trainer.sft import SFTTrainer as SFTTrainer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

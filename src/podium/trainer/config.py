@@ -129,11 +129,6 @@ class PlacementConfig:
         """Number of the generator's ranks in either layout."""
         return self.ranks if self.layout == "colocated" else self.generator_ranks or 1
 
-    @property
-    def processes(self) -> int:
-        """Number of all worker processes."""
-        return self.ranks if self.layout == "colocated" else self.ranks + self.generators
-
 
 @section("eval")
 class EvalConfig:
@@ -187,6 +182,15 @@ class _TrainingConfig(InferenceConfig):
     def roles(self) -> tuple[str, ...]:
         """Names of the roles of this run, in the order in which they start."""
         return ("policy", "generator") if self.eval.items else ("policy",)
+
+    @property
+    def processes(self) -> list[tuple[tuple[str, ...], int]]:
+        """The roles that share worker processes, and the number of those processes, as ``placement`` puts them."""
+        placement, roles = self.placement, self.roles
+        if placement.layout == "colocated" or "generator" not in roles:
+            return [(roles, placement.ranks)]
+        others = tuple(role for role in roles if role != "generator")
+        return [(others, placement.ranks), (("generator",), placement.generators)]
 
     @property
     def optimizer_steps(self) -> int:

@@ -18,13 +18,13 @@ from podium.rollout.tasks import Example
 from podium.runtime import Cluster
 from podium.telemetry import Sample
 from podium.trainer.completions import ScoredBatch
-from podium.trainer.config import EvalConfig, InferenceConfig
+from podium.trainer.config import InferenceConfig
 from podium.trainer.preflight import with_stop_tokens
-from podium.trainer.prompts import PromptSource, completion_seeds, encoded, load_held_out
+from podium.trainer.prompts import Prompts, completion_seeds, encoded, load_held_out
 from podium.trainer.roles import started_generator
 from podium.workers import Generator, completion_texts, load_tokenizer
 
-__all__ = ["Evaluation", "Evaluator", "evaluate_model", "evaluation_sampling", "gain_interval", "open_sampler"]
+__all__ = ["Evaluation", "evaluate_model", "gain_interval", "open_sampler", "score_held_out"]
 
 _SAMPLES: Final = 3
 _Z95: Final = 1.959964  # of the normal distribution, two-sided
@@ -65,39 +65,38 @@ def gain_interval(before: Evaluation, after: Evaluation) -> tuple[float, float]:
     return gain - math.hypot(p_2 - low_2, high_1 - p_1), gain + math.hypot(high_2 - p_2, p_1 - low_1)
 
 
-@dataclass(frozen=True)
-class Evaluator:
-    """Scores all of ``prompts`` with whatever weights the generator has, always with the same seeds."""
+def score_held_out(
+    config: InferenceConfig,
+    generator: Generator,
+    prompts: Prompts,
+    grader: Grader,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
+    step: int = 0,
+) -> Evaluation:
+    """Score one completion of each of ``prompts`` with the weights that the generator has.
 
-    generator: Generator
-    prompts: PromptSource
-    grader: Grader
-    tokenizer: PreTrainedTokenizerBase
-    sampling: SamplingParams
-    seed: int
-
-    def run(self, step: int) -> Evaluation:
-        """One completion a prompt; its first three are kept for the report."""
-        prompts = self.prompts.all()
-        batch = self.generator.generate(
-            prompts.batch(completion_seeds(self.seed, None, len(prompts), self.sampling.n)), self.sampling
-        )
-        batch = batch.fetch(fields.GROUP)
-        scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=self.tokenizer).graded(self.grader)
-        return Evaluation(
-            step=step,
-            correct=int(scored.correct_B.sum()),
-            items=len(batch),
-            reward_mean=float(scored.rewards_B.mean()),
-            samples=scored.samples(_SAMPLES),
-        )
+    The completions are drawn at ``config.eval.temperature``, from the whole distribution and always with the same
+    seeds. The first three are kept for the report.
+    """
+    sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
+    seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
+    batch = generator.generate(prompts.batch(seeds), sampling).fetch(fields.GROUP)
+    scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer).graded(grader)
+    return Evaluation(
+        step=step,
+        correct=int(scored.correct_B.sum()),
+        items=len(batch),
+        reward_mean=float(scored.rewards_B.mean()),
+        samples=scored.samples(_SAMPLES),
+    )
 
 
 def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn | None = None) -> Evaluation:
-    """Score a model that nobody trains on ``config.eval.items`` held-out prompts.
+    """Score a model, without training it, on ``config.eval.items`` held-out prompts.
 
     Raises:
-        ConfigError: the model, the data or the reward cannot be had, or ``eval.items`` is 0.
+        ConfigError: The model, the data or the reward cannot be had, or ``eval.items`` is 0.
     """
     if not config.eval.items:
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
@@ -105,19 +104,12 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
     held_out = load_held_out(config.data, tokenizer, config.eval.items)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer)
     with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as generator:
-        return Evaluator(
-            generator, held_out, grader, tokenizer, evaluation_sampling(sampling, config.eval), config.run.seed
-        ).run(0)
-
-
-def evaluation_sampling(sampling: SamplingParams, config: EvalConfig) -> SamplingParams:
-    """``sampling`` for one completion a prompt, at the temperature of evaluation and from the whole distribution."""
-    return replace(sampling, n=1, temperature=config.temperature, top_p=1.0, top_k=0)
+        return score_held_out(config, generator, held_out, grader, tokenizer, sampling)
 
 
 @contextmanager
 def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable[[str, int], list[str]]]:
-    """A function from a prompt and a number, which varies the seed, to ``sampling.n`` completions.
+    """Give a function from a prompt and a number, which varies the seed, to ``sampling.n`` completions.
 
     The prompt is written as ``config.data`` says: system prompt, chat template, longest length.
     """

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from podium.errors import ConfigError
 
-__all__ = [
-    "DirectoryLock",
-    "free_name",
-    "remove",
-    "step_name",
-    "step_of",
-    "sync_folder",
-    "sync_tree",
-    "write_atomically",
-]
+__all__ = ["free_name", "lock_directory", "remove", "step_name", "step_of", "sync_folder", "sync_tree"]
+__all__ += ["write_atomically"]
 
 _STEP: Final = re.compile(r"step-(\d+)")
 
@@ -67,12 +60,10 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def free_name(folder: Path, stem: str, joint: str, suffix: str, first: int = 0) -> Path:
-    """Return the first of stem.suffix, stem-1.suffix, stem-2.suffix, … that is not taken."""
-    number = first
-    while (path := folder / (f"{stem}{joint}{number}{suffix}" if number else f"{stem}{suffix}")).exists():
-        number += 1
-    return path
+def free_name(path: Path, joint: str = "-") -> Path:
+    """Return ``path`` if it is not taken, else the first of NAME-1.EXT, NAME-2.EXT, … that is free."""
+    numbered = (path.with_name(f"{path.stem}{joint}{number}{path.suffix}") for number in itertools.count(1))
+    return next(one for one in itertools.chain([path], numbered) if not one.exists())
 
 
 def step_name(step: int) -> str:
@@ -86,33 +77,27 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class DirectoryLock:
-    """Holds the directory at ``path`` for this process until ``release()``, or until the process ends.
+def lock_directory(path: Path) -> IO[str]:
+    """Hold the directory at ``path`` for this process until the file returned is closed, or until the process ends.
 
     Raises:
-        ConfigError: Another process holds it. The message names that process.
+        ConfigError: Another process holds the directory. The message names that process.
     """
-
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            # The kernel releases the lock when the process ends, however it ends.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise ConfigError(
-                f"{path} is being written to by process {holder or '?'}: wait for it, or choose another directory"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # the file system cannot lock
-                raise
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        self._descriptor: int | None = descriptor
-
-    def release(self) -> None:
-        """Let another process hold the directory. A second call does nothing."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    file = (path / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases the lock however the process ends
+    except BlockingIOError:
+        with file:
+            file.seek(0)
+            holder = file.read(32).strip() or "?"
+        raise ConfigError(
+            f"{path} is being written to by process {holder}: wait for it, or choose another directory"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # the file system cannot lock
+            file.close()
+            raise
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file

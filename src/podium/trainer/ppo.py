@@ -19,16 +19,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
-from podium.algorithms import Declaration, KLController, advantage_declaration, check_functions
+from podium.algorithms import Declaration, KLController, advantage_declaration
 from podium.data import Batch, fields
 from podium.errors import RewardError
+from podium.rollout.tasks import PromptStream
 from podium.runtime import Call
 from podium.telemetry import CompletionsSampled, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch
 from podium.trainer.config import PPOConfig
-from podium.trainer.preflight import check_columns
-from podium.trainer.prompts import Prompts, PromptSource, completion_seeds, load_prompts, row_order
+from podium.trainer.preflight import check_columns, check_lengths
+from podium.trainer.prompts import Prompts, completion_seeds, load_prompts, row_order
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
 
@@ -47,7 +48,7 @@ _UPDATE_INPUTS = (
 )
 
 
-class PPOTrainer(Trainer[PPOConfig, PromptSource, ScoredBatch]):
+class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
     """Trains a policy by reinforcement: GRPO and its kin, or PPO where the advantage estimator reads a critic.
 
     >>> PPOTrainer(GRPOConfig(model=..., data=...), cluster="local").fit().accuracy_after  # doctest: +SKIP
@@ -75,7 +76,7 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource, ScoredBatch]):
         """Take prompts, draw completions and grade them. Uses the generator and the grader alone."""
         stage = self.stage_of(step, "collect")
         with stage("prompts"):
-            prompts = self.source.take(self.config.batch.prompts)
+            prompts = self.prompts.at(self.stream.take(self.config.batch.prompts))
         with stage("generate"):
             batch = self.generate(prompts, step)
         with stage("score"):
@@ -233,16 +234,17 @@ class PPOTrainer(Trainer[PPOConfig, PromptSource, ScoredBatch]):
             **dict.fromkeys(stages, metrics[names.TOKENS]),
         }
 
-    def load_data(self) -> PromptSource:
-        check_functions(self.config.algorithm)
-        source = load_prompts(self.config.data, self.tokenizer, seed=self.config.run.seed)
-        check_columns(source, self._declared.data, self.config.algorithm.advantage)
-        return source
+    def load_data(self) -> PromptStream[int]:
+        config = self.config
+        self.prompts = load_prompts(config.data, self.tokenizer, seed=config.run.seed)
+        check_columns(self.prompts, self._declared.data, config.algorithm.advantage)
+        check_lengths(config.model, self.sampling.max_new_tokens, "training", self.prompts)
+        return PromptStream(range(len(self.prompts)), config.run.seed)
 
     def prepare(self, stack: ExitStack) -> None:
         super().prepare(stack)
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
-        self.completions = stack.enter_context(CompletionsLog(self.session.directory.completions))
+        self.completions = stack.enter_context(CompletionsLog(self.directory.completions))
 
     def save(self, step: int) -> None:
         self.completions.flush()

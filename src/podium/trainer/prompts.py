@@ -1,4 +1,4 @@
-"""The data of a run: prompts and examples, encoded once, taken in the order of a stream; and seeds for what is drawn.
+"""The data of a run, encoded once, and the seeds of what is drawn.
 
 What is drawn depends on the run's seed, the step and the place, never on what was drawn before.
 
@@ -7,9 +7,8 @@ Legend: P prompts, n completions a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,22 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
-from podium.rollout.tasks import DataConfig, Example, PromptStream, encode_pairs, encode_prompts, load_examples
+from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts, load_examples
 from podium.telemetry import Note, emit
 
-__all__ = [
-    "PairSource",
-    "PromptSource",
-    "Prompts",
-    "completion_seeds",
-    "encoded",
-    "load_held_out",
-    "load_pairs",
-    "load_prompts",
-    "row_order",
-]
+__all__ = ["Pair", "Prompts", "completion_seeds", "encoded", "load_held_out", "load_pairs", "load_prompts", "row_order"]
 
-T = TypeVar("T")
+Pair = tuple[Tensor, Tensor]
+"""The tokens of a prompt with its answer, and their loss mask."""
+
 _EVALUATION = -1
 
 
@@ -47,10 +38,19 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def batch(self, seeds: Tensor) -> Batch:
-        """The batch that a generator takes; ``seeds`` is int64 ``[P, n]``. Prompt i is group i.
+    def at(self, places: Sequence[int]) -> Prompts:
+        """The prompts at ``places``, in that order."""
+        return Prompts(
+            [self.token_ids[place] for place in places],
+            [self.texts[place] for place in places],
+            [self.examples[place] for place in places],
+        )
 
-        The batch asks the generator for texts beside the tokens.
+    def batch(self, seeds: Tensor) -> Batch:
+        """The batch that a generator takes, which asks for texts beside the tokens. Prompt i is group i.
+
+        Args:
+            seeds: One for each completion, int64 ``[P, n]``.
         """
         return Batch(
             {
@@ -62,79 +62,20 @@ class Prompts:
         )
 
 
-class _Source(Generic[T]):
-    """Rows in the order of a stream whose place can be kept."""
-
-    def __init__(self, rows: Sequence[T], seed: int) -> None:
-        self._stream = PromptStream(rows, seed)
-
-    def __len__(self) -> int:
-        return len(self._stream)
-
-    def state(self) -> Mapping[str, Any]:
-        """The place of the stream, as JSON can hold it."""
-        return self._stream.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state` was taken. Raises CheckpointError for the state of other data."""
-        self._stream.restore(state)
-
-
-class PromptSource(_Source[int]):
-    """Encoded prompts, and a stream over them."""
-
-    def __init__(self, prompts: Prompts, seed: int) -> None:
-        super().__init__(range(len(prompts)), seed)
-        self._prompts = prompts
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self._prompts.token_ids))
-
-    def all(self) -> Prompts:
-        """Every prompt, in the order of the data."""
-        return self._prompts
-
-    def take(self, count: int) -> Prompts:
-        """The next ``count`` prompts of an endless stream of shuffled epochs."""
-        places, whole = self._stream.take(count), self._prompts
-        return Prompts(
-            [whole.token_ids[place] for place in places],
-            [whole.texts[place] for place in places],
-            [whole.examples[place] for place in places],
-        )
-
-
-class PairSource(_Source[tuple[Tensor, Tensor]]):
-    """Encoded prompts with their answers, and a stream over them."""
-
-    def __init__(self, pairs: Sequence[tuple[list[int], list[bool]]], seed: int) -> None:
-        super().__init__([(torch.tensor(tokens), torch.tensor(mask)) for tokens, mask in pairs], seed)
-
-    def take(self, count: int) -> Batch:
-        """``tokens`` and ``loss_mask`` of the next ``count`` examples of an endless stream of shuffled epochs."""
-        rows = self._stream.take(count)
-        tokens = Jagged.from_rows([row for row, _ in rows])
-        return Batch({fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(torch.cat([mask for _, mask in rows]))})
-
-
-def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PromptSource:
+def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Prompts:
     """Load the training prompts. Raises ConfigError or DataError as ``load_examples`` and ``encode_prompts`` do."""
-    return PromptSource(
-        encoded(load_examples(config.train, config, "train", seed), tokenizer, config, "training"), seed
-    )
+    return encoded(load_examples(config.train, config, "train", seed), tokenizer, config, "training")
 
 
-def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> PromptSource:
+def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> Prompts:
     """Load ``items`` held-out prompts, the same ones in every run. Raises as :func:`load_prompts`."""
-    examples = load_examples(config.train, config, "test", limit=items)
-    return PromptSource(encoded(examples, tokenizer, config, "held-out"), 0)
+    return encoded(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out")
 
 
-def load_pairs(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PairSource:
+def load_pairs(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> list[Pair]:
     """Load prompts with their answers. Raises as :func:`load_prompts`, and DataError where an answer is missing."""
-    return PairSource(encode_pairs(load_examples(config.train, config, "train", seed), tokenizer, config), seed)
+    pairs = encode_pairs(load_examples(config.train, config, "train", seed), tokenizer, config)
+    return [(torch.tensor(tokens), torch.tensor(mask)) for tokens, mask in pairs]
 
 
 def encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str) -> Prompts:

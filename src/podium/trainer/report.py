@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from rich import box
 from rich.console import Console, Group
@@ -21,9 +19,7 @@ from rich.text import Text
 from podium.telemetry import Note, Sample, emit, metrics
 from podium.telemetry.formatting import duration, percent, plain, visible
 from podium.trainer.evaluate import Evaluation, gain_interval
-
-if TYPE_CHECKING:
-    from podium.trainer.run_dir import RunDirectory, Summary
+from podium.trainer.run_dir import RunDirectory, Summary, read_rows
 
 __all__ = ["Curve", "draw_curve", "plot_curve", "read_curve", "render", "report", "smoothed"]
 
@@ -79,7 +75,7 @@ def report(
 
 def read_curve(metrics_path: Path) -> Curve | None:
     """Read the learning curve of a run's metrics.jsonl: accuracy if it is there, else reward, else loss; else None."""
-    rows = list(_rows(metrics_path))
+    rows = list(read_rows(metrics_path))
     steps = [row for row in rows if row["kind"] == "step"]
     metric = next((name for name in _CURVES if any(row.get(name) is not None for row in steps)), None)
     if metric is None:
@@ -96,12 +92,6 @@ def read_curve(metrics_path: Path) -> Curve | None:
     ]
     points = {row["step"]: row[metric] for row in steps if row.get(metric) is not None}
     return Curve(metric=metric, steps=[*points], values=[*points.values()], evaluations=evaluations)
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # the half line of a killed run
-            yield json.loads(line)
 
 
 def smoothed(values: Sequence[float], window: int | None = None) -> list[float]:
@@ -135,19 +125,16 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
         if not curve.is_share:
             axes.tick_params(axis="y", labelcolor=_BLUE)
             held_out.tick_params(axis="y", labelcolor=_ORANGE)
-        shares = [one.accuracy for one in curve.evaluations]
-        bounds = [one.interval() for one in curve.evaluations]
-        errors = [
-            [share - low for share, (low, _) in zip(shares, bounds, strict=True)],
-            [high - share for share, (_, high) in zip(shares, bounds, strict=True)],
-        ]
+        below = [one.accuracy - one.interval()[0] for one in curve.evaluations]
+        above = [one.interval()[1] - one.accuracy for one in curve.evaluations]
         held_out.errorbar(
-            [one.step for one in curve.evaluations], shares, yerr=errors, color=_ORANGE, marker="o", markersize=5.5,
-            linewidth=1.2, linestyle=":", capsize=3, label="held-out accuracy, 95% interval", zorder=5,
+            [one.step for one in curve.evaluations], [one.accuracy for one in curve.evaluations], yerr=[below, above],
+            color=_ORANGE, marker="o", markersize=5.5, linewidth=1.2, linestyle=":", capsize=3,
+            label="held-out accuracy, 95% interval", zorder=5,
         )  # fmt: skip
-        _style_shares(held_out, PercentFormatter(1.0, decimals=0))
-    if curve.is_share:
-        _style_shares(axes, PercentFormatter(1.0, decimals=0))
+    for shares in figure.axes if curve.is_share else figure.axes[1:]:
+        shares.set_ylim(-0.02, 1.02)
+        shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("step", color=_GREY)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
@@ -161,11 +148,6 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
-
-
-def _style_shares(axes: Any, formatter: Any) -> None:
-    axes.set_ylim(-0.02, 1.02)
-    axes.yaxis.set_major_formatter(formatter)
 
 
 # The curve in the terminal

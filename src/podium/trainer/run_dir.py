@@ -15,23 +15,30 @@ A file that is replaced is written aside and renamed over the old one.
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import json
 import logging
 import math
+import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
+from rich.console import Console
+
+from podium.config import config_to_dict
 from podium.errors import ConfigError
+from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 from podium.trainer.checkpoints import Checkpoints
-from podium.trainer.files import DirectoryLock, free_name, step_of, write_atomically
+from podium.trainer.config import PPOConfig, SFTConfig
+from podium.trainer.files import free_name, lock_directory, step_of, write_atomically
 
-__all__ = ["RunDirectory", "Summary", "library_versions"]
+__all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "run_path"]
 
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 _OURS: Final = re.compile(r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|metrics\.jsonl|completions|logs|checkpoints|\..*")
@@ -39,8 +46,6 @@ _OURS: Final = re.compile(r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|metrics\.jso
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the installed libraries that shape a run's result."""
-    import platform
-
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
@@ -68,6 +73,16 @@ class Summary:
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
 
+def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
+    """Return the directory of the run that ``config`` resumes or names. A run without a name has one that is free."""
+    if config.run.resume:
+        return Path(config.run.resume)
+    if config.run.name:
+        return Path(config.run.dir) / config.run.name
+    stamp = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-{recipe}"
+    return free_name(Path(config.run.dir) / stamp)
+
+
 class RunDirectory:
     """Creates the directory at ``path``, or with ``resume`` opens the one that is there; holds it until ``close()``.
 
@@ -87,9 +102,9 @@ class RunDirectory:
         self._check(resume)
         for folder in (self.completions, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
-        self._lock = DirectoryLock(self.path)
+        self._lock = lock_directory(self.path)
         self.checkpoints = Checkpoints(self.path / "checkpoints")
-        self.trace_path = free_name(self.path, "trace", "-", ".json")
+        self.trace_path = free_name(self.path / "trace.json")
 
     def _check(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -104,8 +119,8 @@ class RunDirectory:
             raise ConfigError(
                 f"{self.path} holds {state}: resume it (--resume {self.path}), or choose another run.name"
             )
-        entries = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
-        # Names of ours without a config.yaml are what a start that failed left behind.
+        # A start that failed leaves files with these names and no config.yaml.
+        entries = sorted(entry.name for entry in self.path.glob("*"))
         foreign = [name for name in entries if not _OURS.fullmatch(name)]
         if foreign:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
@@ -115,7 +130,7 @@ class RunDirectory:
         if self.config_path.exists():
             if self.config_path.read_text() == text:
                 return
-            self.config_path.rename(free_name(self.path, "config", ".", ".yaml", first=1))
+            self.config_path.rename(free_name(self.config_path, "."))
         write_atomically(self.config_path, text)
 
     def write_summary(self, summary: Summary) -> None:
@@ -140,40 +155,48 @@ class RunDirectory:
             handler.close()
             podium.setLevel(level)
 
+    def sinks(self, config: PPOConfig | SFTConfig, console: Console | None) -> Iterator[Sink]:
+        """Make the sinks of a run: its files, ``console`` if there is one, and the trackers of ``config``.
+
+        Raises:
+            ConfigError: A tracker is not installed.
+        """
+        yield JsonlSink(self.metrics_path)
+        yield TraceSink(self.trace_path)
+        if console is not None:
+            yield ConsoleSink(console=console)
+        name = self.path.name
+        for tracker in config.run.trackers:
+            match tracker:
+                case "tensorboard":
+                    yield TensorBoardSink(self.path / "tensorboard")
+                case "wandb":
+                    yield WandbSink("podium", name=name, config=config_to_dict(config), folder=self.path)
+                case "trackio":
+                    yield TrackioSink("podium", name=name, config=config_to_dict(config))
+
     def rewind(self, step: int) -> None:
         """Forget what came after ``step``, the step of the checkpoint that a resumed run goes on from.
 
         Rows of metrics.jsonl and files of completions that belong to later steps would otherwise be there twice.
         """
         if self.metrics_path.exists():
-            kept = list(_rows_through(self.metrics_path.read_text().splitlines(), step))
-            write_atomically(self.metrics_path, "".join(line + "\n" for line in kept))
+            kept = itertools.takewhile(lambda row: row.get("step", 0) <= step, read_rows(self.metrics_path))
+            write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
         for file in self.completions.glob("step-*.parquet"):
             if (step_of(file.stem) or 0) > step:
                 file.unlink()
 
     def close(self) -> None:
-        """Let another process write here."""
-        self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        """Let another process write here. A second call does nothing."""
+        self._lock.close()
 
 
-def _rows_through(lines: Sequence[str], step: int) -> Iterator[str]:
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the half line that a killed run left
-        if row.get("step", 0) > step:
-            return
-        yield line
+def read_rows(metrics_path: Path) -> Iterator[dict[str, Any]]:
+    """Give the rows of a metrics.jsonl in order; none if there is no such file."""
+    for line in metrics_path.read_text(encoding="utf-8").splitlines() if metrics_path.exists() else ():
+        with suppress(json.JSONDecodeError):  # the half line that a killed run left
+            yield json.loads(line)
 
 
 def _json(value: Any) -> Any:

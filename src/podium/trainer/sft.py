@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from podium.algorithms import loss_weights
-from podium.data import Batch, fields
+from podium.data import Batch, Jagged, fields
+from podium.rollout.tasks import PromptStream
 from podium.telemetry import metrics as names
 from podium.trainer.config import SFTConfig
-from podium.trainer.prompts import PairSource, load_pairs
+from podium.trainer.prompts import Pair, load_pairs
 from podium.trainer.trainer import Trainer
 
 __all__ = ["Examples", "SFTTrainer"]
@@ -27,8 +30,8 @@ class Examples:
     batch: Batch
 
 
-class SFTTrainer(Trainer[SFTConfig, PairSource, Examples]):
-    """Trains a policy on prompts with answers; evaluation generates and grades, as everywhere.
+class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
+    """Trains a policy on prompts with answers. Evaluation generates and grades, as in every recipe.
 
     Args:
         config: A :class:`SFTConfig`.
@@ -43,10 +46,12 @@ class SFTTrainer(Trainer[SFTConfig, PairSource, Examples]):
     def collect(self, step: int) -> Examples:
         """Take examples and weigh their tokens."""
         with self.clock.stage("examples", step, "collect"):
-            batch = self.source.take(self.config.batch.examples)
-            mask = batch.jagged(fields.LOSS_MASK)
+            pairs = self.stream.take(self.config.batch.examples)
+            tokens = Jagged.from_rows([row for row, _ in pairs])
+            mask = tokens.like(torch.cat([row for _, row in pairs]))
             weights = mask.like(loss_weights(mask.values, mask.offsets))
-            return Examples(step, batch.with_columns({fields.LOSS_WEIGHTS: weights}))
+            columns = {fields.TOKENS: tokens, fields.LOSS_MASK: mask, fields.LOSS_WEIGHTS: weights}
+            return Examples(step, Batch(columns))
 
     def learn(self, examples: Examples) -> Mapping[str, float]:
         """Take one optimizer step."""
@@ -61,5 +66,6 @@ class SFTTrainer(Trainer[SFTConfig, PairSource, Examples]):
         self.roles.sync_weights(step)  # only here: nothing else is generated
         return super().evaluate(step)
 
-    def load_data(self) -> PairSource:
-        return load_pairs(self.config.data, self.tokenizer, seed=self.config.run.seed)
+    def load_data(self) -> PromptStream[Pair]:
+        pairs = load_pairs(self.config.data, self.tokenizer, seed=self.config.run.seed)
+        return PromptStream(pairs, self.config.run.seed)

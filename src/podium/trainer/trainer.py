@@ -1,53 +1,59 @@
 """The frame of every recipe's run: open, resume, drive the schedule, evaluate, save, report.
 
-fit ─▶ prepare: session, data, grader, roles ─▶ resume ─▶ schedule: collect, learn, evaluate, save … ─▶ finish
+fit ─▶ prepare: directory, cluster, data, grader, roles ─▶ resume ─▶ schedule: collect, learn, … ─▶ finish
 """
 
 from __future__ import annotations
 
-import shutil
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import FrameType
+from typing import Any, Final, Generic, TypeVar
 
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
-from podium.runtime import Cluster
+from podium.rollout.tasks import PromptStream
+from podium.runtime import Cluster, backend_class, connect
 from podium.telemetry import EvalFinished, Note, PhaseStarted, emit
+from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpoints import TrainerState
-from podium.trainer.clock import StageClock
 from podium.trainer.config import PPOConfig, SFTConfig
-from podium.trainer.evaluate import Evaluator, evaluation_sampling
+from podium.trainer.evaluate import score_held_out
+from podium.trainer.files import remove
 from podium.trainer.preflight import check_given, check_lengths, check_settings, names_of_given, with_stop_tokens
-from podium.trainer.prompts import PairSource, PromptSource, load_held_out
+from podium.trainer.prompts import load_held_out
 from podium.trainer.report import report
-from podium.trainer.roles import Roles, RoleWorkers, start_roles
-from podium.trainer.run_dir import Summary
+from podium.trainer.roles import PRELOAD, Roles, RoleWorkers, started_roles
+from podium.trainer.run_dir import RunDirectory, Summary, run_path
 from podium.trainer.schedules import Steps, load_schedule
-from podium.trainer.schedules.steps import Rollout
-from podium.trainer.session import Session, open_session
+from podium.trainer.schedules.steps import Rollout, StageClock
 from podium.workers import Generator, load_tokenizer
 
-__all__ = ["Trainer"]
+__all__ = ["ECHO_S", "StopRequest", "Trainer", "listen_for_stop"]
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
-S = TypeVar("S", bound=PromptSource | PairSource)
+E = TypeVar("E")
 R = TypeVar("R", bound=Rollout)
 
+ECHO_S: Final = 1.0
+"""A signal so soon after the first is the same one: ``make`` and ``timeout`` pass it on to processes that had it."""
 
-class Trainer(ABC, Generic[C, S, R]):
+
+class Trainer(ABC, Generic[C, E, R]):
     """The frame of a recipe; a recipe says what the halves of a step are. See :class:`PPOTrainer` for the arguments."""
 
-    session: Session
     roles: Roles
-    source: S
     steps: Steps
+    stream: PromptStream[E]
+    directory: RunDirectory
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class Trainer(ABC, Generic[C, S, R]):
     ) -> None:
         self.config = config
         self._cluster = cluster
-        self._backend_options = backend_options
+        self._backend_options = dict(backend_options or {})
         self._workers = workers
         self._reward = reward
         self._show = show
@@ -78,8 +84,8 @@ class Trainer(ABC, Generic[C, S, R]):
         """The name of the recipe in the run's directory, its metrics and its report."""
 
     @abstractmethod
-    def load_data(self) -> S:
-        """Load the data that ``collect`` takes from; its place can be kept."""
+    def load_data(self) -> PromptStream[E]:
+        """Load the data that ``collect`` takes from. Checkpoints keep the place of the stream."""
 
     @abstractmethod
     def collect(self, step: int) -> R:
@@ -113,11 +119,11 @@ class Trainer(ABC, Generic[C, S, R]):
         with ExitStack() as stack:
             self.prepare(stack)
             # Only now is it a run: what failed until here leaves its directory free for the next attempt.
-            self.session.directory.write_config(config_to_yaml(self.config))
+            self.directory.write_config(config_to_yaml(self.config))
             first = self.resume() + 1
             self._began = time.monotonic()
             emit(PhaseStarted(self.recipe, self.config.run.steps, first))
-            self.steps = Steps(self, first, self.session.stop, self._threads)
+            self.steps = Steps(self, first, self._stop, self._threads)
             if self.config.eval.at_start and first == 1:
                 self.evaluate(0)
             if first <= self.config.run.steps:
@@ -130,50 +136,57 @@ class Trainer(ABC, Generic[C, S, R]):
         config = self.config
         check_settings(config, reward=self._reward is None)
         self._schedule = load_schedule(config.run.schedule)
-        self.session = stack.enter_context(
-            open_session(config, self.recipe, self._cluster, backend_options=self._backend_options, show=self._show)
-        )
+        if isinstance(self._cluster, str):
+            backend_class(self._cluster, self._backend_options)  # before there is a directory: it refuses wrong options
+        elif self._backend_options:
+            raise ConfigError(f"backend_options = {self._backend_options}: {self._cluster!r} is connected already")
+        self.directory = RunDirectory(run_path(config, self.recipe), resume=bool(config.run.resume))
+        stack.callback(self.directory.close)
+        self._checkpoint = self.directory.checkpoints.latest() if config.run.resume else None
+        if config.run.resume:
+            # Before a sink opens the files that this cuts.
+            self.directory.rewind(0 if self._checkpoint is None else self._checkpoint.step)
+        stack.enter_context(self.directory.controller_log())
+        self._console = terminal() if self._show else None
+        for sink in self.directory.sinks(config, self._console):
+            stack.enter_context(sink)
+        cluster = self._cluster
+        if isinstance(cluster, str):
+            hints = {"log_dir": self.directory.logs.absolute(), "preload": PRELOAD}
+            cluster = stack.enter_context(connect(cluster, hints=hints, **self._backend_options))
+        self._stop = stack.enter_context(listen_for_stop())
         self.tokenizer = load_tokenizer(config.model.tokenizer_source)
         self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer)
-        self.source = self.load_data()
-        held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
-        prompts = {"training": self.source, "held-out": held_out}
-        generated = {name: source for name, source in prompts.items() if isinstance(source, PromptSource)}
-        check_lengths(config.model, self.sampling.max_new_tokens, generated)
+        self.stream = self.load_data()
+        self.held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
+        if self.held_out is not None:
+            check_lengths(config.model, self.sampling.max_new_tokens, "held-out", self.held_out)
         # Closed after the workers: their end is what ends a call that a thread still waits for.
         self._threads = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="collect"))
-        log_path = self.session.directory.logs / "reward.log"
+        log_path = self.directory.logs / "reward.log"
         self.grader = stack.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
         self.grader.start()
-        self.roles = start_roles(self.session.cluster, config, self._workers)
-        stack.callback(self.roles.close, self.session.cluster)
-        self._evaluator: Evaluator | None = None
-        if held_out is not None:
-            sampling = evaluation_sampling(self.sampling, config.eval)
-            self._evaluator = Evaluator(
-                self.generator, held_out, self.grader, self.tokenizer, sampling, config.run.seed
-            )
+        self.roles = stack.enter_context(started_roles(cluster, config, self._workers))
 
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed. Returns the last step that is finished."""
-        checkpoint = self.session.checkpoint
-        if checkpoint is not None:
-            self.state = checkpoint.load(self.roles)
+        if self._checkpoint is not None:
+            self.state = self._checkpoint.load(self.roles)
             check_given(self.state.given, self._given, self.config.reward.name)
             self.restore(self.state)
-            emit(Note(f"going on after step {self.state.step} from {checkpoint.path}"))
+            emit(Note(f"going on after step {self.state.step} from {self._checkpoint.path}"))
         elif self.config.run.resume:
-            emit(Note(f"{self.session.directory.path} has no checkpoint yet: starting at step 1"))
+            emit(Note(f"{self.directory.path} has no checkpoint yet: starting at step 1"))
         self.roles.sync_weights(self.state.step)
         return self.state.step
 
     def restore(self, state: TrainerState) -> None:
         """Take up what ``state`` remembers."""
-        self.source.restore(state.prompts)
+        self.stream.restore(state.prompts)
         self.clock.totals_s, self.clock.totals_tokens = dict(state.stage_s), dict(state.stage_tokens)
 
     def remember(self, step: int) -> TrainerState:
-        """The state to write down after ``step``."""
+        """Return the state to write down after ``step``."""
         now = time.monotonic()
         spent, self._began = now - self._began, now
         return replace(
@@ -188,9 +201,11 @@ class Trainer(ABC, Generic[C, S, R]):
 
     def evaluate(self, step: int) -> bool:
         """Score the held-out prompts with the weights after ``step``. Returns whether ``eval.stop_at`` is reached."""
-        if self._evaluator is None:
+        if self.held_out is None:
             return False
-        found = self._evaluator.run(step)
+        found = score_held_out(
+            self.config, self.generator, self.held_out, self.grader, self.tokenizer, self.sampling, step
+        )
         self.state = replace(self.state, first=self.state.first or found, last=found)
         emit(EvalFinished(step, found.accuracy, found.items, found.reward_mean))
         return self._reached
@@ -198,12 +213,12 @@ class Trainer(ABC, Generic[C, S, R]):
     def save(self, step: int) -> None:
         """Write a checkpoint from which the run goes on at ``step + 1``."""
         self.state = self.remember(step)
-        self.session.directory.checkpoints.save(self.state, self.roles, keep=self.config.save.keep)
+        self.directory.checkpoints.save(self.state, self.roles, keep=self.config.save.keep)
 
     def finish(self, done: int) -> Summary:
         """Write model, summary and report of a run whose last step was ``done``."""
         finished = done >= self.config.run.steps or self._reached
-        if finished and self._evaluator is not None and (self.state.last is None or self.state.last.step != done):
+        if finished and self.held_out is not None and (self.state.last is None or self.state.last.step != done):
             self.evaluate(done)  # a run that was stopped after its last step, and resumed
         self.state = self.remember(done)
         model = self._write_model() if self.config.save.model and finished else None
@@ -220,10 +235,9 @@ class Trainer(ABC, Generic[C, S, R]):
             finished=finished,
             model_path=str(model) if model else None,
         )
-        self.session.directory.write_summary(summary)
-        title = f"{self.recipe}: {summary.task}"
-        console = self.session.console if self._reports else None
-        report(summary, first, last, self.session.directory, title, console)
+        self.directory.write_summary(summary)
+        console = self._console if self._reports else None
+        report(summary, first, last, self.directory, f"{self.recipe}: {summary.task}", console)
         return summary
 
     # -- details ---------------------------------------------------------------------------------------------------
@@ -245,10 +259,49 @@ class Trainer(ABC, Generic[C, S, R]):
         return goal is not None and last is not None and last.accuracy >= goal
 
     def _write_model(self) -> Path:
-        final = self.session.directory.path / "model"
+        final = self.directory.path / "model"
         aside = final.with_name(".model.tmp")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         self.roles.policy.save_pretrained(str(aside.absolute()))
-        shutil.rmtree(final, ignore_errors=True)
+        remove(final)
         aside.rename(final)
         return final
+
+
+class StopRequest:
+    """Whether somebody asked the run to end. ``request()`` does what a first signal does."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.requested_at = 0.0
+
+    def request(self, reason: str = "asked to stop") -> None:
+        """End the run after the step that is running, with a checkpoint."""
+        self.requested = True
+        self.requested_at = time.monotonic()
+        emit(Note(f"{reason}: finishing this step, then saving; once more stops now"))
+
+
+@contextmanager
+def listen_for_stop() -> Iterator[StopRequest]:
+    """Listen for Ctrl-C and SIGTERM during the block, then put the former handlers back.
+
+    The first signal requests a stop, the second raises KeyboardInterrupt in the main thread. Python delivers signals to
+    the main thread only. A block in any other thread hears no signal, and ``request()`` is the way to stop.
+    """
+    stop = StopRequest()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        if not stop.requested:
+            stop.request(signal.Signals(number).name)
+        elif time.monotonic() - stop.requested_at > ECHO_S:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    former = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from podium.telemetry import StageFinished, subscribe
-from podium.trainer.clock import StageClock
+from podium.trainer.schedules.steps import StageClock
 
 
 def test_the_clock_adds_stages_up_and_tells_their_speed() -> None:

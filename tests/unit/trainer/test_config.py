@@ -183,11 +183,9 @@ def test_a_schedule_ends_with_the_run() -> None:
         build_config(GRPOConfig, {**values, "optim": {"lr_schedule": "cosine", "warmup_steps": 20}})
 
 
-def test_placement_counts_processes() -> None:
-    split = build_config(GRPOConfig, {"placement": {"layout": "split", "ranks": 3}}).placement
-    assert (split.generators, split.processes) == (1, 4)
-    together = build_config(GRPOConfig, {"placement": {"ranks": 3}}).placement
-    assert (together.generators, together.processes) == (3, 3)
+def test_a_generator_has_the_policys_ranks_or_its_own() -> None:
+    assert build_config(GRPOConfig, {"placement": {"layout": "split", "ranks": 3}}).placement.generators == 1
+    assert build_config(GRPOConfig, {"placement": {"ranks": 3}}).placement.generators == 3
 
 
 def test_an_unknown_recipe_is_named() -> None:

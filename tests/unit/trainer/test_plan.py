@@ -14,8 +14,7 @@ import pytest
 
 from podium.errors import ConfigError, DataError
 from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_plan
-from podium.trainer.preflight.model_size import ModelSize, model_size
-from podium.trainer.preflight.plan import Processes, memory_gib, placed_processes
+from podium.trainer.preflight import ModelSize, memory_gib, model_size
 from podium.trainer.roles import bind_roles
 from podium.workers import ModelConfig, load_model
 from tests.integration.training import MODEL, tiny
@@ -26,15 +25,11 @@ SIZE = ModelSize(parameters=2**28, trained=2**28, layers=1, hidden=1, key_value_
 def test_processes_hold_what_the_placement_puts_there(tmp_path: Path) -> None:
     kl = {"kl_in": "loss"}
     together = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, algorithm=kl)
-    assert placed_processes(together) == [Processes(range(2), ("policy", "reference", "estimator", "generator"))]
+    assert together.processes == [(("policy", "reference", "estimator", "generator"), 2)]
     apart = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 2, "generator_ranks": 3}, algorithm=kl)
-    assert placed_processes(apart) == [
-        Processes(range(2), ("policy", "reference", "estimator")),
-        Processes(range(2, 5), ("generator",)),
-    ]
-    assert [str(group) for group in placed_processes(apart)] == ["processes 0-1", "processes 2-4"]
+    assert apart.processes == [(("policy", "reference", "estimator"), 2), (("generator",), 3)]
     no_generator = tiny(SFTConfig, tmp_path, placement={"layout": "split", "ranks": 1}, eval={"items": 0})
-    assert [(str(group), group.roles) for group in placed_processes(no_generator)] == [("process 0", ("policy",))]
+    assert no_generator.processes == [(("policy",), 1)]
 
 
 def test_memory_is_that_of_a_processs_own_roles(tmp_path: Path) -> None:

@@ -59,6 +59,13 @@ def test_a_run_with_a_function_is_not_resumed_without_it(tmp_path: Path, capsys:
     assert [row["step"] for row in metrics_rows(run)] == [1, 2]
 
 
+def test_a_start_that_is_refused_for_an_option_leaves_no_directory(tmp_path: Path) -> None:
+    trainer = PPOTrainer(tiny(GRPOConfig, tmp_path), cluster="inline", backend_options={"ecko": True}, show=False)
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'ecko'"):
+        trainer.fit()
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("sampling", "data", "message"),
     [

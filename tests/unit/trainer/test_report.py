@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,7 @@ def test_without_the_plotting_libraries_the_report_has_no_curve_and_a_note_names
     unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
     out = io.StringIO()
     try:
-        with RunDirectory(tmp_path / "run") as directory:
+        with closing(RunDirectory(tmp_path / "run")) as directory:
             with JsonlSink(directory.metrics_path):
                 for step in (1, 2):
                     emit(StepFinished(step, {metrics.LOSS: 1.0 / step}))

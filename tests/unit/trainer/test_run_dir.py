@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,10 +26,10 @@ from tests.unit.trainer.test_completions import rollouts, scored
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "runs" / "one")
-    run.write_config("seed: 1\n")
-    return run
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with closing(RunDirectory(tmp_path / "runs" / "one")) as run:
+        run.write_config("seed: 1\n")
+        yield run
 
 
 # Whose directory it is
@@ -35,6 +37,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_a_new_run_has_its_folders(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "a" / "b")
+    run.close()
     assert {entry.name for entry in run.path.iterdir() if entry.is_dir()} == {"completions", "logs", "checkpoints"}
     assert run.trace_path == run.path / "trace.json"
 
@@ -81,6 +84,7 @@ def test_a_resumed_run_keeps_the_older_configuration_and_trace(run: RunDirectory
     run.trace_path.write_text("[")
     run.close()
     again = RunDirectory(run.path, resume=True)
+    again.close()
     assert again.trace_path.name == "trace-1.json"
     again.write_config("seed: 1\n")
     assert not (run.path / "config.1.yaml").exists()

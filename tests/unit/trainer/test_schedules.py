@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from podium.errors import ConfigError
-from podium.trainer.clock import StageClock
 from podium.trainer.schedules import Schedule, Steps, load_schedule, sync
-from podium.trainer.session import StopRequest
+from podium.trainer.schedules.steps import StageClock
+from podium.trainer.trainer import StopRequest
 
 
 class Taken(NamedTuple):
@@ -31,7 +31,7 @@ class Recorder:
         self.calls: list[str] = []
         self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
         self.clock = StageClock()
-        self.source = self
+        self.stream = self
         self.config: Any = SimpleNamespace(
             run=SimpleNamespace(steps=last, schedule="mine.py:mine"),
             eval=SimpleNamespace(every=eval_every),

@@ -1,4 +1,4 @@
-"""The steps of a run, as a schedule drives them.
+"""The steps of a run, as a schedule drives them, and the times of their stages.
 
     steps.collect(step)     take prompts, roll out, grade             generator, grader
     steps.learn(rollout)    log-probabilities, values, advantages,    policy, reference, critic, estimator;
@@ -12,6 +12,7 @@ prompts that were collected and not yet learned are taken again by a run that is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -19,13 +20,61 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from podium.errors import ConfigError
-from podium.telemetry import StepFinished, emit
+from podium.telemetry import StageFinished, StepFinished, emit, metrics as names
 
 if TYPE_CHECKING:
-    from podium.trainer.session import StopRequest
-    from podium.trainer.trainer import Trainer
+    from podium.trainer.trainer import StopRequest, Trainer
 
-__all__ = ["Rollout", "Steps"]
+__all__ = ["Rollout", "StageClock", "Steps"]
+
+
+class StageClock:
+    """Times the stages of steps, of which several may be in progress, and adds them up over the run.
+
+    ``totals_s`` and ``totals_tokens`` are by stage, over all steps.
+    """
+
+    def __init__(self) -> None:
+        self.totals_s: dict[str, float] = {}
+        self.totals_tokens: dict[str, float] = {}
+        self._stages: dict[int, list[tuple[str, int, int]]] = {}  # by unfinished step: name, start and end in ns
+        self._finished_ns = 0
+
+    @contextmanager
+    def stage(self, name: str, step: int, half: str) -> Iterator[None]:
+        """Time the block as stage ``name`` of ``step``; the times of a stage that a step enters twice add up."""
+        started_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            ended_ns = time.monotonic_ns()
+            self._stages.setdefault(step, []).append((name, started_ns, ended_ns))
+            emit(StageFinished(name, step, started_ns, ended_ns, half))
+
+    def finish(self, step: int, tokens: Mapping[str, float]) -> dict[str, float]:
+        """Return the times and speeds of ``step`` as metrics; ``tokens`` are by stage, and "step" is the whole.
+
+        A step lasts from its first stage to now, or from the end of the step before where the two overlap. So the
+        times of steps add up to the time that passed.
+        """
+        now_ns, stages = time.monotonic_ns(), self._stages.pop(step, [])
+        began_ns = max(min((started_ns for _, started_ns, _ in stages), default=now_ns), self._finished_ns)
+        self._finished_ns = now_ns
+        spent: dict[str, float] = {}
+        for name, started_ns, ended_ns in [*stages, ("step", began_ns, now_ns)]:
+            spent[name] = spent.get(name, 0.0) + (ended_ns - started_ns) / 1e9
+        for totals, more in ((self.totals_s, spent), (self.totals_tokens, tokens)):
+            totals.update({name: totals.get(name, 0.0) + amount for name, amount in more.items()})
+        speeds = {name: count / max(spent[name], 1e-9) for name, count in tokens.items() if name in spent}
+        return {names.TIME_PREFIX + name: seconds for name, seconds in spent.items()} | {
+            names.TOKENS_PER_S_PREFIX + name: speed for name, speed in speeds.items()
+        }
+
+    def tokens_per_s(self) -> dict[str, float]:
+        """Return the speed of each stage over the whole run."""
+        return {
+            name: count / self.totals_s[name] for name, count in self.totals_tokens.items() if self.totals_s.get(name)
+        }
 
 
 class Rollout(Protocol):
@@ -43,8 +92,8 @@ class Steps:
     Args:
         trainer: The trainer whose halves are driven.
         first: The first step to take; above 1 in a run that is resumed.
-        stop: Says whether somebody asked the run to end.
-        threads: Runs what ``collect_ahead`` starts.
+        stop: Whether somebody asked the run to end.
+        threads: The threads in which ``collect_ahead`` runs.
 
     Attributes:
         done: The last step that was learned, evaluated and saved.
@@ -54,7 +103,7 @@ class Steps:
     def __init__(self, trainer: Trainer[Any, Any, Any], first: int, stop: StopRequest, threads: Executor) -> None:
         self.first, self.last = first, trainer.config.run.steps
         self.done = first - 1
-        self.place: Mapping[str, Any] = trainer.source.state()
+        self.place: Mapping[str, Any] = trainer.stream.state()
         self._trainer, self._stop, self._threads = trainer, stop, threads
         self._lock = Lock()
         self._running: dict[str, int] = {}  # by half, the step that it works on
@@ -80,7 +129,7 @@ class Steps:
         """Take prompts, draw completions and grade them. Raises what a stage raises."""
         with self._half("collect", step):
             rollout: Rollout = self._trainer.collect(step)
-            self._places[step] = self._trainer.source.state()
+            self._places[step] = self._trainer.stream.state()
         return rollout
 
     def collect_ahead(self, step: int) -> Future[Rollout]:
@@ -98,9 +147,8 @@ class Steps:
         """Train on ``rollout`` and send the new weights to the generator. Raises what a stage raises."""
         step, trainer = getattr(rollout, "step", None), self._trainer
         if not isinstance(step, int):
-            found = (
-                "Future: call .result()" if isinstance(rollout, Future) else f"value of type {type(rollout).__name__}"
-            )
+            is_future = isinstance(rollout, Future)
+            found = "Future: call .result()" if is_future else f"value of type {type(rollout).__name__}"
             raise self._refusal(f"learn takes what collect returned; it got a {found}")
         with self._half("learn", step):
             metrics = trainer.learn(rollout)

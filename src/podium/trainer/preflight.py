@@ -1,0 +1,378 @@
+"""Checks before a run starts, and the plan that a dry run prints. Neither starts a worker or loads weights.
+
+Only what needs a model or a tokenizer imports torch, where it needs it. A wrong setting is answered without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from podium.algorithms import check_functions
+from podium.config import config_to_yaml
+from podium.errors import ConfigError
+from podium.rewards import NAMED_REWARDS, RewardFn, resolve_reward
+from podium.rollout.engines import check_installed
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import check_data
+from podium.runtime import Bound, Capabilities, Node, backend_class
+from podium.trainer.config import PPOConfig, SFTConfig
+from podium.trainer.schedules import load_schedule
+from podium.workers import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from podium.trainer.prompts import Prompts
+    from podium.trainer.roles import RoleWorkers
+
+__all__ = [
+    "ModelSize",
+    "accelerators_each",
+    "check_columns",
+    "check_given",
+    "check_lengths",
+    "check_placement",
+    "check_settings",
+    "describe_plan",
+    "memory_gib",
+    "model_size",
+    "names_of_given",
+    "with_stop_tokens",
+]
+
+_REWARD, _REWARD_NAME = "reward", "reward.name"
+_MIB, _GIB = 2**20, 2**30
+_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+# -- settings, against what is installed and what this machine has ---------------------------------------------------
+
+
+def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> None:
+    """Check that the files, functions and packages that ``config`` names are there.
+
+    A reward that is named by its module is not loaded: the run imports it in a process of its own.
+
+    Args:
+        config: The configuration of the run.
+        reward: Whether the run uses ``config.reward.name``, because the script gave no function in its place.
+
+    Raises:
+        ConfigError: A function, a package or a model's directory is missing; the message says what to do.
+        DataError: A file of the data is missing.
+    """
+    check_data(config.data)
+    name = config.reward.name
+    if reward and name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
+        resolve_reward(name)
+    load_schedule(config.run.schedule)
+    check_installed(config.engine.name)
+    for tracker in config.run.trackers:
+        if find_spec(tracker) is None:
+            raise ConfigError(f"run.trackers names {tracker}, which is not installed: pip install 'podium[trackers]'")
+    paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    if isinstance(config, PPOConfig):
+        check_functions(config.algorithm)
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
+            raise ConfigError(f"{key} = {path!r}: there is no such directory")
+
+
+def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabilities, nodes: Sequence[Node] = ()) -> None:
+    """Check that a backend called ``backend`` can hold the worker processes, on ``nodes`` as far as they are known.
+
+    Raises:
+        ConfigError: The backend has no collectives over several ranks, or its nodes have too few cores.
+    """
+    placement, processes = config.placement, sum(count for _, count in config.processes)
+    if placement.ranks > 1 and not can.collectives:
+        raise ConfigError(
+            f"placement.ranks = {placement.ranks}: {backend} has no collectives over several ranks; set it to 1, or "
+            "use the backend local"
+        )
+    cores = [int(node.resources.get("cpu", 0)) for node in nodes]
+    if nodes and placement.cpus and sum(count // placement.cpus for count in cores) < processes:
+        raise ConfigError(
+            f"placement.cpus = {placement.cpus}: {processes} worker process(es) of so many cores do not fit "
+            f"into {' + '.join(map(str, cores))} cores; lower it, or leave it out for an equal share"
+        )
+
+
+def accelerators_each(nodes: Sequence[Node], processes: int) -> int:
+    """Accelerators of each worker process: 1 if ``nodes`` have enough for all of them, else 0."""
+    return int(sum(node.resources.get("gpu", 0) for node in nodes) >= processes)
+
+
+# -- data, model and functions, once they are loaded -----------------------------------------------------------------
+
+
+def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, prompts: Prompts) -> None:
+    """Check that the longest of the ``what`` prompts and a completion fit into the model's positions.
+
+    Raises:
+        ConfigError: They do not fit. The message names the settings that would make them fit.
+    """
+    from podium.workers.models import longest_text
+
+    most, longest = longest_text(model), max(map(len, prompts.token_ids))
+    if most is not None and longest + max_new_tokens > most:
+        room = most - max_new_tokens
+        shorter = f", or data.max_prompt_tokens to {room} (data.overlong says what becomes of longer ones)"
+        raise ConfigError(
+            f"the longest {what} prompt has {longest} tokens, which with sampling.max_new_tokens = {max_new_tokens} is "
+            f"more than the model's {most} positions: lower sampling.max_new_tokens" + (shorter if room > 0 else "")
+        )
+
+
+def check_columns(prompts: Prompts, columns: Iterable[str], advantage: str) -> None:
+    """Check that every prompt has the ``columns`` of the data that the advantage estimator declares.
+
+    Raises:
+        ConfigError: A prompt lacks a column. The message names the columns that it has.
+    """
+    for example in prompts.examples:
+        if missing := [name for name in columns if name not in example.row]:
+            raise ConfigError(
+                f"algorithm.advantage = {advantage!r} reads the column {missing[0]!r} of the data, and a training "
+                f"prompt has {', '.join(example.row)}"
+            )
+
+
+def with_stop_tokens(
+    sampling: SamplingParams, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> SamplingParams:
+    """Return ``sampling`` with stop tokens.
+
+    Where the configuration names none, they are those of the tokenizer and of the model's own generation_config.json,
+    which for chat models names the end of a turn too.
+    """
+    if sampling.stop_token_ids:
+        return sampling
+    from transformers import GenerationConfig
+
+    own = None
+    if model.path:
+        with suppress(OSError):  # a model need not have the file
+            own = GenerationConfig.from_pretrained(model.path).eos_token_id
+    found: list[int] = []
+    for ids in (tokenizer.eos_token_id, own):
+        found += [ids] if isinstance(ids, int) else cast("list[int]", ids or [])
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys(found)))
+
+
+def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorkers | None) -> dict[str, str]:
+    """Return names of the functions and classes that a script gives a run beside its configuration, by role.
+
+    A configuration file cannot hold them, so a resume from it would go on with others and say nothing. Each checkpoint
+    keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced.
+    """
+    given = {
+        role: _name(worker.cls if isinstance(worker, Bound) else worker) for role, worker in (workers or {}).items()
+    }
+    return given if reward is None else {**given, _REWARD: _name(reward), _REWARD_NAME: reward_name}
+
+
+def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: str) -> None:
+    """Check that a resumed run is given what a script gave the run ``before``.
+
+    Raises:
+        ConfigError: A role's class is missing; or the reward function is, and ``reward.name`` is the one from before.
+    """
+    missing = [name for name in before if name not in now and name not in (_REWARD, _REWARD_NAME)]
+    if _REWARD in before and _REWARD not in now and before.get(_REWARD_NAME) == reward_name:
+        missing.append(_REWARD)
+    if missing:
+        what = ", ".join(f"{name} ({before[name]})" for name in missing)
+        remedy = ", or name a reward with reward.name" if missing == [_REWARD] else ""
+        raise ConfigError(
+            f"this run was given its own {what} from Python, which its config.yaml cannot hold: resume it from the "
+            f"script that gave it, with run.resume{remedy}"
+        )
+
+
+def _name(given: object) -> str:
+    return f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__name__)}"
+
+
+# -- the plan of a dry run -------------------------------------------------------------------------------------------
+
+
+def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[str, Any] | None = None) -> str:
+    """Return the resolved configuration and the plan, as text: processes, the arithmetic of a batch, and memory.
+
+    Args:
+        config: The configuration of the run.
+        backend: The backend's name or address, as for :func:`podium.connect`.
+        options: The backend's options.
+
+    Raises:
+        ConfigError: The run would be refused: something that the configuration names is missing, the backend cannot
+            hold the worker processes, or the model's configuration cannot be read.
+        DataError: A file of the data is missing.
+    """
+    cls = backend_class(backend, options)
+    nodes = cls.expected_nodes(options or {})
+    check_settings(config)
+    if hasattr(cls, "capabilities"):
+        check_placement(config, backend, cls.capabilities, nodes)
+    size = critic = model_size(config.model)
+    if isinstance(config, PPOConfig) and config.has_critic and config.critic.path:
+        critic = model_size(replace(config.model, path=config.critic.path, config={}, lora=None))
+    lines = ["# resolved configuration", config_to_yaml(config).rstrip(), "", "# plan"]
+    lines += [*_placement(config, backend, nodes), "", *_batch(config), "", *_memory(config, size, critic)]
+    return "\n".join(lines)
+
+
+def _placement(config: PPOConfig | SFTConfig, backend: str, nodes: Sequence[Node]) -> Iterator[str]:
+    held = [roles for roles, count in config.processes for _ in range(count)]
+    device = ("gpu" if accelerators_each(nodes, len(held)) else "cpu") if nodes else "device?"
+    yield f"backend      {backend}: {len(held)} worker process(es), layout {config.placement.layout}"
+    yield from (f"process {number:<4} {device:<7} {', '.join(roles)}" for number, roles in enumerate(held))
+    yield f"strategy     {config.parallel.strategy} over {config.placement.ranks} data-parallel rank(s)"
+
+
+def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    ranks = config.placement.ranks
+    if isinstance(config, SFTConfig):
+        examples = config.batch.examples
+        yield f"step         {examples} examples, one optimizer step; {_share(examples, ranks)} a rank"
+    else:
+        algorithm, n = config.algorithm, config.sampling.n
+        yield f"step         {config.batch.prompts} prompts x {n} completions = {config.rows} rows"
+        rows = config.rows // algorithm.minibatches
+        yield (
+            f"updates      {algorithm.epochs} epoch(s) x {algorithm.minibatches} minibatch(es) = {algorithm.updates} "
+            f"optimizer step(s) of {rows} rows; {_share(rows, ranks)} a rank"
+        )
+        yield f"tokens       at most {config.rows * config.sampling.max_new_tokens} sampled a step"
+    evaluated = "before and after" if config.eval.at_start else "after"
+    evaluated = f"every {config.eval.every} steps" if config.eval.every else evaluated
+    evaluation = f"at most {config.eval.items} held-out items {evaluated}" if config.eval.items else "none"
+    saved = f"every {config.save.every} steps" if config.save.every else "at the end"
+    steps = f"{config.run.steps} steps = {config.optimizer_steps} optimizer steps"
+    yield f"run          {steps}; evaluation: {evaluation}; checkpoint {saved}"
+
+
+def _share(rows: int, ranks: int) -> str:
+    return f"{rows / ranks:,.1f}".removesuffix(".0")
+
+
+def _memory(config: PPOConfig | SFTConfig, size: ModelSize, critic: ModelSize) -> Iterator[str]:
+    millions = f"{size.parameters / 1e6:,.2f} M parameters, {size.trained / 1e6:,.2f} M trained"
+    yield f"model        {millions}, {config.model.dtype}"
+    first, total = 0, 0.0
+    for roles, count in config.processes:
+        parts = memory_gib(config, size, roles, critic)
+        where = f" each on processes {first}-{first + count - 1}" if count > 1 else f" on process {first}"
+        yield f"memory       about {_amount(sum(parts.values()))}{where} (estimate):"
+        yield from (f"  {name:<24} {_amount(gib):>11}" for name, gib in parts.items())
+        first, total = first + count, total + count * sum(parts.values())
+    if first > 1:
+        yield f"memory       about {_amount(total)} on all processes"
+
+
+def _amount(gib: float) -> str:
+    return f"{gib:,.2f} GiB" if gib >= 1 else f"{gib * _GIB / _MIB:,.1f} MiB"
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_gib(
+    config: PPOConfig | SFTConfig, size: ModelSize, roles: Collection[str], critic: ModelSize | None = None
+) -> dict[str, float]:
+    """Estimate the memory of one worker process that holds ``roles``, in GiB, by what takes the memory.
+
+    Activations are rough: 16 hidden vectors a token and layer (one with gradient checkpointing), and three copies of
+    the logits. Keys and values are those of prompts and completions of the greatest length.
+
+    Args:
+        config: The configuration of the run.
+        size: Sizes of the policy's model.
+        roles: Some of ``policy``, ``reference``, ``critic``, ``generator``.
+        critic: Sizes of the critic's model. None means those of the policy's.
+    """
+    width = _BYTES[config.model.dtype]
+    shards = config.placement.ranks if config.parallel.strategy == "fsdp2" else 1
+    kept = 1 if config.model.gradient_checkpointing else 16
+    tokens = config.parallel.micro_batch_tokens
+    parts: dict[str, float] = {}
+    if "policy" in roles:
+        parts["weights"] = size.parameters * width / shards
+        parts["gradients"] = size.trained * width / shards
+        parts["optimizer (AdamW)"] = 2 * size.trained * width / shards
+        parts["activations"] = tokens * (size.layers * size.hidden * kept + 3 * size.vocabulary) * 4
+    if "critic" in roles:
+        parts["critic with optimizer"] = 4 * (critic or size).parameters * width / shards
+    if "reference" in roles and config.model.lora is None:
+        parts["reference weights"] = size.parameters * width / shards
+    if "generator" in roles:
+        own = config.engine.dtype or config.model.dtype
+        shared = "policy" in roles and shards == 1 and config.model.lora is None and own == config.model.dtype
+        if not shared:
+            parts["generator's own weights"] = size.parameters * _BYTES[own]
+        length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+        cache = config.engine.max_sequences * length * size.layers * 2 * size.key_value_width * _BYTES[own]
+        most = config.engine.cache_gib
+        parts["key/value cache"] = cache if most is None else min(cache, most * _GIB)
+    return {name: nbytes / _GIB for name, nbytes in parts.items()}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The numbers that the memory of a model follows from."""
+
+    parameters: int
+    trained: int
+    layers: int
+    hidden: int
+    key_value_width: int
+    vocabulary: int
+
+
+def model_size(model: ModelConfig) -> ModelSize:
+    """Return the sizes of the model that ``model`` describes. The model is laid out on torch's meta device.
+
+    Raises:
+        ConfigError: There is nothing there that transformers knows.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from podium.workers.models import load_model
+
+    with torch.device("meta"):
+        if not model.path:
+            whole = load_model(replace(model, lora=None), "meta")
+        else:
+            try:
+                whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.path))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"model.path = {model.path!r}: its configuration cannot be read: {error}") from None
+    settings: Any = whole.config.get_text_config()
+    heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+    head_width = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    parameters = trained = sum(p.numel() for p in whole.parameters())
+    if (lora := model.lora) is not None:
+        adapted = [
+            module
+            for name, module in whole.named_modules()
+            if isinstance(module, torch.nn.Linear)
+            and module is not whole.get_output_embeddings()
+            and (not lora.targets or name.rpartition(".")[2] in lora.targets)
+        ]
+        trained = sum(lora.rank * (module.in_features + module.out_features) for module in adapted)
+    return ModelSize(
+        parameters=parameters,
+        trained=trained,
+        layers=settings.num_hidden_layers,
+        hidden=settings.hidden_size,
+        key_value_width=heads * head_width,
+        vocabulary=settings.vocab_size,
+    )
