@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from podium.data import fields
-from podium.data.rows import Rows
+from podium.data import fields as fields
+from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.data.batch import Batch, Column
-    from podium.data.in_place import InPlace
-    from podium.data.jagged import Jagged
-    from podium.data.memory import concat_tensors, copy_tensor
-    from podium.data.refs import RowIndex, TensorRef, concat_values
-    from podium.data.store import Block, BlockInfo, MemoryStore, PlainBlock, TensorStore, Usage, lay_out
-    from podium.data.structure import fetch, keep
-
-_HOMES = {
-    "batch": ("Batch", "Column"),
-    "in_place": ("InPlace",),
-    "jagged": ("Jagged",),
-    "memory": ("concat_tensors", "copy_tensor"),
-    "refs": ("RowIndex", "TensorRef", "concat_values"),
-    "store": ("Block", "BlockInfo", "MemoryStore", "PlainBlock", "TensorStore", "Usage", "lay_out"),
-    "structure": ("fetch", "keep"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = [
-    "Batch",
-    "Block",
-    "BlockInfo",
-    "Column",
-    "InPlace",
-    "Jagged",
-    "MemoryStore",
-    "PlainBlock",
-    "RowIndex",
-    "Rows",
-]
-__all__ += ["TensorRef", "TensorStore", "Usage", "concat_tensors", "concat_values", "copy_tensor", "fetch", "fields"]
-__all__ += ["keep", "lay_out"]
-
-
-def __getattr__(name: str) -> Any:
-    """Names are imported on first use, so that the controller splits arrays and lists without loading torch."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'podium.data' has no attribute {name!r}")
-    value = getattr(import_module(f"podium.data.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    from podium.data.batch import Batch as Batch, Column as Column
+    from podium.data.jagged import Jagged as Jagged
+    from podium.data.memory import concat_tensors as concat_tensors, copy_tensor as copy_tensor
+    from podium.data.refs import RowIndex as RowIndex, TensorRef as TensorRef, concat_values as concat_values
+    from podium.data.rows import Rows as Rows
+    from podium.data.store import (
+        Block as Block,
+        BlockInfo as BlockInfo,
+        MemoryStore as MemoryStore,
+        PlainBlock as PlainBlock,
+        TensorStore as TensorStore,
+        Usage as Usage,
+        lay_out as lay_out,
+    )
+    from podium.data.structure import InPlace as InPlace, fetch as fetch, keep as keep
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

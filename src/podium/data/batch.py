@@ -20,7 +20,7 @@ __all__ = ["Batch", "Column"]
 
 Column = Tensor | TensorRef | Jagged | list[Any]
 Given = Column | np.ndarray[Any, Any]
-"""What a batch is made of: its kinds of columns, and arrays, which become tensors."""
+"""What a batch can be made of: its kinds of columns, and arrays, which become tensors."""
 
 K = TypeVar("K")
 
@@ -30,8 +30,8 @@ class Batch(Rows):
 
     A column is a dense tensor ``[B, …]``, a :class:`Jagged` of B rows, or a list of B Python objects. Dense tensors and
     the values of a Jagged may be references, whose bytes stay with the worker that made them until :meth:`fetch`. A
-    numpy array is accepted as a dense tensor over the same memory where that memory can be written to, and a copy
-    otherwise. A nested tensor of torch is accepted as a Jagged copy of its rows.
+    numpy array becomes a dense tensor: over its own memory where this is writable, else a copy. A nested tensor of
+    torch becomes a Jagged copy of its rows.
 
     Operations return new batches and never change this one. Slices share memory with it.
 
@@ -53,10 +53,11 @@ class Batch(Rows):
             raise DataError(f"columns of one batch have the same number of rows; got {lengths}")
         self._rows = next(iter(lengths.values()), 0)
 
-    def _with(self, columns: dict[str, Column], rows: int) -> Batch:
-        """These columns, which are known to fit, with the same metadata."""
+    def _map(self, change: Callable[[Any], Any], rows: int) -> Batch:
+        """Return a batch of changed columns, which have ``rows`` rows each, with the same metadata."""
         batch = Batch.__new__(Batch)
-        batch._columns, batch._rows, batch.meta = columns, rows, dict(self.meta)
+        batch._columns = {name: change(column) for name, column in self._columns.items()}
+        batch._rows, batch.meta = rows, dict(self.meta)
         return batch
 
     def __len__(self) -> int:
@@ -80,24 +81,24 @@ class Batch(Rows):
         return f"Batch(rows={len(self)}, columns={{{', '.join(f'{k}: {_kind(v)}' for k, v in self._columns.items())}}})"
 
     def keys(self) -> tuple[str, ...]:
-        """Names of the columns, in the order in which they were added."""
+        """Return the names of the columns in the order in which they were added."""
         return tuple(self._columns)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor columns. Python columns are not counted."""
+        """Bytes of the tensor columns. Python columns do not count."""
         return sum(0 if isinstance(column, list) else column.nbytes for column in self._columns.values())
 
     def dense(self, name: str) -> Tensor:
-        """The column ``name`` as a tensor ``[B, …]``; DataError if it is of another kind."""
+        """Return the column ``name``, a tensor ``[B, …]``. Raises DataError if it is of another kind."""
         return self._read(name, Tensor, "a tensor")
 
     def jagged(self, name: str) -> Jagged:
-        """The column ``name`` as a Jagged; DataError if it is of another kind."""
+        """Return the column ``name``, a Jagged. Raises DataError if it is of another kind."""
         return self._read(name, Jagged, "a Jagged")
 
     def python(self, name: str) -> list[Any]:
-        """The column ``name`` as a list of Python objects; DataError if it is of another kind."""
+        """Return the column ``name``, a list of Python objects. Raises DataError if it is of another kind."""
         return self._read(name, cast("type[list[Any]]", list), "a Python column")
 
     def _read(self, name: str, kind: type[K], what: str) -> K:
@@ -109,13 +110,14 @@ class Batch(Rows):
 
     def map_tensors(self, change: Callable[[Any], Any]) -> Batch:
         def changed(column: Column) -> Column:
+            if isinstance(column, list):
+                return column
             return column.map_tensors(change) if isinstance(column, Rows) else change(column)
 
-        columns = {n: c if isinstance(c, list) else changed(c) for n, c in self._columns.items()}
-        return self._with(columns, self._rows)
+        return self._map(changed, self._rows)
 
     def fetch(self, *names: str) -> Batch:
-        """This batch with the columns named, or all of them, here: tensors in place of references.
+        """Return this batch with tensors in place of references, in the columns named or in all.
 
         Raises:
             RefLostError: The process that owned the bytes has ended.
@@ -123,58 +125,64 @@ class Batch(Rows):
         return self.merge(Rows.fetch(self.select(*names) if names else self))
 
     def prefetch(self, *names: str) -> Batch:
-        """Begin to bring the columns named, or all of them, here; returns itself."""
+        """Begin to bring the columns named, or all of them, to this process. Returns the batch itself."""
         part = self.select(*names) if names else self
         part.map_tensors(lambda tensor: tensor.prefetch() if isinstance(tensor, TensorRef) else tensor)
         return self
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Rows ``start:stop``, clipped to the batch as Python does. Tensors are views."""
+        """Return the rows ``start:stop``, clipped to the batch as Python does. Tensors are views."""
         start, stop, _ = slice(start, stop).indices(len(self))
         stop = max(start, stop)
-        columns = {n: c.slice(start, stop) if isinstance(c, Rows) else c[start:stop] for n, c in self._columns.items()}
-        return self._with(columns, stop - start)
+
+        def cut(column: Column) -> Column:
+            return column.slice(start, stop) if isinstance(column, Rows) else column[start:stop]
+
+        return self._map(cut, stop - start)
 
     def take(self, index: RowIndex) -> Batch:
-        """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints). Copies what is no reference."""
+        """Return rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints). Copies all but references."""
         rows = row_numbers(index, len(self))
-        return self._with({name: _take(column, rows) for name, column in self._columns.items()}, len(rows))
+        return self._map(lambda column: _take(column, rows), len(rows))
 
     def with_columns(self, columns: Mapping[str, Given] | None = None, /, **named: Given) -> Batch:
-        """This batch with columns added or replaced."""
+        """Return this batch with columns added or replaced."""
         return Batch({**self._columns, **(columns or {}), **named}, self.meta)
 
     def with_meta(self, **meta: Any) -> Batch:
-        """This batch with metadata added or replaced."""
+        """Return this batch with metadata added or replaced."""
         return Batch(self._columns, {**self.meta, **meta})
 
     def select(self, *names: str) -> Batch:
-        """Only the columns named, in that order."""
+        """Return only the columns named, in that order."""
         return Batch({name: self[name] for name in names}, self.meta)
 
     def drop(self, *names: str) -> Batch:
-        """All columns but those named; a name that is not there is an error."""
+        """Return all columns but those named. Raises DataError if the batch lacks one of them."""
         for name in names:
             self[name]
         return Batch({name: column for name, column in self._columns.items() if name not in names}, self.meta)
 
     def merge(self, other: Batch) -> Batch:
-        """Columns and metadata of both. Where both have a name, ``other`` wins."""
+        """Return the columns and metadata of both. Where both have a name, that of ``other`` is taken."""
         return Batch({**self._columns, **other._columns}, {**self.meta, **other.meta})
 
     def to(self, device: torch.device | str) -> Batch:
-        """Tensor columns on ``device``; Python columns unchanged."""
-        columns = self.fetch()._columns
-        return self._with({n: c if isinstance(c, list) else c.to(device) for n, c in columns.items()}, self._rows)
+        """Return this batch with its tensor columns on ``device``."""
+
+        def moved(column: Column) -> Column:
+            return column if isinstance(column, list) else column.to(device)
+
+        return self.fetch()._map(moved, self._rows)
 
     def token_lengths(self) -> list[int] | None:
-        """Lengths of the column ``tokens``, or of the first Jagged column."""
+        """Return the lengths of the column ``tokens``, or of the first Jagged column."""
         columns = sorted(self._columns.items(), key=lambda column: column[0] != fields.TOKENS)
         return next((column.token_lengths() for _, column in columns if isinstance(column, Jagged)), None)
 
     @classmethod
     def concat(cls, parts: Sequence[Batch], names: Sequence[str] = ()) -> Batch:
-        """All rows in order. The parts need the same columns; metadata is the first part's.
+        """Return all rows in order, with the metadata of the first part.
 
         Raises:
             DataError: There are no parts, or their columns differ; the message names the column and the parts.
@@ -192,11 +200,11 @@ class Batch(Rows):
         if len(parts) == 1:
             return first
         joined = {name: _concat(name, [part[name] for part in parts], names) for name in first}
-        return first._with(joined, sum(len(part) for part in parts))
+        return Batch(joined, first.meta)
 
 
 def _column(name: str, column: Any) -> Column:
-    """``column`` as one of the kinds that a batch has."""
+    """Return ``column`` as one of the kinds that a batch has."""
     if isinstance(column, Jagged | list):
         return cast("Jagged | list[Any]", column)
     try:

@@ -22,10 +22,10 @@ def _ints(tensor: Tensor) -> list[int]:
 class Jagged(Rows):
     """B rows of unequal length: ``values [N, …]`` and ``offsets [B + 1]``.
 
-    Row i is ``values[offsets[i] : offsets[i + 1]]``. The values may be a reference. Then ``data`` is that reference,
-    rows are cut and joined without touching its bytes, and ``values`` is an error.
+    Row i is ``values[offsets[i] : offsets[i + 1]]``. The values may be a reference, which ``data`` returns. Then rows
+    are cut and joined without touching its bytes, and ``values`` raises an error.
 
-    A Jagged does not change: every method returns a new object. Slices of rows share memory with the whole.
+    Every method returns a new object and changes none. Slices share memory with the whole.
 
     Raises:
         DataError: The offsets do not start at 0, decrease, or do not end at N.
@@ -53,12 +53,12 @@ class Jagged(Rows):
 
     @classmethod
     def from_lengths(cls, values: Tensor | TensorRef, lengths: Tensor) -> Jagged:
-        """``values [N, …]`` cut into rows of ``lengths [B]``."""
+        """Cut ``values [N, …]`` into rows of ``lengths [B]``."""
         return cls(values, _offsets(lengths))
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> Jagged:
-        """A copy of the rows ``[L_i, …]`` of a nested tensor of torch, of either layout.
+        """Copy the rows ``[L_i, …]`` of a nested tensor of torch, of either layout.
 
         Raises:
             DataError: The rows differ in more than their length.
@@ -75,7 +75,7 @@ class Jagged(Rows):
 
     @property
     def values(self) -> Tensor:
-        """``[N, …]``; DataError if they are a reference."""
+        """The tensor ``[N, …]``. Raises DataError if it is a reference."""
         if isinstance(self.data, TensorRef):
             raise DataError(
                 f"the values of this Jagged are elsewhere: {self.data}; pass it to a worker, which finds tensors, or "
@@ -99,11 +99,11 @@ class Jagged(Rows):
         return f"Jagged(rows={len(self)}, values={list(self.data.shape)}, {self.data.dtype})"
 
     def row(self, index: int) -> Tensor:
-        """Row ``index`` as a view ``[L, …]``."""
+        """Return row ``index`` as a view ``[L, …]``."""
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def unbind(self) -> list[Tensor]:
-        """All rows as views."""
+        """Return all rows as views."""
         return list(torch.split(self.values, _ints(self.lengths)))
 
     def map_tensors(self, change: Callable[[Any], Any]) -> Jagged:
@@ -113,18 +113,18 @@ class Jagged(Rows):
         return _ints(self.lengths)
 
     def like(self, values: Tensor | TensorRef) -> Jagged:
-        """Other ``values [N, …]`` over the same rows."""
+        """Return other ``values [N, …]`` in rows of the same lengths."""
         return Jagged(values, self.offsets)
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Rows ``start:stop``, clipped as Python does. The values are a view."""
+        """Return the rows ``start:stop``, clipped as Python does. The values are a view."""
         start, stop, _ = slice(start, stop).indices(len(self))
         offsets = self.offsets[start : max(start, stop) + 1]
         first, last = int(offsets[0]), int(offsets[-1])
         return Jagged(self.data[first:last], offsets - first)
 
     def take(self, index: RowIndex) -> Jagged:
-        """Rows in the order of ``index``. Copies, unless the values are a reference."""
+        """Return rows in the order of ``index``. Copies the values unless they are a reference."""
         rows = row_numbers(index, len(self)).to(self.offsets.device)
         lengths, firsts = self.lengths[rows], self.offsets[rows]
         if isinstance(self.data, TensorRef):
@@ -134,7 +134,7 @@ class Jagged(Rows):
         return Jagged(self.data[torch.repeat_interleave(firsts, lengths) + within], offsets)
 
     def padded(self, value: float, length: int | None = None) -> Tensor:
-        """Right-padded ``[B, T, …]``; T is the longest row or ``length``, which must not cut a row."""
+        """Return ``[B, T, …]``, padded on the right. T is the longest row, or ``length``, which must not cut a row."""
         lengths = self.lengths
         longest = int(lengths.max()) if len(self) else 0
         width = longest if length is None else length

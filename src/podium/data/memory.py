@@ -1,8 +1,7 @@
-"""Bytes of tensors, and large copies into memory that was touched before.
+"""The bytes of tensors, and large copies into memory that was used before.
 
-A fresh page costs about three times the copy that fills it (2.2 against 6.5 GB/s on the machines we measured), and the
-allocator returns every large block to the system. So blocks for large joined results are kept and used again once the
-last tensor in them is gone.
+To map a fresh page takes longer than the copy that fills it, and the allocator returns every large block to the system.
+Blocks for large copies are therefore kept, and used again once the last tensor in them is gone.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ KEPT_IDLE = 1 << 30  # bytes kept while nobody uses them; the longest idle go fi
 
 
 class _Blocks:
-    """Idle blocks, and the return of blocks whose last user is gone."""
+    """Idle blocks. A block comes back here when its last user is gone."""
 
     def __init__(self) -> None:
         self._idle: dict[int, Bytes] = {}  # by id, the longest idle first
         self._lock = threading.RLock()  # a collection within the lock may return a block
 
     def take(self, nbytes: int) -> Bytes:
-        """uint8 ``[nbytes]``, uninitialized."""
+        """Return uninitialized uint8 ``[nbytes]``."""
         with self._lock:
             fits = [block for block in list(self._idle.values()) if nbytes <= block.nbytes <= 2 * nbytes]
             best = min(fits, key=lambda block: block.nbytes, default=None)
@@ -56,13 +55,13 @@ _blocks = _Blocks()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is an ordinary strided tensor, whose bytes are all there is to it."""
+    """Return whether the tensor is an ordinary strided one, whose bytes, dtype and shape are all there is to it."""
     kind = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return kind and not tensor.is_nested and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 def flat_bytes(tensor: Tensor) -> Bytes:
-    """uint8 ``[nbytes]`` of a plain tensor, on the CPU. It is a view where it can be one."""
+    """Return uint8 ``[nbytes]`` of a plain tensor, on the CPU. The result is a view where it can be one."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
@@ -70,7 +69,7 @@ def flat_bytes(tensor: Tensor) -> Bytes:
 
 
 def tensor_over(memory: Bytes) -> Tensor:
-    """uint8 ``[n]`` over ``memory``, n > 0, also where numpy marks the memory as read-only."""
+    """Return a uint8 tensor ``[n]`` over ``memory``, n > 0, also where numpy marks the memory as read-only."""
     if memory.flags.writeable:
         return torch.from_numpy(memory)  # pyright: ignore[reportUnknownMemberType]
     pages = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data)
@@ -79,10 +78,10 @@ def tensor_over(memory: Bytes) -> Tensor:
 
 
 def concat_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat`` along the first dimension. A large result on the CPU lands in memory used before.
+    """Join tensors along the first dimension, as ``torch.cat`` does. A large result on the CPU takes used memory.
 
-    The copies are made by one thread: a second one gains little where memory is the limit, and where workers are busy
-    on the other cores its waiting costs far more.
+    One thread makes the copies. A second one gains little, because memory is the limit, and would wait long where
+    workers keep the other cores busy.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -103,7 +102,7 @@ def concat_tensors(parts: Sequence[Tensor]) -> Tensor:
 
 
 def copy_bytes(source: Bytes) -> Bytes:
-    """A copy of uint8 ``[n]``. A large one lands in memory used before."""
+    """Copy uint8 ``[n]``. A large copy takes used memory."""
     if source.nbytes < SMALLEST:
         return source.copy()
     copy = _blocks.take(source.nbytes)
@@ -112,10 +111,7 @@ def copy_bytes(source: Bytes) -> Bytes:
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)``, by memcpy where both are plain.
-
-    torch's own loop takes half as long again for large tensors on the CPU, because it reads what it overwrites.
-    """
+    """Do ``target.copy_(source)``, by memcpy where both are plain: torch's own loop also reads what it overwrites."""
     alike = target.dtype == source.dtype and target.shape == source.shape
     if source.nbytes >= SMALLEST and alike and _is_flat(target) and _is_flat(source):
         np.copyto(flat_bytes(target), flat_bytes(source))
@@ -124,5 +120,5 @@ def copy_tensor(target: Tensor, source: Tensor) -> None:
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    """Whether its bytes lie in the machine's memory, in order."""
+    """Return whether the tensor's bytes lie in the machine's memory, in order."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

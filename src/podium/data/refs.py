@@ -1,4 +1,4 @@
-"""A tensor that is somewhere else: its shape is here, its bytes stay in the store of the worker that made them.
+"""References to tensors: the shape is here, and the bytes stay in the store of the worker that made them.
 
 A reference is a list of *parts*, tensors in blocks, and *runs* of rows over them. Row operations change the runs:
 
@@ -41,11 +41,10 @@ class Part(NamedTuple):
 
 
 class TensorRef(Rows):
-    """Stands for a tensor ``[B, …]`` that a worker keeps.
+    """A reference to a tensor ``[B, …]`` that a worker keeps.
 
-    Endpoints with ``returns="ref"`` make references. As an argument of a call a reference arrives as an ordinary
-    tensor, which the worker may write to without harm to anyone. The memory is freed with the last reference in any
-    process.
+    Endpoints with ``returns="ref"`` make references. A worker that gets one as an argument finds an ordinary tensor,
+    which it may write to without harm to anyone. The memory is freed with the last reference in any process.
 
     >>> ref = TensorRef.of(torch.arange(6).view(3, 2))
     >>> ref.shape, ref.take([2, 0]).get()
@@ -67,14 +66,14 @@ class TensorRef(Rows):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorRef:
-        """A reference to a copy of ``tensor`` in this process, which travels with every message that refers to it."""
+        """Refer to a copy of ``tensor`` in this process, which travels with every message that refers to it."""
         flat = flat_bytes(tensor)
         block = PlainBlock(flat.copy(), BlockInfo(flat.nbytes, "the controller"))
         return cls.in_block(block, 0, tensor.dtype, tensor.shape)
 
     @classmethod
     def in_block(cls, block: Block, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> TensorRef:
-        """The tensor whose bytes begin at ``offset`` of ``block``."""
+        """Refer to the tensor whose bytes begin at ``offset`` of ``block``."""
         if not math.prod(shape):
             return cls(dtype=dtype, shape=shape)
         rows = shape[0] if len(shape) else 1
@@ -82,7 +81,7 @@ class TensorRef(Rows):
 
     @classmethod
     def concat(cls, parts: Sequence[TensorRef | Tensor], names: Sequence[str] = ()) -> TensorRef:
-        """All rows in order. No byte of a reference is touched, and parts without rows have no say in the dtype.
+        """Return all rows in order. No byte of a reference is touched, and a part without rows may have any dtype.
 
         Raises:
             DataError: There are no parts, or they have different dtypes or row shapes.
@@ -100,12 +99,12 @@ class TensorRef(Rows):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor that it stands for."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Who made the bytes, such as "policy.rollout of rank 1 on node-0"."""
+        """The makers of the bytes, such as "policy.rollout of rank 1 on node-0"."""
         return tuple(dict.fromkeys(part.block.info.label for part in self.parts))
 
     def dim(self) -> int:
@@ -123,17 +122,17 @@ class TensorRef(Rows):
         return f"TensorRef({name}{list(self.shape)}, {first}{more})"
 
     def slice(self, start: int, stop: int) -> TensorRef:
-        """Rows ``start:stop``, clipped as Python does."""
+        """Return the rows ``start:stop``, clipped as Python does."""
         start, stop, _ = slice(start, stop).indices(len(self))
         return self.ranges(np.array([start]), np.array([max(start, stop)]))
 
     def take(self, index: RowIndex) -> TensorRef:
-        """Rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints, all in 0..B-1)."""
+        """Return rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints, all in 0..B-1)."""
         rows = cast(Ints, row_numbers(index, len(self)).cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
         return self.ranges(rows, rows + 1)
 
     def ranges(self, starts: Ints, stops: Ints) -> TensorRef:
-        """The rows ``starts[q]:stops[q]`` for each q of Q ranges, in that order."""
+        """Return the rows ``starts[q]:stops[q]`` for each q of Q ranges, in that order."""
         rows = int((stops - starts).sum())
         shape = (rows, *self.shape[1:])
         if not rows or not len(self.runs):
@@ -156,7 +155,7 @@ class TensorRef(Rows):
         )
 
     def get(self, *, readonly: bool = False) -> Tensor:
-        """The tensor, on the CPU. It is the caller's own to change unless ``readonly``.
+        """Return the tensor, on the CPU. The caller may change it unless ``readonly``.
 
         Raises:
             RefLostError: The process that owned the bytes has ended.
@@ -173,15 +172,16 @@ class TensorRef(Rows):
         return asyncio.to_thread(self.get).__await__()
 
     def prefetch(self) -> TensorRef:
-        """Begin to bring the bytes here, where that takes time; returns itself."""
+        """Begin to bring the bytes to this process, where that takes time. Returns the reference itself."""
         for part in self.parts:
             part.block.prefetch()
         return self
 
     def assemble(self, open_block: Callable[[Block, bool], Bytes], *, readonly: bool = False) -> Tensor:
-        """The tensor, of blocks that ``open_block`` opens; its second argument says whether they are only read.
+        """Return the tensor, a view of a block where it lies in one run.
 
-        The tensor is a view of a block where it lies in one run.
+        Args:
+            open_block: Opens a block. Its second argument says whether the bytes are only read.
         """
         if not len(self.runs):
             return torch.empty(self.shape, dtype=self.dtype)
@@ -228,14 +228,14 @@ class TensorRef(Rows):
         return self
 
     def __deepcopy__(self, memo: Any) -> TensorRef:
-        return self  # it never changes, and neither do the bytes it stands for
+        return self  # a reference never changes, and neither do the bytes that it refers to
 
     def __reduce__(self) -> Any:
         return refuse_pickle()
 
 
 def concat_values(parts: Sequence[Any], names: Sequence[str] = ()) -> Tensor | TensorRef:
-    """Rows of all parts in order: a tensor, or a reference if any of them is one. ``names`` are as in Rows.concat.
+    """Return the rows of all parts in order: a reference if any part is one, else a tensor.
 
     Raises:
         DataError: There are no parts, or they have different dtypes or row shapes.
@@ -246,7 +246,7 @@ def concat_values(parts: Sequence[Any], names: Sequence[str] = ()) -> Tensor | T
 
 
 def row_numbers(index: RowIndex, rows: int) -> Tensor:
-    """``index`` as int64 ``[K]``, all of it in 0..rows - 1.
+    """Return ``index`` as int64 ``[K]``, all of it in 0..rows - 1.
 
     Raises:
         DataError: The index is a mask, has fractions or more dimensions than one, or is outside the rows.
@@ -267,7 +267,7 @@ def row_numbers(index: RowIndex, rows: int) -> Tensor:
 
 
 def _cut(runs: Ints, starts: Ints, stops: Ints) -> Ints:
-    """The runs of Q ranges, none of them empty or outside, of the rows that ``runs`` stand for."""
+    """Return the runs of Q ranges over the rows that ``runs`` stand for. No range reaches outside these rows."""
     starts, stops = starts[stops > starts], stops[stops > starts]
     ends = np.cumsum(runs[:, 2] - runs[:, 1])
     begins = ends - (runs[:, 2] - runs[:, 1])
@@ -283,7 +283,7 @@ def _cut(runs: Ints, starts: Ints, stops: Ints) -> Ints:
 
 
 def _merged(runs: Ints) -> Ints:
-    """The same rows in as few runs as there can be."""
+    """Return the same rows in as few runs as possible."""
     if len(runs) < 2:
         return runs
     heads = np.ones(len(runs), bool)

@@ -1,4 +1,4 @@
-"""The protocol of what has rows, and the rule for parts that are joined. Nothing here needs torch."""
+"""The base class of values that have rows, and the rule for joining parts. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class Rows(ABC):
 
     @abstractmethod
     def slice(self, start: int, stop: int) -> Self:
-        """Rows ``start:stop``, clipped to the rows that there are, as Python does."""
+        """Return the rows ``start:stop``, clipped to the rows that there are, as Python does."""
 
     @abstractmethod
     def take(self, index: Any) -> Self:
-        """Rows in the order of ``index`` (row numbers from 0)."""
+        """Return rows in the order of ``index``, which holds row numbers from 0."""
 
     @classmethod
     @abstractmethod
     def concat(cls, parts: Sequence[Any], names: Sequence[str] = ()) -> Self:
-        """All rows of ``parts``, in order.
+        """Return all rows of ``parts``, in order.
 
         Args:
-            names: What errors call each part, such as "rank 2". Parts are numbered unless given.
+            names: What errors call each part, such as "rank 2". By default they number the parts.
 
         Raises:
             DataError: The parts do not fit together. The message names two that differ.
         """
 
     def map_tensors(self, change: Callable[[Any], Any]) -> Any:
-        """The same rows with ``change(tensor)`` in place of every tensor and reference."""
+        """Return the same rows with ``change(tensor)`` in place of every tensor and reference."""
         return self
 
     def fetch(self) -> Any:
-        """The same rows with tensors in place of references.
+        """Return the same rows with tensors in place of references.
 
         Raises:
             RefLostError: The process that owned the bytes has ended.
@@ -56,12 +56,12 @@ class Rows(ABC):
         return self.map_tensors(lambda tensor: tensor.fetch() if isinstance(tensor, Rows) else tensor)
 
     def token_lengths(self) -> list[int] | None:
-        """Number of tokens in each row; None if these rows have no tokens."""
+        """Return the number of tokens in each row, or None if these rows have no tokens."""
         return None
 
 
 def alike(parts: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
-    """The tensors, references or arrays among ``parts`` that have rows; the first part if none has any.
+    """Return those of ``parts`` (tensors, references or arrays) that have rows, or the first part if none has any.
 
     Raises:
         DataError: There are no parts, one has no dimensions, or two differ in their dtype or in the shape of a row.
@@ -83,7 +83,7 @@ def alike(parts: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
 
 
 def part_name(names: Sequence[str], at: int) -> str:
-    """What an error calls part ``at``."""
+    """Return what an error calls part ``at``."""
     return names[at] if names else f"part {at}"
 
 

@@ -1,8 +1,8 @@
-"""Where the bytes behind references live: the contract of a store, and a plain store.
+"""The contract of a store, which holds the bytes behind references, and a plain store.
 
-A *block* is the bytes of one :meth:`TensorStore.put`: several tensors laid end to end, written once. An object that
-stands for a block keeps it, in whatever process, and the last one that goes frees it. How a block crosses to another
-process is its backend's affair: beside a message, as a descriptor or a name, or, if it is plain, inside the message.
+A *block* is the bytes of one :meth:`TensorStore.put`: several tensors laid end to end, written once. A block lives as
+long as a :class:`Block` object for it does, in any process. Its backend decides how the block crosses to another
+process: beside a message, as a descriptor or a name, or, if it is plain, inside the message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 ALIGN = 64
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CHECKS = "PODIUM_CHECK_REFS"
-"""Environment variable. Where it is set, every block has a checksum, which each reader compares."""
+"""If this environment variable is set, every block has a checksum, which each reader compares."""
 
 
 class BlockInfo(NamedTuple):
@@ -50,26 +50,26 @@ class Block(ABC):
 
     @abstractmethod
     def open(self) -> Bytes:
-        """uint8 ``[nbytes]``, alive as long as it is used. Where it is writeable, nobody else sees what is written.
+        """Return uint8 ``[nbytes]``, alive as long as it is used. If it is writeable, nobody else sees what is written.
 
         Raises:
             RefLostError: The bytes are gone with the process that owned them.
         """
 
     def lend(self) -> Bytes:
-        """As :meth:`open`, for a reader that does not write."""
+        """Do as :meth:`open`, for a reader that does not write."""
         return self.open()
 
     def prefetch(self) -> None:  # noqa: B027 - nothing to fetch by default
-        """Begin to bring the bytes here. Never waits."""
+        """Begin to bring the bytes to this process. Never waits."""
 
     def read(self, *, readonly: bool = False) -> Bytes:
-        """:meth:`open` or, if ``readonly``, :meth:`lend`, checked.
+        """Do :meth:`open` or, if ``readonly``, :meth:`lend`, and compare the checksum.
 
         Raises:
             DataError: Somebody has written to the bytes since they were put.
         """
-        checked = self.info.checksum is not None  # then a reader's own pages: whether it wrote to them shall be seen
+        checked = self.info.checksum is not None  # then the reader gets its own pages, to see whether it wrote to them
         memory = self.lend() if readonly and not checked else self.open()
         if not self.is_intact(memory):
             raise DataError(
@@ -79,7 +79,7 @@ class Block(ABC):
         return memory
 
     def is_intact(self, memory: Bytes) -> bool:
-        """Whether ``memory`` is what was put; True where blocks are not checked."""
+        """Return whether ``memory`` is what was put; True where blocks are not checked."""
         return self.info.checksum is None or zlib.crc32(memory.data) == self.info.checksum
 
     def __reduce__(self) -> Any:
@@ -107,7 +107,7 @@ class TensorStore(ABC):
         self.checks = bool(os.environ.get(CHECKS))
 
     def put(self, buffers: Sequence[Bytes], label: str) -> Block:
-        """A block with a copy of ``buffers``, where :func:`lay_out` says.
+        """Return a block with a copy of ``buffers`` at the offsets of :func:`lay_out`.
 
         Raises:
             StoreFullError: The block does not fit. The message names who holds most.
@@ -128,22 +128,22 @@ class TensorStore(ABC):
         """Copy ``buffers`` to ``offsets`` of a new block. Raises StoreFullError if there is no room."""
 
     def overflow(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block | None:
-        """As :meth:`make`, where the limit is reached: a block in some slower place. None if there is none."""
+        """Make a block in some slower place, where the limit is reached. Returns None if there is no such place."""
         return None
 
     def room(self, nbytes: int, label: str) -> tuple[Block, Bytes] | None:
-        """A new block, which does not count as kept, and its bytes, which this process may go on writing.
+        """Return a new block and its bytes, which this process may go on writing. The block does not count as kept.
 
-        Readers see what is there when they read. None where readers do not share memory with this process.
+        Readers see what is there when they read. The result is None where readers share no memory with this process.
         """
         return None
 
     @abstractmethod
     def kept(self) -> Counter[str]:
-        """Bytes that the blocks made here take now, by the label of their maker."""
+        """Return the bytes that the blocks made here take now, by the label of their maker."""
 
     def usage(self) -> Usage:
-        """What the blocks made here take now."""
+        """Return what the blocks made here take now."""
         kept = self.kept()
         return Usage(sum(kept.values()), self.limit, kept.most_common())
 
@@ -175,7 +175,7 @@ class MemoryStore(TensorStore):
     """Blocks in this process's own memory.
 
     Args:
-        shared: Readers are in this process too, so that a block crosses as the object it is.
+        shared: Readers are in this process too, so that a block crosses as an object.
     """
 
     def __init__(self, limit: int | None = None, *, shared: bool = False) -> None:
@@ -204,7 +204,7 @@ class _SharedBlock(PlainBlock):
 
 
 def lay_out(buffers: Sequence[Bytes]) -> tuple[list[int], int]:
-    """Where each buffer begins in a block, and the size of the block."""
+    """Return where each buffer begins in a block, and the size of the block."""
     offsets: list[int] = []
     at = 0
     for buffer in buffers:
@@ -214,14 +214,14 @@ def lay_out(buffers: Sequence[Bytes]) -> tuple[list[int], int]:
 
 
 def filled(memory: Bytes, buffers: Sequence[Bytes], offsets: Sequence[int]) -> Bytes:
-    """``memory`` with a copy of each buffer at its offset."""
+    """Copy each buffer to its offset of ``memory``, and return this."""
     for buffer, at in zip(buffers, offsets, strict=True):
         np.copyto(memory[at : at + buffer.nbytes], buffer)
     return memory
 
 
 def refuse_pickle() -> NoReturn:
-    """Say how a reference is saved: what pickles it outside a call would lose its bytes."""
+    """Raise TypeError, which says how a reference is saved: a pickle made outside a call would lose its bytes."""
     raise TypeError(
         "a reference travels as an argument or a result of a call; to save it, .get() gives a tensor and "
         "batch.fetch() a batch of them"
@@ -237,7 +237,7 @@ def _half_of_memory() -> int:
 
 
 def _allowed(root: Path, own: Path) -> list[int]:
-    """Bytes that each limited control group around this process may have: a container's, or a batch job's."""
+    """Return the bytes that each limited control group around this process may have: a container's or a batch job's."""
     limits: list[int] = []
     with contextlib.suppress(OSError):
         place = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").lstrip("/")
