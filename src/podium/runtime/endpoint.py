@@ -5,29 +5,31 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from types import MethodType
-from typing import (
-    Any,
-    Concatenate,
-    Generic,
-    Literal,
-    ParamSpec,
-    Protocol,
-    Self,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    cast,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from podium.errors import ConfigError
 from podium.runtime.calls import Call
 from podium.runtime.codec import Reading
 from podium.runtime.collect import Collect, Concat, First, Gather, Nothing, Reduce
 from podium.runtime.dispatch import Arguments, Broadcast, Dispatch, Shard
+
+if TYPE_CHECKING:
+    from typing import TypedDict, Unpack
+
+    from podium.runtime.group import WorkerGroup
+
+    class _How(TypedDict, total=False):
+        """The arguments of :func:`endpoint` that do not change what a call returns."""
+
+        concurrent: bool
+        returns: Returns | None
+        receives: Literal["tensor", "ref"]
+        readonly: bool
+
 
 __all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "Returns", "endpoint", "endpoints_of"]
 
@@ -82,14 +84,6 @@ class EndpointSpec:
         return Arguments(label, values)
 
 
-class Submits(Protocol):
-    """The part of a group that an endpoint uses."""
-
-    def submit(
-        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
-    ) -> Call[Any]: ...
-
-
 class Window:
     """At most ``size`` unfinished calls."""
 
@@ -115,7 +109,7 @@ class Endpoint(Generic[P, Out]):
     __slots__ = ("_group", "_timeout_s", "_window", "spec")
 
     def __init__(
-        self, group: Submits, spec: EndpointSpec, timeout_s: float | None = None, window: Window | None = None
+        self, group: WorkerGroup, spec: EndpointSpec, timeout_s: float | None = None, window: Window | None = None
     ) -> None:
         self._group = group
         self.spec = spec
@@ -162,11 +156,9 @@ class EndpointMethod(Generic[P, Ret, Out]):
     """
 
     def __init__(self, function: Callable[..., Any], spec: EndpointSpec) -> None:
+        update_wrapper(cast(Any, self), function)
         self.function = function
         self.spec = spec
-        self.__doc__ = function.__doc__
-        self.__name__ = function.__name__
-        self.__wrapped__ = function
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -178,31 +170,15 @@ class EndpointMethod(Generic[P, Ret, Out]):
         return cast("Endpoint[P, Out]", MethodType(self.function, instance))
 
 
-class _How(TypedDict, total=False):
-    """The arguments of :func:`endpoint` that do not change what a call returns."""
-
-    concurrent: bool
-    returns: Returns | None
-    receives: Literal["tensor", "ref"]
-    readonly: bool
+Method = Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret] | Ret]
 
 
 class _ToList(Protocol):
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret]], /
-    ) -> EndpointMethod[P, Ret, list[Ret]]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[Any, P], Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
+    def __call__(self, function: Method[P, Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
 
 
 class _ToSame(Protocol):
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret]], /
-    ) -> EndpointMethod[P, Ret, Ret]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[Any, P], Ret], /) -> EndpointMethod[P, Ret, Ret]: ...
+    def __call__(self, function: Method[P, Ret], /) -> EndpointMethod[P, Ret, Ret]: ...
 
 
 class _ToNone(Protocol):
@@ -214,11 +190,7 @@ class _ToOut(Protocol[Out]):
 
 
 @overload
-def endpoint(
-    function: Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret]], /
-) -> EndpointMethod[P, Ret, list[Ret]]: ...
-@overload
-def endpoint(function: Callable[Concatenate[Any, P], Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
+def endpoint(function: Method[P, Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
 @overload
 def endpoint(*, dispatch: Dispatch = ..., collect: Gather = ..., **how: Unpack[_How]) -> _ToList: ...
 @overload
@@ -253,13 +225,10 @@ def endpoint(
     Raises:
         ConfigError: The method has positional-only parameters or ``*args``, or an argument here is of a wrong kind.
     """
-    if function is not None:
-        return _declare(function, Broadcast(), Gather(), {})
     if dispatch is not None and not isinstance(dispatch, Dispatch):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"endpoint(dispatch={dispatch!r}): expected an object such as shard() or broadcast()")
     if collect is not None and not isinstance(collect, Collect):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"endpoint(collect={collect!r}): expected an object such as concat() or gather()")
-
     if returns not in (None, "value", "ref") or receives not in ("tensor", "ref"):
         raise ConfigError(
             f"endpoint(returns={returns!r}, receives={receives!r}): returns is 'value' or 'ref', receives is 'tensor' "
@@ -267,46 +236,39 @@ def endpoint(
         )
     if readonly and receives == "ref":
         raise ConfigError("endpoint(receives='ref', readonly=True): what is a reference cannot be written to anyway")
-    reads: Reading = "readonly" if readonly else receives
-    how = {"concurrent": concurrent, "returns": returns, "reads": reads}
+    declare = partial(
+        _declare,
+        dispatch=dispatch or Broadcast(),
+        collect=collect or Gather(),
+        concurrent=concurrent,
+        returns=returns,
+        reads="readonly" if readonly else receives,
+    )
+    return declare if function is None else declare(function)
 
-    def decorate(function: Callable[..., Any]) -> EndpointMethod[Any, Any, Any]:
-        return _declare(function, dispatch or Broadcast(), collect or Gather(), how)
 
-    return decorate
-
-
-def _declare(
-    function: Callable[..., Any], dispatch: Dispatch, collect: Collect[Any, Any], how: Mapping[str, Any]
-) -> EndpointMethod[Any, Any, Any]:
+def _declare(function: Callable[..., Any], dispatch: Dispatch, **how: Any) -> EndpointMethod[Any, Any, Any]:
+    called = f"endpoint {function.__qualname__}"
     if function.__name__ in TAKEN:
-        raise ConfigError(
-            f"endpoint {function.__qualname__}: every worker has a {function.__name__!r} already; rename it"
-        )
+        raise ConfigError(f"{called}: every worker has a {function.__name__!r} already; rename it")
     parameters = list(inspect.signature(function).parameters.values())[1:]
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise ConfigError(
-                f"endpoint {function.__qualname__}: parameter {parameter} has no name to send it under; "
-                "endpoints take named parameters and may take **kwargs"
+                f"{called}: parameter {parameter} has no name to send it under; endpoints take named parameters and "
+                "may take **kwargs"
             )
-    named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    named_in_shard = (dispatch.args or ()) if isinstance(dispatch, Shard) else ()
-    if unknown := [name for name in named_in_shard if name not in {p.name for p in named}]:
-        raise ConfigError(
-            f"endpoint {function.__qualname__}: shard(args=...) names {unknown}, "
-            f"but its parameters are {[p.name for p in named]}"
-        )
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    sharded = (dispatch.args or ()) if isinstance(dispatch, Shard) else ()
+    if unknown := [name for name in sharded if name not in named]:
+        raise ConfigError(f"{called}: shard(args=...) names {unknown}, but its parameters are {[*named]}")
     spec = EndpointSpec(
         name=function.__name__,
-        names=tuple(parameter.name for parameter in named),
-        required=frozenset(parameter.name for parameter in named if parameter.default is parameter.empty),
+        names=tuple(named),
+        required=frozenset(name for name, parameter in named.items() if parameter.default is parameter.empty),
         open_ended=len(named) < len(parameters),
         dispatch=dispatch,
-        collect=collect,
-        concurrent=how.get("concurrent", False),
-        returns=how.get("returns"),
-        reads=how.get("reads", "tensor"),
+        **how,
     )
     return EndpointMethod(function, spec)
 

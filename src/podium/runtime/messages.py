@@ -5,32 +5,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from textwrap import indent
 from typing import Any, Literal, NamedTuple
 
-__all__ = [
-    "Capabilities",
-    "Death",
-    "Failure",
-    "Node",
-    "OnDeath",
-    "Packed",
-    "Place",
-    "ProcessSpec",
-    "Reply",
-    "Request",
-    "Status",
-]
+__all__ = ["Capabilities", "Death", "Failure", "Node", "OnDeath", "Packed", "Place", "ProcessSpec", "Reply", "Request"]
 
 Resources = Mapping[str, float]
 """Amounts by name: "cpu", "gpu" (accelerators of any make), "memory" (bytes), and a node's custom resources."""
 
 Packed = Any
 """A value in the form in which the backend carries it. It may be sent to many processes."""
-
-
-def _nothing() -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +38,7 @@ class Node:
 
     name: str
     resources: Resources
-    taken: Mapping[str, Resources] = field(default_factory=_nothing)
+    taken: Mapping[str, Resources] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -88,8 +71,8 @@ class ProcessSpec:
     token: Any
     slot: int
     threads: int
-    env: Mapping[str, str] = field(default_factory=_nothing)
-    options: Mapping[str, Any] = field(default_factory=_nothing)
+    env: Mapping[str, str] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     detached: str = ""
 
 
@@ -165,19 +148,3 @@ class Failure:
         except Exception:  # noqa: BLE001 - a class may raise anything when it is made anew; the text is there already
             return None
         return found if isinstance(found, BaseException) else None
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a worker process is doing: the label, seconds, and stack of each request that runs."""
-
-    running: tuple[tuple[str, float, str], ...]
-
-    def __str__(self) -> str:
-        """The status as a line of the message of a deadline."""
-        if not self.running:
-            return "idle: the request is queued or lost"
-        return "; ".join(
-            f"runs {label} since {seconds:.1f} s, at\n{indent(stack.rstrip(), '      ')}"
-            for label, seconds, stack in self.running
-        )

@@ -21,9 +21,10 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from textwrap import indent
 from types import FrameType, MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.endpoint import Returns, endpoints_of
-from podium.runtime.messages import Failure, Status
+from podium.runtime.messages import Failure
 from podium.runtime.worker import Bound, Worker, WorkerContext, current_context
 
 if TYPE_CHECKING:
@@ -85,16 +86,14 @@ def pack_outcome(outcome: Outcome, wants_result: bool, pack: Callable[[Any], P])
         return outcome._replace(status="error", value=failure), pack(failure)
 
 
+@dataclass(slots=True, eq=False)
 class _Running:
-    __slots__ = ("cancelled", "coroutine", "label", "since", "task", "thread")
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.since = time.monotonic()
-        self.thread = threading.get_ident()
-        self.task: asyncio.Task[Any] | None = None
-        self.coroutine: Coroutine[Any, Any, Any] | None = None
-        self.cancelled = False
+    label: str
+    since: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+    task: asyncio.Task[Any] | None = None
+    coroutine: Coroutine[Any, Any, Any] | None = None
+    cancelled: bool = False
 
 
 class WorkerProcess:
@@ -109,7 +108,7 @@ class WorkerProcess:
     def __init__(self, *, ships_exceptions: bool = True, make_store: Callable[[], TensorStore] | None = None) -> None:
         self.workers: dict[str, Worker] = {}
         self._ships_exceptions = ships_exceptions
-        self._make_store = make_store or _plain_store
+        self._make_store = make_store
         self._store: TensorStore | None = None
         self._making = threading.Lock()
         self._returns: dict[str, Returns] = {}
@@ -117,7 +116,7 @@ class WorkerProcess:
         self._cancelled: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(32, "podium-concurrent")
         self._functions: dict[tuple[str, str], _Function] = {}
         self._owns_process_group = False
         self._record: Any = None
@@ -159,10 +158,8 @@ class WorkerProcess:
         """Run one request beside others. ``done`` receives its outcome, in any thread."""
         if not target:
             done(self.execute(number, target, method, values))
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(32, "podium-concurrent")
-        self._pool.submit(lambda: done(self.execute(number, target, method, values)))
+        else:
+            self._pool.submit(lambda: done(self.execute(number, target, method, values)))
 
     def _find(self, target: str, method: str) -> _Function:
         if not target:
@@ -180,10 +177,10 @@ class WorkerProcess:
 
     def _keep(self, label: str, value: Any) -> Any:
         """``value`` with references in the place of its tensors, which this process's store keeps."""
-        from podium.data import keep
+        from podium.data import MemoryStore, keep
 
         with self._making:
-            self._store = self._store or self._make_store()
+            self._store = self._store or (self._make_store or MemoryStore)()
         try:
             return keep(value, self._store, label)
         except StoreFullError:
@@ -194,8 +191,9 @@ class WorkerProcess:
 
     def _await(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._loop_thread = threading.Thread(target=_run_loop, args=(self._loop,), name="podium-loop", daemon=True)
+            runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            self._loop = runner.get_loop()
+            self._loop_thread = threading.Thread(target=_run_loop, args=(runner,), name="podium-loop", daemon=True)
             self._loop_thread.start()
 
         async def watched() -> tuple[Any, BaseException | None]:
@@ -281,21 +279,14 @@ class WorkerProcess:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop_thread.join(LOOP_END_S)
             self._loop = self._loop_thread = None
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def do_status(self) -> Status:
-        """What runs here, for how long, and where in the code."""
-        now = time.monotonic()
+    def do_status(self) -> str:
+        """What runs here, for how long, and where in the code, for the message of a deadline."""
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - nothing else shows another thread's stack
         mine = threading.get_ident()
-        return Status(
-            tuple(
-                (running.label, now - running.since, _stack(running, frames))
-                for running in list(self._running.values())
-                if running.thread != mine
-            )
-        )
+        running = [request for request in list(self._running.values()) if request.thread != mine]
+        return "; ".join(map(partial(_status, frames), running)) or "idle: the request is queued or lost"
 
     def do_cancel(self, cancelled: int) -> None:
         """Drop request ``cancelled`` if it is queued; cancel it if it is an async endpoint that runs."""
@@ -348,24 +339,10 @@ class WorkerProcess:
         return Failure(type(error).__name__, message, text, kept, secondary)
 
 
-def _plain_store() -> TensorStore:
-    from podium.data import MemoryStore
-
-    return MemoryStore()
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Serve until stopped. Then cancel what still runs, and close the loop's sockets."""
-    loop.run_forever()
-    loop.run_until_complete(_cancel_others())
-    loop.close()
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+def _run_loop(runner: asyncio.Runner) -> None:
+    """Serve until stopped. The runner then cancels the tasks that still run, and closes the loop."""
+    with runner:
+        runner.get_loop().run_forever()
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -385,17 +362,20 @@ def _own_part(error: BaseException) -> TracebackType | None:
     return start
 
 
-def _stack(running: _Running, frames: Mapping[int, FrameType]) -> str:
+def _status(frames: Mapping[int, FrameType], running: _Running) -> str:
+    stack = indent("".join(_stack(frames, running)).rstrip(), " " * 6)
+    return f"runs {running.label} since {time.monotonic() - running.since:.1f} s, at\n{stack}"
+
+
+def _stack(frames: Mapping[int, FrameType], running: _Running) -> list[str]:
     waiting: Any = running.coroutine
+    lines: list[str] = []
     if waiting is not None and not waiting.cr_running:  # suspended: it is on no thread's stack
-        lines: list[str] = []
         while (frame := getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)) is not None:
             lines += traceback.format_stack(frame, 1)
             waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
-        return "".join(lines)
-    frame = frames.get(running.thread)
-    if frame is None:
-        return ""
-    summary = traceback.extract_stack(frame)
-    inside = [at for at, entry in enumerate(summary) if entry.filename == __file__]
-    return "".join(traceback.format_list(summary[inside[-1] + 1 :] if inside else summary))
+    elif running.thread in frames:
+        summary = traceback.extract_stack(frames[running.thread])
+        inside = [at + 1 for at, entry in enumerate(summary) if entry.filename == __file__] or [0]
+        lines = traceback.format_list(summary[inside[-1] :])
+    return lines

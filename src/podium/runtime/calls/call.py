@@ -7,6 +7,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from podium.errors import CallCancelled, DeadlineExceeded, PodiumError
@@ -105,19 +106,10 @@ class Call(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._ended:
-            loop = asyncio.get_running_loop()
-            future: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                if not future.done():
-                    future.set_result(None)
-
-            def ended() -> None:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(wake)
-
-            self.when_done(ended)
-            yield from future.__await__()
+            ended: Future[None] = Future()
+            ended.set_running_or_notify_cancel()  # to give up the await does not cancel the call
+            self.when_done(lambda: ended.set_result(None))
+            yield from asyncio.wrap_future(ended).__await__()
         return self._outcome()
 
     def __reduce__(self) -> NoReturn:

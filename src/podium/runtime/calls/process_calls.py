@@ -106,11 +106,9 @@ class ProcessCalls:
         self.lost: dict[int, Death] = {}
         self.broken = ""
         self._backend = backend
-        self._watch = watch
         self._in_flight: dict[int, InFlight] = {}
         self._sending = threading.Lock()
         self._unsettled: set[InFlight] = set()  # calls that failed on one rank while others still ran
-        self._settled = threading.Condition()
         self._ended = False
         watch.register(self)
 
@@ -153,8 +151,7 @@ class ProcessCalls:
             WorkerDied, EndpointError, CallCancelled: The group has lost a rank, is broken, or is closed.
         """
         if self._unsettled:
-            with self._settled:
-                self._settled.wait_for(lambda: not self._unsettled, BREAK_S + STATUS_S)
+            self._wait_until(lambda: not self._unsettled, BREAK_S + STATUS_S)
         self._refuse_if_unusable(call.label)
         try:
             shared = self._backend.pack(split.shared, len(split.ranks))
@@ -269,12 +266,12 @@ class ProcessCalls:
         error.__cause__ = failure.original()
         if flight.open:
             self._unsettled.add(flight)
-            self._watch.later(BREAK_S, lambda: self._break(flight, rank, failure))
+            _later(BREAK_S, self._break, flight, rank, failure)
         if not (failure.secondary and flight.open):
             flight.call.fail(error)
         elif flight.held is None:
             flight.held = error
-            self._watch.later(SETTLE_S, partial(flight.call.fail, error))
+            _later(SETTLE_S, flight.call.fail, error)
 
     def on_death(self, rank: int, death: Death) -> None:
         """The process of ``rank`` has ended: fail every call that waits for it."""
@@ -331,9 +328,8 @@ class ProcessCalls:
 
     def _settle(self, flight: InFlight) -> None:
         if flight in self._unsettled:
-            with self._settled:
-                self._unsettled.discard(flight)
-                self._settled.notify_all()
+            self._unsettled.discard(flight)
+            self._backend.wake()
 
     # -- deadlines and cancelling --------------------------------------------------------------------------------
 
@@ -371,7 +367,7 @@ class ProcessCalls:
     def _status(self, answer: Reply | None) -> str:
         if answer is None or answer.status != "ok":
             return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock"
-        return str(self._backend.unpack(answer.payload))
+        return self._backend.unpack(answer.payload)
 
     def _tell_cancelled(self, flight: InFlight) -> None:
         flight.cancelled = True  # before a look at who has not replied: after the last reply its number is another's
@@ -397,11 +393,14 @@ class ProcessCalls:
         def ended() -> bool:
             return all(rank in answers or rank in self.lost for rank in ranks)
 
+        self._wait_until(ended, timeout_s)
+        return answers
+
+    def _wait_until(self, ended: Callable[[], bool], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         while not ended() and (left := until - time.monotonic()) > 0:
             if not self._backend.wait(ended, left):
                 time.sleep(min(left, NAP_S))
-        return answers
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -415,9 +414,8 @@ class ProcessCalls:
         for flight in list(self._in_flight.values()):
             flight.call.fail(CallCancelled(f"{flight.call.label}: {reason}"))
         self._in_flight.clear()
-        with self._settled:
-            self._unsettled.clear()
-            self._settled.notify_all()
+        self._unsettled.clear()
+        self._backend.wake()
 
     def kill(self, shut_down_s: float) -> None:
         """End the processes. They have ``shut_down_s`` seconds to close their workers first."""
@@ -429,3 +427,9 @@ class ProcessCalls:
         for ender in enders:
             ender.join()
         self.handles = ()
+
+
+def _later(delay_s: float, action: Callable[..., object], *args: Any) -> None:
+    timer = threading.Timer(delay_s, action, args)
+    timer.daemon = True
+    timer.start()
