@@ -79,7 +79,7 @@ class DispatchContract:
         assert probe.silent() is None
         assert probe.seen() == [count + 1 for count in before], "nothing() waits for every rank"
         assert probe.mean({"loss": 3.0, "kl": 1.0}) == {"loss": 3.0, "kl": 1.0}
-        assert torch.equal(probe.total(2.0), torch.tensor([12.0, 12.0]))
+        assert torch.equal(probe.added(2.0), torch.tensor([12.0, 12.0]))
         assert probe.largest() == 2
         assert torch.equal(probe.smallest(), torch.tensor([0, -2]))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from podium.errors import CallCancelled, ConfigError, EndpointError, SerializationError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Worker, colocate, endpoint
@@ -163,14 +165,10 @@ class Gatherer(Worker):
     """Collectives in the constructor and in endpoints."""
 
     def __init__(self, subgroup: bool = False) -> None:
-        import torch.distributed as dist
-
         self.ranks = dist.new_group() if subgroup else None
         self.first = self._gather(float(self.ctx.rank))
 
     def _gather(self, value: float) -> list[float]:
-        import torch.distributed as dist
-
         out = [torch.zeros(1) for _ in range(self.ctx.world_size)]
         dist.all_gather(out, torch.tensor([value]), group=self.ranks)
         return [float(entry) for entry in out]
@@ -191,8 +189,6 @@ class Gatherer(Worker):
 
 
 def _exit_on(worker: Worker, rank: int) -> None:
-    import sys
-
     if worker.ctx.rank == rank:
         sys.stderr.write("these are my last words\n")
         sys.stderr.flush()

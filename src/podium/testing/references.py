@@ -176,7 +176,7 @@ class ReferenceContract:
         need(cluster, "concurrent")
         ref: Any = stash.make(LARGE, 1)[0]
         with pytest.raises(EndpointError, match="as asked"):
-            stash.fail(ref)
+            stash.refuse(ref)
         waiting = stash.dawdle.submit([ref], 60.0)
         assert waiting.cancel()
         with pytest.raises(CallCancelled):

@@ -95,7 +95,7 @@ class Probe(Worker):
         return {name: value * self.ctx.rank for name, value in values.items()}
 
     @endpoint(collect=reduce("sum"))
-    def total(self, value: float) -> Tensor:
+    def added(self, value: float) -> Tensor:
         import torch
 
         return torch.full((2,), value * (self.ctx.rank + 1))
@@ -321,10 +321,11 @@ class Place(Worker):
         return {name: getattr(self.ctx, name) for name in names} | {"at_start": self.at_start}
 
 
-class Stash(Worker):
+class Stash(Probe):
     """Makes, reads, keeps and passes on references."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.held: list[Any] = []
 
     @endpoint(returns="ref")
@@ -359,12 +360,6 @@ class Stash(Worker):
         """The type's name of every entry of a dict."""
         return {key: type(entry).__name__ for key, entry in value.items()}
 
-    @endpoint
-    def overwrite(self, value: Tensor) -> float:
-        """Add this rank's number and one to what was received, in place."""
-        value += self.ctx.rank + 1
-        return float(value.sum())
-
     @endpoint(readonly=True)
     def total(self, value: Tensor) -> float:
         return float(value.sum())
@@ -384,7 +379,7 @@ class Stash(Worker):
         self.held.clear()
 
     @endpoint
-    def fail(self, value: Any) -> None:
+    def refuse(self, value: Any) -> None:
         raise ValueError("as asked")
 
     @endpoint(concurrent=True)
