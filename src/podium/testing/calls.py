@@ -319,6 +319,6 @@ def _add_as_method(worker: Counter, amount: int) -> int:
 
 
 def _wait_until_running(sleeper: Sleeper) -> None:
-    """A call that was submitted just now has begun on every rank."""
+    """Wait until a call that was submitted just now has begun on every rank."""
     time.sleep(0.1)
     sleeper.peek()

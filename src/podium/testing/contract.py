@@ -1,4 +1,4 @@
-"""The whole suite as one class."""
+"""The whole contract suite as one class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["BackendContract"]
 class BackendContract(
     DispatchContract, ValueContract, ReferenceContract, CallContract, PlacingContract, LifetimeContract
 ):
-    """What every backend must do. Subclass it in a test module that has a fixture ``target``:
+    """The tests that every backend must pass. Subclass it in a test module that has a fixture ``target``:
 
     >>> @pytest.fixture(scope="module", params=[Target("mine"), Target("mine", option=1)], ids=str)
     ... def target(request):
@@ -29,8 +29,8 @@ class BackendContract(
     >>> class TestMine(BackendContract):
     ...     pass
 
-    What a backend cannot do, by its own :class:`~podium.runtime.Capabilities`, is skipped. The backend needs room for
-    some 30 slots without declared resources on one node.
+    A test is skipped if the backend's :class:`~podium.runtime.Capabilities` say that it cannot do what is tested. The
+    backend needs room for some 30 slots without declared resources on one node.
     """
 
     @pytest.fixture(scope="class")
@@ -41,7 +41,7 @@ class BackendContract(
 
     @pytest.fixture(autouse=True)
     def _nothing_is_left_running(self, cluster: Cluster) -> Iterator[None]:
-        """What a test started ends with it: a suite of processes with torch in each would fill the memory."""
+        """Close the groups that a test started. Together their processes, each with torch, would fill the memory."""
         before = {*cluster.groups}
         yield
         for name, group in cluster.groups.items():

@@ -28,13 +28,13 @@ SOON_S = 30.0
 
 
 def batch(rows: int) -> Batch:
-    """A batch with a column of each kind, one of them large, of which row i is made of i."""
+    """Return a batch with a column of each kind, one of them large. Row i is made of i."""
     x = torch.arange(float(rows))[:, None].repeat(1, 2000)
     return make_batch([row % 7 for row in range(rows)]).with_columns(x=x)
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    """Whether ``condition`` comes true: that nobody needs something is told behind the calls."""
+    """Return whether ``condition`` comes true. The news that nobody needs a reference travels behind the calls."""
     until = time.monotonic() + SOON_S
     while not condition():
         if time.monotonic() > until:
@@ -44,8 +44,8 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 
 def kept(stash: Stash) -> int:
-    """Bytes that all ranks keep. An error keeps the frames it came through, in a worker of this process too."""
-    gc.collect()
+    """Return the bytes that all ranks keep."""
+    gc.collect()  # an error keeps the frames it came through, and in them the arguments of a worker in this process
     return sum(usage.nbytes for usage in stash.group.stores() if usage is not None)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
 

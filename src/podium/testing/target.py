@@ -1,4 +1,4 @@
-"""The backend under test, and what it declares it can do."""
+"""The backend under test, and checks that many tests share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Target:
         return "-".join([self.backend, *(f"{name}={value}" for name, value in self.options.items())])
 
     def connect(self) -> Cluster:
-        """A new cluster, which the caller closes."""
+        """Return a new cluster, which the caller closes."""
         return podium.connect(self.backend, **self.options)
 
 

@@ -1,4 +1,4 @@
-"""Contract: what values survive the way to a worker and back, and that nobody else's copy changes."""
+"""Contract: values survive the way to a worker and back, and nobody else's copy changes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ STRANGE: dict[str, Callable[[str], Exception]] = {
 
 
 def tensors() -> dict[str, Tensor]:
-    """Tensors of every kind that a user may send, small and large."""
+    """Return tensors of every kind that a user may send, small and large."""
     return {
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 3),
@@ -94,7 +94,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def make_batch(lengths: Sequence[int]) -> Batch:
-    """A batch with every kind of column. Row i holds only the number i."""
+    """Return a batch with every kind of column. Row i holds only the number i."""
     rows = [torch.full((length,), at) for at, length in enumerate(lengths)]
     return Batch(
         {
@@ -107,7 +107,7 @@ def make_batch(lengths: Sequence[int]) -> Batch:
 
 
 def same_batch(left: Batch, right: Batch) -> bool:
-    """Whether two batches hold the same rows in the same order. Columns that are elsewhere are fetched."""
+    """Return whether two batches hold the same rows in the same order. Columns that are elsewhere are fetched."""
     left, right = left.fetch(), right.fetch()
     return {*left} == {*right} and all(_same(left[name], right[name]) for name in left)
 

@@ -1,4 +1,4 @@
-"""The workers that the contract suite starts: every declaration of an endpoint that a user can write."""
+"""The workers that the contract suite starts. Their endpoints are declared in every way that a user can write."""
 
 from __future__ import annotations
 
@@ -9,24 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podium.runtime import (
-    Arguments,
-    Collect,
-    Dispatch,
-    Split,
-    Worker,
-    World,
-    broadcast,
-    concat,
-    endpoint,
-    first,
-    gather,
-    nothing,
-    only,
-    reduce,
-    scatter,
-    shard,
-)
+from podium import broadcast, concat, endpoint, first, gather, nothing, only, reduce, scatter, shard
+from podium.runtime import Arguments, Collect, Dispatch, Split, Worker, World
 
 if TYPE_CHECKING:  # torch takes seconds to import, which a worker without tensors saves
     from torch import Tensor
@@ -37,7 +21,7 @@ __all__ = ["Counter", "Keeper", "Place", "Probe", "Rows", "Sleeper", "Stash"]
 
 
 class Backwards(Dispatch):
-    """A user's own dispatch: the ranks in reverse order, each told its turn."""
+    """A user's own dispatch, which calls the ranks in reverse order and tells each its turn."""
 
     def split(self, arguments: Arguments, world: World) -> Split:
         ranks = list(reversed(range(world.size)))
@@ -45,14 +29,14 @@ class Backwards(Dispatch):
 
 
 class Spread(Collect[float, float]):
-    """A user's own collect: the largest result minus the smallest."""
+    """A user's own collect, which returns the largest result minus the smallest."""
 
     def collect(self, method: str, results: Sequence[float], split: Split) -> float:
         return max(results) - min(results)
 
 
 class Probe(Worker):
-    """What arrives, what comes back, and what was called."""
+    """Returns what it is given, and counts calls."""
 
     def __init__(self, bias: float = 0.0) -> None:
         self.bias = bias * self.ctx.rank
@@ -69,7 +53,7 @@ class Probe(Worker):
 
     @endpoint
     def overwrite(self, value: Tensor) -> float:
-        """Add this rank's number to what was received, in place."""
+        """Add this rank's number and one to what was received, in place."""
         value += self.ctx.rank + 1
         return float(value.sum())
 
@@ -133,12 +117,12 @@ class Probe(Worker):
         return self.ctx.rank
 
     def helper(self) -> str:
-        """No endpoint."""
+        """This method is no endpoint."""
         return "not for the controller"
 
 
 class Rows(Worker):
-    """Everything that splits rows."""
+    """Its endpoints split rows in every way."""
 
     @endpoint(dispatch=shard())
     def received(self, rows: Any) -> tuple[int, Any]:
@@ -211,12 +195,12 @@ class Rows(Worker):
 
     @endpoint(dispatch=shard(args=("rows",)), collect=concat())
     def with_odd_last(self, rows: Any, odd: Any) -> Any:
-        """The rows, but ``odd`` from the last rank."""
+        """Return the rows, but ``odd`` from the last rank."""
         return odd if self.ctx.rank == self.ctx.world_size - 1 else rows
 
 
 class Sleeper(Worker):
-    """Calls that take their time."""
+    """Its calls take time, and leave notes of what ran."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -268,7 +252,7 @@ class Sleeper(Worker):
 
 
 class Counter(Worker):
-    """Ordinary state, and an ordinary object inside another worker."""
+    """Counts. Another worker may hold one as an ordinary object."""
 
     def __init__(self, start: int = 0) -> None:
         self.count = start
@@ -284,7 +268,7 @@ class Counter(Worker):
 
 
 class Keeper(Worker):
-    """A worker that holds another, and one that finds its colocated neighbors."""
+    """Holds a worker of its own, finds its colocated neighbors, and leaves a file when it is closed."""
 
     def __init__(self, start: int = 0, closed_into: Path | None = None) -> None:
         self.inner = Counter(start=start + self.ctx.rank)
@@ -292,7 +276,7 @@ class Keeper(Worker):
 
     @endpoint
     def inner_add(self, amount: int) -> tuple[int, int, list[int]]:
-        """The inner worker's endpoints are plain methods here: no dispatch, no list of ranks."""
+        """Call endpoints of the inner worker, which are plain methods here: no dispatch, no list of ranks."""
         return self.inner.add(amount), self.inner.ctx.rank, self.inner.doubled([1, 2])  # pyright: ignore[reportReturnType]
 
     @endpoint
@@ -304,13 +288,13 @@ class Keeper(Worker):
         return self.ctx.colocated[name].add(amount)
 
     def close(self) -> None:
-        """Called when its group is closed in order."""
+        """Leave the file. The runtime calls this method when the group is closed."""
         if self.closed_into is not None:
             (self.closed_into / f"closed-{self.ctx.rank}").touch()
 
 
 class Place(Worker):
-    """What a worker knows about its place."""
+    """Tells what it knows about its place."""
 
     def __init__(self) -> None:
         self.at_start = (self.ctx.rank, self.ctx.world_size)
@@ -330,7 +314,7 @@ class Stash(Probe):
 
     @endpoint(returns="ref")
     def make(self, rows: int, width: int) -> Tensor:
-        """float32 ``[rows, width]``, all of them this rank's number."""
+        """Return float32 ``[rows, width]``, filled with this rank's number."""
         import torch
 
         return torch.full((rows, width), float(self.ctx.rank))
@@ -357,7 +341,7 @@ class Stash(Probe):
 
     @endpoint(collect=first())
     def kinds(self, value: Any) -> Any:
-        """The type's name of every entry of a dict."""
+        """Return the name of the type of every entry of a dict."""
         return {key: type(entry).__name__ for key, entry in value.items()}
 
     @endpoint(readonly=True)
