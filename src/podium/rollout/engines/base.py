@@ -163,6 +163,7 @@ class Engine(ABC):
             )
         for index, prompt in enumerate(prompts):
             self.check(f"prompt {index}", prompt, params)
+        prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
         rows = [RowOfBatch(index, params.n) for index in range(count)]
         completions: dict[int, Completion] = {}
         box: list[Event] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +18,8 @@ from podium.rollout.sampling import SamplingParams
 
 __all__ = ["Draw", "draw", "uniforms"]
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(it) for it in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_ONE, _CUT = np.uint64(1), np.uint64(12)
 _FLAT_LIMIT = 1024  # above it, summing chunks first costs less than one cumulative sum over the whole vocabulary
 _CHUNK = 256
 _CANDIDATES = 1024
@@ -44,10 +44,11 @@ def uniforms(seeds_B: Tensor, start: int, count: int) -> Tensor:
     Position p of seed s is output p + 1 of the SplitMix64 generator (Steele, Lea and Flood, 2014, "Fast Splittable
     Pseudorandom Number Generators", figure 14) whose state is the mixed seed, cut to 52 bits.
     """
-    positions = torch.arange(start + 1, start + count + 1, device=seeds_B.device)
-    states = _mix(seeds_B.to(torch.int64) * _signed(_GOLDEN) + 1)
-    bits = _mix(states.unsqueeze(1) + positions * _signed(_GOLDEN))
-    return _shift(bits, 12).to(torch.float64) * 2.0**-52
+    seeds = seeds_B.cpu().numpy().astype(np.uint64)  # NumPy's shifts of unsigned integers bring in zeros
+    positions = np.arange(start + 1, start + count + 1, dtype=np.uint64)
+    states = _mix(seeds * _GOLDEN + _ONE)
+    bits = _mix(states[:, None] + positions * _GOLDEN)
+    return torch.from_numpy((bits >> _CUT) * 2.0**-52).to(seeds_B.device)
 
 
 def draw(logits_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
@@ -134,16 +135,7 @@ def _candidates(probs_BV: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
         size = min(size * 8, vocabulary)
 
 
-def _mix(state: Tensor) -> Tensor:
-    state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
-    state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
-    return state ^ _shift(state, 31)
-
-
-def _shift(value: Tensor, places: int) -> Tensor:
-    """A shift to the right that brings in zeros, also for negative int64."""
-    return (value >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))

@@ -211,12 +211,15 @@ def conclude(
             ),
         )
     ids = token_ids_L.clone()  # neither a view of a whole batch nor an inference tensor
-    if isinstance(versions, int):
-        versions = torch.full_like(ids, versions)
-    stopped = int(ids[-1]) in request.params.stop_token_ids
     kept_set = None
     if kept is not None:
         sizes = torch.tensor([0, *map(len, kept)], dtype=torch.int64)
         kept_set = KeptSet(torch.cat(list(kept)), sizes.cumsum(0))
-    reason = "stop" if stopped else "length"
-    return Finished(request.id, Completion(ids, logprobs_L.clone(), reason, versions, kept_set))
+    completion = Completion(
+        token_ids=ids,
+        logprobs=logprobs_L.clone(),
+        finish_reason="stop" if int(ids[-1]) in request.params.stop_token_ids else "length",
+        versions=torch.full_like(ids, versions) if isinstance(versions, int) else versions,
+        kept=kept_set,
+    )
+    return Finished(request.id, completion)

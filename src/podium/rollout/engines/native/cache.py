@@ -14,7 +14,7 @@ Legend: A active lanes (a prefix), T positions, D head_dim, H heads, G heads tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -78,11 +78,15 @@ class KVCache(ABC):
             chosen = prompts.index_select(1, rows).to(cache.dtype)
             cache[:, :, :, : chosen.shape[3]].index_copy_(1, lanes, chosen)
 
-    def move(self, source: Tensor, target: Tensor, until: int) -> None:
-        """Copy the first ``until`` positions of lanes ``source`` over those of lanes ``target``."""
+    def swap(self, pairs: Sequence[tuple[int, int]], until: int) -> None:
+        """Let the first ``until`` positions of two lanes change places, for each pair."""
+        # Lane by lane, because torch gathers several lanes of such a view an element at a time.
         for cache in (self._keys_by_time(), self.values):
             filled = cache[:, :, :, :until]
-            filled.index_copy_(1, target, filled.index_select(1, source))
+            for first, second in pairs:
+                held = filled[:, first].clone()
+                filled[:, first] = filled[:, second]
+                filled[:, second] = held
 
     def read(self, lanes: Tensor, until: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[L, lanes, kv, until, D]`` of the first ``until`` positions."""

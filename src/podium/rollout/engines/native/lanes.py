@@ -13,8 +13,8 @@ of some lane takes them from there, and only the rest goes through the model. Wh
 by bit, for every prompt that begins alike (``exact`` counts these positions); what decoding computed differs from it by
 rounding, and serves only requests that allow it (``reuse_completions``). New weights end all memory.
 
-The host knows without asking the device when a completion reaches its length. Whether a stop token was drawn it asks
-at every step on the CPU, and every eighth on other devices, where asking empties the queue of kernels; a lane that has
+When a completion reaches its length is known without asking the device. Whether a stop token was drawn is asked at
+every step on the CPU, and at every eighth on other devices, where asking empties the queue of kernels. A lane that has
 drawn its stop token stands still until then.
 
 New weights may come between two steps: ``current_decoder`` then gives another decoder, and prompts and live lanes go
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import dropwhile, groupby, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -49,7 +50,7 @@ _SHRINK_BELOW = 0.75  # moving lanes costs about a step; worth it when a quarter
 _PREFILL_AHEAD = 4  # prompts for a quarter of the lanes beyond those needed now, so that refills rarely wait for one
 _SHORTEST_PREFIX = 16  # below it, copying keys and values costs more than computing them
 
-# What the host knows of a lane. Its position at step s is ``base + s``; it has reached its length when s is ``end``.
+# What is known of a lane on the CPU. Its position at step s is ``base + s``; its length is reached when s is ``end``.
 # ``kind`` numbers the parameters that it draws by. ``known`` positions of its text have keys and values, ``exact`` of
 # them as a prefill computes them. The lane that was freed first has the lowest ``used``; 0 where nothing is to keep.
 _LANE = np.dtype(
@@ -59,7 +60,7 @@ _LANE = np.dtype(
     ]
 )
 _Key: TypeAlias = tuple[Sequence[int], bool]  # a prompt, and whether what decoding computed may serve it
-_Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]
+_Groups: TypeAlias = list[tuple[SamplingParams, Tensor | None]]  # None: all rows
 
 
 class _Seen(NamedTuple):
@@ -93,11 +94,10 @@ class Lanes:
         self._logprobs = torch.zeros(0, 1, device=device)
         self._uniforms = torch.zeros(0, 1, dtype=torch.float64, device=device)
         self._stops = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        self._host: Any = np.zeros(0, _LANE)
+        self._records: Any = np.zeros(0, _LANE)
         self._texts = np.zeros((0, 0), np.int64)
         self._seen: dict[_Key, _Seen] = {}
-        self._kinds: list[SamplingParams] = []
-        self._kind_of: dict[SamplingParams, int] = {}
+        self._kinds: dict[SamplingParams, int] = {}
         self._step_number = self._version = self._clock = 0
         self._activate(0)
 
@@ -107,9 +107,9 @@ class Lanes:
         if self.cache is not None:
             cache.take_over(self.cache)
         self.cache = cache
-        more = count - len(self._host)
+        more = count - len(self._records)
         self._state = F.pad(self._state, (0, more))
-        self._host = np.concatenate((self._host, np.zeros(more, _LANE)))
+        self._records = np.concatenate((self._records, np.zeros(more, _LANE)))
         self._texts = np.pad(self._texts, ((0, more), (0, length - self._texts.shape[1])))
         self._widen(lanes=more)
         self._activate(self._active)
@@ -117,12 +117,12 @@ class Lanes:
     @property
     def live(self) -> int:
         """Number of lanes that draw."""
-        return int(self._host["live"].sum())
+        return int(self._records["live"].sum())
 
     @property
     def remembers(self) -> bool:
         """Whether some lane holds keys and values that a request may need."""
-        return bool(self._host["known"].any())
+        return bool(self._records["known"].any())
 
     def advance(self, waiting: RequestQueue | None, most: int, interrupted: Callable[[], bool]) -> list[Event]:
         """Begin requests of ``waiting`` in the first ``most`` lanes, and draw tokens until there is an event."""
@@ -131,40 +131,37 @@ class Lanes:
             self._fill(waiting, most)
         if not waiting:
             self._shrink()
-        if not self._events and self._host["live"].any():
+        if not self._events and self._records["live"].any():
             self._decode(interrupted)
         return self._events
 
     def drop(self, ids: Collection[RequestId]) -> None:
         """Free the lanes of these requests."""
-        live = self._host["live"].nonzero()[0]
-        lanes = [lane for lane in live if self._host["request"][lane].id in ids]
+        live = self._records["live"].nonzero()[0]
+        lanes = [lane for lane in live if self._records["request"][lane].id in ids]
         if lanes:
             self._free(np.array(lanes), forget=True)
 
     # ---- decoding
 
     def _decode(self, interrupted: Callable[[], bool]) -> None:
-        live = self._host["live"].nonzero()[0]
-        host = self._host[live]
-        soonest, longest = int(host["end"].min()), int(host["base"].max())
-        stops, streaming = bool(host["stops"].any()), live[host["streams"]]
-        groups = self._groups(host["kind"], live)
+        live = self._records["live"].nonzero()[0]
+        ends, bases, kinds = (self._records[field][live] for field in ("end", "base", "kind"))
+        soonest, longest, groups = int(ends.min()), int(bases.max()), self._groups(kinds, live)
+        stops, streaming = bool(self._records["stops"][live].any()), live[self._records["streams"][live]]
         interval = 1 if len(streaming) else _STEPS_BETWEEN_LOOKS.get(self._device.type, 8)
         first = self._step_number
-        while self._step_number < soonest:
-            if stops and self._step_number % interval == 0 and bool(self._ended().any()):
-                break
+        while True:
+            if self._step_number >= soonest or (stops and self._step_number % interval == 0):
+                stopped = self._state[3].cpu().numpy() == 0
+                ended = self._records["live"] & (stopped | (self._records["end"] <= self._step_number))
+                if ended.any():
+                    return self._retire(ended.nonzero()[0])
             if self._step_number > first and (len(streaming) or interrupted()):
-                return
+                return None
             self._step(longest + self._step_number + 1, groups, stops)
             self._step_number += 1
             self._stream(streaming)
-        self._retire()
-
-    def _ended(self) -> np.ndarray:
-        """Which live lanes have drawn a stop token."""
-        return self._host["live"] & (self._state[3].cpu().numpy() == 0)
 
     def _step(self, until: int, groups: _Groups, stops: bool) -> None:
         assert self.cache is not None
@@ -181,23 +178,24 @@ class Lanes:
 
     def _groups(self, kinds: np.ndarray, rows: np.ndarray) -> _Groups:
         """Which rows are drawn alike: all of them, as a rule."""
+        params = list(self._kinds)
         if (kinds == kinds[0]).all():
-            return [(self._kinds[kinds[0]], self._index(rows))]
-        return [(self._kinds[kind], self._index(rows[kinds == kind])) for kind in np.unique(kinds)]
+            return [(params[kinds[0]], None)]
+        return [(params[kind], self._index(rows[kinds == kind])) for kind in np.unique(kinds)]
 
     def _draw(
         self, logits_BV: Tensor, groups: _Groups, uniforms_B: Tensor, lanes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities of one token of each row. Row b belongs to lane ``lanes[b]``."""
-        if len(groups) == 1:
-            result = draw(logits_BV, groups[0][0], uniforms_B)
-            self._keep(result, lanes)
-            return result.ids_B, result.logprobs_B
         ids, logprobs = (
             torch.zeros_like(uniforms_B, dtype=torch.int64),
             torch.zeros_like(uniforms_B, dtype=torch.float32),
         )
         for params, rows in groups:
+            if rows is None:
+                result = draw(logits_BV, params, uniforms_B)
+                self._keep(result, lanes)
+                return result.ids_B, result.logprobs_B
             result = draw(logits_BV[rows], params, uniforms_B[rows])
             self._keep(result, [lanes[row] for row in rows.tolist()])
             ids[rows], logprobs[rows] = result.ids_B, result.logprobs_B
@@ -209,8 +207,8 @@ class Lanes:
         sizes = result.kept_sizes_B.tolist()
         order = result.kept_ids_BK[:, : max(sizes)].cpu()
         for row, lane in enumerate(lanes):
-            if self._host["live"][lane]:
-                self._host["kept"][lane].append(order[row, : sizes[row]].clone())
+            if self._records["live"][lane]:
+                self._records["kept"][lane].append(order[row, : sizes[row]].clone())
 
     def _stream(self, lanes: np.ndarray) -> None:
         """Report what these lanes drew last."""
@@ -218,7 +216,7 @@ class Lanes:
             index = self._index(lanes)
             drawn = self._state[2, index] - 1
             ids, logprobs = self._ids[index, drawn].tolist(), self._logprobs[index, drawn].tolist()
-            for request, id, logprob in zip(self._host["request"][lanes], ids, logprobs, strict=True):
+            for request, id, logprob in zip(self._records["request"][lanes], ids, logprobs, strict=True):
                 self._events.append(Tokens(request.id, [id], [logprob], self._version))
 
     # ---- new weights
@@ -236,14 +234,14 @@ class Lanes:
     def _begin_version(self, decoder: Decoder, cache: KVCache) -> None:
         """Nothing that other weights computed is used from here on: no prompt, no memory, no lane's keys."""
         self._seen.clear()
-        host = self._host
-        host["known"] = host["used"] = 0
-        lanes = host["live"].nonzero()[0]
+        records = self._records
+        records["known"] = records["used"] = 0
+        lanes = records["live"].nonzero()[0]
         texts: list[Sequence[int]] = []
         for lane, drawn in zip(lanes, self._state[2, self._index(lanes)].tolist(), strict=True):
-            prompt = host["request"][lane].prompt
-            host["versions"][lane].append((drawn, self._version))
-            host["known"][lane] = host["exact"][lane] = len(prompt)
+            prompt = records["request"][lane].prompt
+            records["versions"][lane].append((drawn, self._version))
+            records["known"][lane] = records["exact"][lane] = len(prompt)
             texts.append((*prompt, *self._ids[lane, : drawn - 1].tolist()))  # the last one drawn is fed next
         for part in _parts(texts, self._prefill_tokens):
             seen = decoder.prefill(texts[part])
@@ -253,18 +251,16 @@ class Lanes:
 
     # ---- lanes
 
-    def _retire(self) -> None:
-        """Free the lanes whose completion has ended."""
-        host = self._host
-        lanes = ((host["live"] & (host["end"] <= self._step_number)) | self._ended()).nonzero()[0]
-        if not len(lanes):
-            return
-        index = self._index(lanes)
+    def _retire(self, lanes: np.ndarray) -> None:
+        """Free these lanes, whose completions have ended."""
+        records, index = self._records, self._index(lanes)
         lengths = self._state[2, index].tolist()
         ids, logprobs = (table[:, : max(lengths)][index].cpu() for table in (self._ids, self._logprobs))
+        texts = ids.numpy()
         failed: list[int] = []
         for row, (lane, length) in enumerate(zip(lanes.tolist(), lengths, strict=True)):
-            request, ((_, version), *changes), kept = (host[field][lane] for field in ("request", "versions", "kept"))
+            request, kept = records["request"][lane], records["kept"][lane]
+            (_, version), *changes = records["versions"][lane]
             if changes:
                 version = torch.full((length,), version)
                 for start, changed in changes:
@@ -274,8 +270,8 @@ class Lanes:
             if isinstance(event, Failed):
                 failed.append(lane)
             begin, end = len(request.prompt), len(request.prompt) + length - 1  # the last token was not fed
-            self._texts[lane, begin:end] = ids[row, : length - 1]
-            host["known"][lane] = end
+            self._texts[lane, begin:end] = texts[row, : length - 1]
+            records["known"][lane] = end
         self._free(lanes)
         if failed:
             self._free(np.array(failed), forget=True)
@@ -283,77 +279,70 @@ class Lanes:
     def _free(self, lanes: np.ndarray, forget: bool = False) -> None:
         """Let these lanes stand still. With ``forget`` their keys and values, which may not be numbers, go."""
         self._clock += 1
-        self._host["live"][lanes] = False
-        self._host["used"][lanes] = self._clock
+        self._records["live"][lanes] = False
+        self._records["used"][lanes] = self._clock
         index = self._index(lanes)
         self._state[2:, index] = 0
         if forget and self.cache is not None:
-            self._host["known"][lanes] = self._host["used"][lanes] = 0
+            self._records["known"][lanes] = self._records["used"][lanes] = 0
             self.cache.clear(index)
 
     def _fill(self, waiting: RequestQueue, most: int) -> None:
         """Give free lanes to waiting requests, which draw their first token from their prompt's last logits."""
         assert self.cache is not None
-        host = self._host
-        free = (~host["live"][:most]).nonzero()[0]
+        records = self._records
+        free = (~records["live"][:most]).nonzero()[0]
         requests = waiting.take(len(free))
         if not requests:
             return
-        lanes = free[np.argsort(host["used"][free], kind="stable")][: len(requests)]
+        lanes = free[np.argsort(records["used"][free], kind="stable")][: len(requests)]
         index = self._index(lanes)
         keys = list(map(_key, requests))
-        due = _due(waiting, keys[-1], min(most, len(host)) // _PREFILL_AHEAD)
+        due = _due(waiting, keys[-1], min(most, len(records)) // _PREFILL_AHEAD)
         with self._gate:
             self._prefill(self._decoder(), keys, due)
+        seen = [self._seen[key] for key in keys]
         logits: list[Tensor] = []
         at = 0
-        for _, run in groupby((self._seen[key] for key in keys), lambda seen: id(seen.prefill)):
+        for _, run in groupby(seen, lambda one: id(one.prefill)):
             prefills, run_rows, _ = zip(*run, strict=True)
             rows = torch.tensor(run_rows, device=self._device)
             self.cache.place(prefills[0].keys, prefills[0].values, rows, index[at : at + len(rows)])
             logits.append(prefills[0].logits_PV[rows])
             at += len(rows)
-        for lane, key, request in zip(lanes.tolist(), keys, requests, strict=True):
+        for lane, (_, _, exact), request in zip(lanes.tolist(), seen, requests, strict=True):
             params, length = request.params, len(request.prompt)
             self._texts[lane, :length] = request.prompt
-            host[lane] = (
-                *(True, bool(params.stop_token_ids), request.stream, self._kind(params)),
+            kind = self._kinds.setdefault(_drawing(params), len(self._kinds))
+            self._texts[lane, :length] = request.prompt
+            records[lane] = (
+                *(True, bool(params.stop_token_ids), request.stream, kind),
                 *(length - self._step_number, self._step_number + params.max_new_tokens - 1),
-                *(length, self._seen[key].exact, 0, request, [(0, self._version)], [] if params.filtered else None),
+                *(length, exact, 0, request, [(0, self._version)], [] if params.filtered else None),
             )
         due += map(_key, islice(waiting, 1))
         self._seen = {key: seen for key, seen in self._seen.items() if key in due}
 
         new_tokens = max(request.params.max_new_tokens for request in requests)
-        numbers = uniforms(torch.tensor([request.seed for request in requests], device=self._device), 0, new_tokens)
-        self._widen(new_tokens=new_tokens, stop_tokens=max(len(request.params.stop_token_ids) for request in requests))
+        stops = [request.params.stop_token_ids for request in requests]
+        self._widen(new_tokens=new_tokens, stop_tokens=max(map(len, stops)))
         width = self._stops.shape[1]
-        stops = [[*request.params.stop_token_ids, *([-1] * width)][:width] for request in requests]
-        stops_BS = torch.tensor(stops, dtype=torch.int64, device=self._device)
+        stops_BS = self._index(np.array([(*ids, *([-1] * (width - len(ids)))) for ids in stops], dtype=np.int64))
+        numbers = uniforms(torch.tensor([request.seed for request in requests]), 0, new_tokens).to(self._device)
         self._uniforms[:, :new_tokens].index_copy_(0, index, numbers)
-        self._stops[index] = stops_BS
-        groups = self._groups(host["kind"][lanes], np.arange(len(lanes)))
+        self._stops.index_copy_(0, index, stops_BS)
+        groups = self._groups(records["kind"][lanes], np.arange(len(lanes)))
         ids, logprobs = self._draw(torch.cat(logits), groups, numbers[:, 0], lanes.tolist())
         self._ids[index, 0], self._logprobs[index, 0] = ids, logprobs
-        positions = torch.tensor([len(request.prompt) for request in requests], device=self._device)
+        positions = self._index(records["known"][lanes])
         moves = (ids.unsqueeze(1) != stops_BS).all(1).long()
-        self._state[:, index] = torch.stack((ids, positions, torch.ones_like(ids), moves))
-        self._activate(int(host["live"].nonzero()[0][-1]) + 1)
-        self._stream(lanes[host["streams"][lanes]])
-
-    def _kind(self, params: SamplingParams) -> int:
-        """Number of the parameters that draw like these."""
-        if params not in self._kind_of:
-            filters = {} if params.filtered else {"top_p": 1.0, "top_k": 0}
-            alike = replace(params, max_new_tokens=1, stop_token_ids=(), n=1, **filters)
-            if alike not in self._kinds:
-                self._kinds.append(alike)
-            self._kind_of[params] = self._kinds.index(alike)
-        return self._kind_of[params]
+        self._state.index_copy_(1, index, torch.stack((ids, positions, torch.ones_like(ids), moves)))
+        self._activate(int(records["live"].nonzero()[0][-1]) + 1)
+        self._stream(lanes[records["streams"][lanes]])
 
     def _shrink(self) -> None:
         """Nobody waits: close the gaps when that takes away enough rows."""
-        live = self._host["live"]
+        live = self._records["live"]
         size = _up(int(live.sum()))
         if size > _SHRINK_BELOW * self._active:
             return
@@ -366,22 +355,24 @@ class Lanes:
         """Let lanes ``first`` and ``second`` change places."""
         assert self.cache is not None
         both, other = np.concatenate((first, second)), np.concatenate((second, first))
-        host = self._host[both]
-        until = int(np.where(host["live"], host["base"] + self._step_number, host["known"]).max())
-        for array in (self._host, self._texts):
+        records = self._records[both]
+        until = int(np.where(records["live"], records["base"] + self._step_number, records["known"]).max())
+        for array in (self._records, self._texts):
             array[both] = array[other]
         both, other = self._index(both), self._index(other)
-        self.cache.move(other, both, until)
+        self.cache.swap(list(zip(first.tolist(), second.tolist(), strict=True)), until)
         for table in (self._state.T, self._ids, self._logprobs, self._uniforms, self._stops):
             table[both] = table[other]
 
     def _widen(self, lanes: int = 0, new_tokens: int = 0, stop_tokens: int = 0) -> None:
         """Have so many more lanes in the tables, and columns for so many tokens."""
-        more = (0, max(0, new_tokens - self._ids.shape[1]), 0, lanes)
-        self._ids, self._logprobs, self._uniforms = (
-            F.pad(table, more) for table in (self._ids, self._logprobs, self._uniforms)
-        )
-        self._stops = F.pad(self._stops, (0, max(0, stop_tokens - self._stops.shape[1]), 0, lanes), value=-1)
+        tokens, stops = (max(0, new_tokens - self._ids.shape[1]), max(0, stop_tokens - self._stops.shape[1]))
+        if lanes or tokens:
+            self._ids, self._logprobs, self._uniforms = (
+                F.pad(table, (0, tokens, 0, lanes)) for table in (self._ids, self._logprobs, self._uniforms)
+            )
+        if lanes or stops:
+            self._stops = F.pad(self._stops, (0, stops, 0, lanes), value=-1)
 
     def _activate(self, lanes: int) -> None:
         """Decode lanes 0 to ``lanes``, rounded up, from now on; the views are made once for many steps."""
@@ -415,17 +406,17 @@ class Lanes:
         past = None
         if any(lengths):
             past = Past(*self.cache.read(self._index(np.array(lanes)), max(lengths)), lengths)
-            self._host["used"][lanes] = 0  # the new text has all of it
+            self._records["used"][lanes] = 0  # the new text has all of it
         prefill = decoder.prefill([prompt for prompt, _ in keys], past)
         for row, (key, lane, length) in enumerate(prompts):
-            exact = int(self._host["exact"][lane])
+            exact = int(self._records["exact"][lane])
             self._seen[key] = _Seen(prefill, row, len(key[0]) if length <= exact else exact)
             self.prefilled_tokens += len(key[0]) - length
 
     def _longest_prefix(self, prompt: Sequence[int], reuse_completions: bool) -> tuple[int, int]:
         """The lane whose text begins most like ``prompt``, and how many positions they share: all but one at most."""
-        host, head = self._host, _SHORTEST_PREFIX
-        known = host["known"] if reuse_completions else np.minimum(host["known"], host["exact"])
+        records, head = self._records, _SHORTEST_PREFIX
+        known = records["known"] if reuse_completions else np.minimum(records["known"], records["exact"])
         if len(prompt) <= head or not known.any():
             return 0, 0
         wanted = np.array(prompt[:-1])
@@ -438,6 +429,13 @@ class Lanes:
         return int(lanes[best]), int(lengths[best])
 
 
+@lru_cache(maxsize=1024)
+def _drawing(params: SamplingParams) -> SamplingParams:
+    """``params`` without what does not change how a token is drawn."""
+    filters = {} if params.filtered else {"top_p": 1.0, "top_k": 0}
+    return replace(params, max_new_tokens=1, stop_token_ids=(), n=1, **filters)
+
+
 def _key(request: Request) -> _Key:
     return request.prompt, request.reuse_completions
 
@@ -445,7 +443,7 @@ def _key(request: Request) -> _Key:
 def _due(waiting: RequestQueue, last: _Key, count: int) -> list[_Key]:
     """Prompts after ``last`` of which all requests are among the next ``count``."""
     coming = list(islice(dropwhile(lambda key: key == last, map(_key, waiting)), count + 1))
-    return [key for key in coming if len(coming) <= count or key != coming[-1]]
+    return [key for key, _ in groupby(coming) if len(coming) <= count or key != coming[-1]]
 
 
 def _up(rows: int) -> int:
