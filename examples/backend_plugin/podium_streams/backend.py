@@ -4,16 +4,14 @@ import contextlib
 import os
 import pickle
 import queue
-import secrets
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from podium.backends.devices import accelerators, machine
-from podium.backends.logs import Logs
+from podium.backends.files import Files
 from podium.backends.process import THREAD_VARIABLES, Surroundings, command, environment_of
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
@@ -31,14 +29,13 @@ class StreamsBackend(Backend):
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
 
     def __init__(self, *, preload: Sequence[str] = ("torch",)) -> None:
-        self.private = tempfile.TemporaryDirectory(prefix="podium-streams-", ignore_cleanup_errors=True)
+        self.files = Files(echo=False)
         self.processes: set[StreamsProcess] = set()
-        self.logs = Logs(self.private.name, echo=False)
         self.accelerators = accelerators()
         self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")}  # a process with threads must not fork
         with theirs:
-            start = command("podium_streams.nursery", self.private.name, list(preload))
+            start = command("podium_streams.nursery", str(self.files.private), list(preload))
             self._nursery = subprocess.Popen(start, stdin=theirs.fileno(), env=env, start_new_session=True)
 
     def nodes(self) -> Sequence[Node]:
@@ -59,7 +56,7 @@ class StreamsBackend(Backend):
         return processes
 
     def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
-        return f"file://{self.private.name}/{secrets.token_hex(8)}"
+        return self.files.rendezvous()
 
     def pack(self, value: Any, readers: int) -> Parcel:
         return pack(value, "an argument")
@@ -72,7 +69,7 @@ class StreamsBackend(Backend):
             process.kill()
         self.orders.close()  # the nursery's signal to end
         self._nursery.wait()
-        self.private.cleanup()
+        self.files.close()
 
 
 class StreamsProcess(ProcessHandle):
@@ -81,7 +78,7 @@ class StreamsProcess(ProcessHandle):
     def __init__(self, backend: StreamsBackend, spec: ProcessSpec, on_death: OnDeath) -> None:
         self.started, self._ended = threading.Event(), threading.Event()
         self._backend, self._rank, self._on_death = backend, spec.rank, on_death
-        self._log = backend.logs.begin(spec.label)
+        self._log = backend.files.begin_log(spec.label)
         env = environment_of(spec, backend.accelerators)
         order = env, bool(spec.env), str(self._log.path), Surroundings.here(spec.threads)
         self._pending: dict[int, Callable[[Reply], None]] = {}

@@ -1,33 +1,30 @@
 """Every worker in the controller's own process: breakpoints, prints and profilers simply work.
 
 Arguments and results are copied as a process boundary would copy them, so that sharing bugs show here too. Endpoints
-run in the caller's thread, within ``submit``; with ``threads=True`` every rank has a thread of its own, so that calls
-overlap. Deadlines are checked afterwards. There are no collectives over several ranks and nothing to kill: where a
-script asks for that, the error names the local backend.
+run in the caller's thread, within ``submit``. With ``threads=True`` every rank has a thread of its own, so that calls
+overlap. Deadlines are checked when an endpoint has returned. There are no collectives over several ranks and nothing to
+kill: where a script asks for that, the error names the local backend.
 """
 
 from __future__ import annotations
 
-import os
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from podium.backends.devices import machine
+from podium.data.store import Block, BlockInfo, MemoryStore
 from podium.errors import ConfigError
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode, encode
 from podium.runtime.messages import Capabilities, Failure, Node, OnDeath, ProcessSpec, Reply, Request
 from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from podium.data import Block, BlockInfo, TensorStore
 
 __all__ = ["InlineBackend"]
 
@@ -36,7 +33,7 @@ class _Copy(NamedTuple):
     """A value as bytes; every reader unpickles its own."""
 
     data: bytes
-    buffers: list[Any]
+    buffers: list[bytes]
     blocks: list[Block]
 
     def read(self, where: str) -> Any:
@@ -46,10 +43,11 @@ class _Copy(NamedTuple):
 
 class InlineBackend(Backend):
     """Args:
-    threads: give every rank a thread of its own, so that calls are in flight while the controller goes on.
-    nodes: how many nodes to pretend, to see a multi-node layout in a debugger.
-    store_bytes: how much all ranks together may keep by reference; half of the memory unless given.
-    log_dir, preload, echo: accepted for the same script's sake; output goes where the controller's goes.
+    threads: Give every rank a thread of its own, so that calls are in flight while the controller goes on.
+    nodes: Number of nodes to pretend, to see a layout for several nodes in a debugger.
+    store_bytes: Number of bytes that all ranks together may keep by reference. Default: half of the memory.
+    log_dir, preload, echo: Accepted so that a script for another backend runs here. Output goes where the
+        controller's goes.
     """
 
     capabilities = Capabilities(processes=False, collectives=False, concurrent=False)
@@ -64,23 +62,16 @@ class InlineBackend(Backend):
         preload: Sequence[str] = (),
         echo: bool | None = None,
     ) -> None:
-        if nodes < 1:
-            raise ConfigError(f"connect('inline', nodes={nodes}): at least one")
         self.capabilities = replace(InlineBackend.capabilities, concurrent=threads)
+        self._store = MemoryStore(store_bytes, shared=True)
+        self._nodes = machine((), nodes)
         self._threads = threads
-        self._nodes = self.expected_nodes({"nodes": nodes})
         self._processes: list[_InlineProcess] = []
-        self._store: TensorStore | None = None
-        self._store_bytes = store_bytes
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._rendezvous = 0
+        self._directories: list[tempfile.TemporaryDirectory[str]] = []
 
     @classmethod
     def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
-        cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        count = options.get("nodes", 1)
-        names = ["localhost"] if count == 1 else [f"node-{at}" for at in range(count)]
-        return [Node(name, {"cpu": cores}) for name in names]
+        return machine((), options.get("nodes", 1))
 
     def nodes(self) -> Sequence[Node]:
         return self._nodes
@@ -88,17 +79,15 @@ class InlineBackend(Backend):
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
         for name in specs[0].options:
             raise ConfigError(f"start(options={{{name!r}: ...}}): inline has no options for a worker process")
-        processes = [_InlineProcess(self, alone=len(specs) == 1, threaded=self._threads) for _ in specs]
+        processes = [_InlineProcess(self._store, alone=len(specs) == 1, threaded=self._threads) for _ in specs]
         self._processes += processes
         return processes
 
     def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
         if len(processes) > 1:
             return ""
-        if self._directory is None:
-            self._directory = tempfile.TemporaryDirectory(prefix="podium-")
-        self._rendezvous += 1
-        return f"file://{self._directory.name}/rendezvous-{self._rendezvous}"
+        self._directories.append(tempfile.TemporaryDirectory(prefix="podium-"))
+        return f"file://{self._directories[-1].name}/rendezvous"
 
     def pack(self, value: Any, readers: int) -> _Copy:
         return _copy(value, "an argument")
@@ -106,66 +95,53 @@ class InlineBackend(Backend):
     def unpack(self, payload: Any) -> Any:
         return payload.read("the result") if isinstance(payload, _Copy) else payload
 
-    def store(self) -> TensorStore:
-        """The one store of all ranks."""
-        if self._store is None:
-            from podium.data import MemoryStore
-
-            self._store = MemoryStore(self._store_bytes, shared=True)
-        return self._store
-
     def close(self) -> None:
         for process in self._processes:
             process.kill()
-        if self._directory is not None:
-            self._directory.cleanup()
+        for directory in self._directories:
+            directory.cleanup()
 
 
 class _InlineProcess(ProcessHandle):
-    def __init__(self, backend: InlineBackend, *, alone: bool, threaded: bool) -> None:
-        self._backend = backend
-        self._process = WorkerProcess(ships_exceptions=False, make_store=backend.store)
+    def __init__(self, store: MemoryStore, *, alone: bool, threaded: bool) -> None:
+        self._process = WorkerProcess(ships_exceptions=False, make_store=lambda: store)
         self._alone = alone
         self._executor = ThreadPoolExecutor(1, "podium-inline") if threaded else None
-        self._stopped = False
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
         if self._executor is None:
             self._run(request, done)
         elif request.concurrent:
-            self._process.execute_concurrently(
-                request.number,
-                request.target,
-                request.method,
-                partial(_values, request),
-                lambda outcome: done(self._reply(request, outcome)),
-            )
+            self._process.execute_concurrently(*_call(request), lambda outcome: done(_reply(request, outcome)))
         else:
             self._executor.submit(self._run, request, done)
 
     def kill(self) -> None:
         """There is no process: its workers are let go, and what waits for its thread is dropped."""
-        if not self._stopped:
-            self._stopped = True
-            if self._executor is not None:
-                self._executor.shutdown(wait=False, cancel_futures=True)
-            self._process.do_shutdown()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        self._process.do_shutdown()
 
     def _run(self, request: Request, done: Callable[[Reply], None]) -> None:
         with _no_process_group(unless=self._alone):
-            outcome = self._process.execute(request.number, request.target, request.method, partial(_values, request))
+            outcome = self._process.execute(*_call(request))
         if outcome.status == "error" and not self._alone:
             outcome = outcome._replace(value=_explained(outcome.value))
-        done(self._reply(request, outcome))
+        done(_reply(request, outcome))
 
-    def _reply(self, request: Request, outcome: Outcome) -> Reply:
-        outcome, payload = pack_outcome(outcome, request.wants_result, _crossing)
-        return Reply(outcome.status, payload, outcome.started_ns, outcome.ended_ns)
+
+def _call(request: Request) -> tuple[int, str, str, Callable[[], Mapping[str, Any]]]:
+    return request.number, request.target, request.method, partial(_values, request)
 
 
 def _values(request: Request) -> Mapping[str, Any]:
     values: dict[str, Any] = request.shared.read("an argument")
     return values if request.own is None else {**values, **request.own.read("an argument")}
+
+
+def _reply(request: Request, outcome: Outcome) -> Reply:
+    outcome, payload = pack_outcome(outcome, request.wants_result, _crossing)
+    return Reply(outcome.status, payload, outcome.started_ns, outcome.ended_ns)
 
 
 def _crossing(value: Any) -> Any:
@@ -193,10 +169,8 @@ def _explained(failure: Failure) -> Failure:
 
 @contextmanager
 def _no_process_group(*, unless: bool) -> Generator[None]:
-    """Hide the one-rank default process group of this process from a group of several ranks: a collective must fail
+    """Hide the one-rank default process group of this process from a group of several ranks. A collective must fail
     there, not quietly gather from one rank."""
-    import sys
-
     distributed = None if unless else sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         yield

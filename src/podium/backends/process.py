@@ -11,11 +11,11 @@ import random
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from podium.backends.devices import visibility
+from podium.backends.devices import MEMORY, visibility
 from podium.runtime.messages import ProcessSpec
 
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
     "interface_of",
     "keep_freed_memory",
     "log_to",
+    "run_to_the_end",
 ]
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 KEPT_FREE = min((2 << 30) - 1, max(256 << 20, MEMORY // 24))  # bytes; mallopt takes an int
 LARGEST_KEPT = 32 << 20  # bytes: the most that glibc does not map by itself, and gives back by itself
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -62,7 +62,7 @@ class Surroundings(NamedTuple):
         return cls(threads, os.getcwd(), _sys_path(), preload)
 
     def settle_in(self, interface: str) -> None:
-        """Take them over. gloo listens on ``interface`` unless the environment names another one."""
+        """Work there from now on. gloo listens on ``interface`` unless the environment names another one."""
         sys.path[:] = [*self.sys_path, *(path for path in sys.path if path not in self.sys_path)]
         with contextlib.suppress(OSError):
             os.chdir(self.cwd)
@@ -101,6 +101,21 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+
+
+def run_to_the_end(run: Callable[[], None]) -> NoReturn:
+    """Call ``run``, and end this process when it returns, or raises in whichever thread: then say why first."""
+    code = 1
+    try:
+        run()
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - without this thread no call ends
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 def log_to(path: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.backends.logs import WORDS, LogEcho, last_lines
+from podium.backends.files import LAST_LINES, Files, Log
 
 
 def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
@@ -17,26 +17,26 @@ def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
     start = path.stat().st_size
     with path.open("ab") as file:
         file.write(b"".join(b"line %d\n" % at for at in range(100)) + b"\xff no utf-8\nunfinished")
-    words = last_lines(path, start)
-    assert len(words) == WORDS
+    words = Log(path, start).last_lines()
+    assert len(words) == LAST_LINES
     assert words[-1] == "unfinished"
     assert words[-3] == "line 99"
-    assert last_lines(path, path.stat().st_size) == ()
-    assert last_lines(tmp_path / "none") == ()
+    assert Log(path, path.stat().st_size).last_lines() == ()
+    assert Log(tmp_path / "none").last_lines() == ()
 
 
 def test_the_echo_labels_whole_lines_and_prints_the_rest_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "process.log"
+    path = tmp_path / "worker-0.log"
     path.write_text("before\n")
-    echo = LogEcho()
-    echo.follow("worker-0", path)
+    files = Files(tmp_path, echo=True)
+    files.begin_log("worker-0")
     with path.open("a") as file:
         file.write("one\ntwo\nthr")
         file.flush()
         file.write("ee")
-    echo.stop()
+    files.close()
     assert capsys.readouterr().out == "[worker-0] one\n[worker-0] two\n[worker-0] three\n"
 
 

@@ -8,16 +8,19 @@ import os
 
 import pytest
 
-from podium.backends.local.shared_memory import KEPT_IDLE, SegmentPool
-from podium.backends.local.views import KEPT_COUNT, KEPT_VIEWS, map_segment
+from podium.backends.local.shared_memory import KEPT_COUNT, KEPT_IDLE, KEPT_VIEWS, Lease, SegmentPool
 from podium.errors import RefLostError
 
 MIB = 1 << 20
 
 
+def take(pool: SegmentPool, nbytes: int) -> Lease:
+    return pool.take(nbytes, "a test")
+
+
 def test_a_segment_is_used_again_only_after_its_last_reader() -> None:
     pool = SegmentPool()
-    lease = pool.take(MIB)
+    lease = take(pool, MIB)
     first = lease.segment
     pool.hold(first, "reader")
     pool.hold(first, "reader")
@@ -25,13 +28,13 @@ def test_a_segment_is_used_again_only_after_its_last_reader() -> None:
     del lease
     gc.collect()
     for holder in ("reader", "other"):
-        pool.release(first.number, holder)
-        other = pool.take(MIB)
+        pool.release(first.key, holder)
+        other = take(pool, MIB)
         assert other.segment is not first, "somebody still reads it"
         del other
-    pool.release(first.number, "reader")
+    pool.release(first.key, "reader")
     assert pool.usage() == (0, 2 * first.nbytes)
-    kept = [pool.take(MIB), pool.take(MIB)]
+    kept = [take(pool, MIB), take(pool, MIB)]
     assert first in [taken.segment for taken in kept]
     del kept
     pool.close()
@@ -39,7 +42,7 @@ def test_a_segment_is_used_again_only_after_its_last_reader() -> None:
 
 def test_what_a_dead_reader_held_comes_back() -> None:
     pool = SegmentPool()
-    leases = [pool.take(MIB) for _ in range(3)]
+    leases = [take(pool, MIB) for _ in range(3)]
     segments = [taken.segment for taken in leases]
     for segment in segments:
         pool.hold(segment, "dead")
@@ -48,16 +51,16 @@ def test_what_a_dead_reader_held_comes_back() -> None:
     pool.forget("dead")
     assert pool.usage()[0] > 0
     for segment in segments:
-        pool.release(segment.number, "alive")
+        pool.release(segment.key, "alive")
     assert pool.usage()[0] == 0
     pool.close()
 
 
 def test_strange_releases_are_ignored() -> None:
     pool = SegmentPool()
-    lease = pool.take(10)
-    pool.release(lease.segment.number, "nobody")
-    pool.release(10_000, "reader")
+    lease = take(pool, 10)
+    pool.release(lease.segment.key, "nobody")
+    pool.release((0, 10_000), "reader")
     assert pool.usage()[0] > 0
     del lease
     pool.close()
@@ -67,7 +70,7 @@ def test_strange_releases_are_ignored() -> None:
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000, MIB + 1])
 def test_sizes_are_rounded_by_an_eighth_at_most(nbytes: int) -> None:
     pool = SegmentPool()
-    lease = pool.take(nbytes)
+    lease = take(pool, nbytes)
     assert nbytes <= lease.segment.nbytes <= max(4096, nbytes * 9 // 8 + 4096)
     del lease
     pool.close()
@@ -75,11 +78,11 @@ def test_sizes_are_rounded_by_an_eighth_at_most(nbytes: int) -> None:
 
 def test_a_large_idle_segment_does_not_serve_a_small_request() -> None:
     pool = SegmentPool()
-    large = pool.take(64 * MIB)
-    number = large.segment.number
+    large = take(pool, 64 * MIB)
+    key = large.segment.key
     del large
-    small = pool.take(MIB)
-    assert small.segment.number != number
+    small = take(pool, MIB)
+    assert small.segment.key != key
     del small
     pool.close()
     assert KEPT_IDLE >= 512 * MIB, "an echo of the largest batch that bench measures stays warm"
@@ -87,9 +90,9 @@ def test_a_large_idle_segment_does_not_serve_a_small_request() -> None:
 
 def test_readers_write_into_pages_of_their_own() -> None:
     pool = SegmentPool()
-    lease = pool.take(MIB)
+    lease = take(pool, MIB)
     lease.segment.memory[:] = 1
-    readers = [map_segment(lease, MIB) for _ in range(2)]
+    readers = [lease.open(MIB) for _ in range(2)]
     readers[0][:10] = 7
     assert readers[1][:10].tolist() == [1] * 10
     assert lease.segment.memory[:10].tolist() == [1] * 10
@@ -109,10 +112,10 @@ def open_descriptors(fd: int) -> int:
 
 def test_an_adopted_segment_is_released_with_its_last_view() -> None:
     writer, reader, released = SegmentPool(), SegmentPool(), list[int]()
-    lease = writer.take(MIB)
+    lease = take(writer, MIB)
     before = open_descriptors(lease.segment.fd)
-    adopted = reader.adopt(os.dup(lease.segment.fd), MIB, lambda: released.append(1))
-    memory = map_segment(adopted, MIB)
+    adopted = reader.adopt(os.dup(lease.segment.fd), lambda: released.append(1))
+    memory = adopted.open(MIB)
     del adopted
     view = memory[100:200].view()
     del memory
@@ -128,18 +131,18 @@ def test_an_adopted_segment_is_released_with_its_last_view() -> None:
 
 def test_an_adopted_segment_is_passed_on_until_its_last_holder_is_done() -> None:
     writer, pool, released = SegmentPool(), SegmentPool(), list[int]()
-    source = writer.take(MIB)
-    lease = pool.adopt(os.dup(source.segment.fd), MIB, lambda: released.append(1))
-    number = lease.segment.number
+    source = take(writer, MIB)
+    lease = pool.adopt(os.dup(source.segment.fd), lambda: released.append(1))
+    key = lease.segment.key
     for holder in ("a", "b", "b"):
         pool.hold(lease.segment, holder)
     del lease
-    pool.release(number, "b")
+    pool.release(key, "b")
     pool.forget("a")
     assert released == []
-    pool.release(number, "b")
+    pool.release(key, "b")
     assert released == [1]
-    pool.release(number, "b")
+    pool.release(key, "b")
     assert released == [1]
     del source
     pool.close()
@@ -147,10 +150,10 @@ def test_an_adopted_segment_is_passed_on_until_its_last_holder_is_done() -> None
 
 def test_what_comes_again_takes_no_second_descriptor() -> None:
     writer, reader, released = SegmentPool(), SegmentPool(), list[str]()
-    own = writer.take(MIB)
-    first = reader.adopt(os.dup(own.segment.fd), MIB, lambda: released.append("first"))
-    again = reader.adopt(os.dup(first.segment.fd), MIB, lambda: released.append("again"))
-    back = writer.adopt(os.dup(first.segment.fd), MIB, lambda: released.append("back"))
+    own = take(writer, MIB)
+    first = reader.adopt(os.dup(own.segment.fd), lambda: released.append("first"))
+    again = reader.adopt(os.dup(first.segment.fd), lambda: released.append("again"))
+    back = writer.adopt(os.dup(first.segment.fd), lambda: released.append("back"))
     assert again.segment is first.segment
     assert back.segment is own.segment
     assert released == ["again", "back"]
@@ -167,9 +170,9 @@ def test_what_comes_again_takes_no_second_descriptor() -> None:
 
 def test_a_forked_child_releases_nothing() -> None:
     writer, reader = SegmentPool(), SegmentPool()
-    own = writer.take(MIB)
+    own = take(writer, MIB)
     told, tell = os.pipe()
-    lease = reader.adopt(os.dup(own.segment.fd), MIB, lambda: [os.write(tell, b"x"), None][1])
+    lease = reader.adopt(os.dup(own.segment.fd), lambda: [os.write(tell, b"x"), None][1])
     child = os.fork()
     if not child:
         del lease
@@ -188,30 +191,30 @@ def test_a_forked_child_releases_nothing() -> None:
 
 def test_nothing_is_read_from_a_closed_pool() -> None:
     pool = SegmentPool()
-    lease = pool.take(MIB)
+    lease = take(pool, MIB)
     pool.close()
     with pytest.raises(RefLostError, match="what was kept went with its cluster"):
-        map_segment(lease, MIB, "what was kept")
+        lease.open(MIB, "what was kept")
 
 
 def test_readers_that_do_not_write_share_a_mapping_that_is_kept() -> None:
     writer, reader = SegmentPool(), SegmentPool()
-    lease = writer.take(MIB)
+    lease = take(writer, MIB)
     lease.segment.memory[:] = 1
     places: list[int] = []
     for value in (1, 2):
         lease.segment.memory[:] = value
-        memory = reader.views.lend(reader.adopt(os.dup(lease.segment.fd), MIB, lambda: None), 1000, "it")
+        memory = reader.adopt(os.dup(lease.segment.fd), lambda: None).lend(1000, "it")
         assert not memory.flags.writeable
         assert memory.tolist() == [value] * 1000
         places.append(memory.ctypes.data)
         del memory
         assert reader.usage() == (0, 0), "a mapping that is kept holds nothing"
     assert places[0] == places[1]
-    large = writer.take(KEPT_VIEWS + MIB)
+    large = take(writer, KEPT_VIEWS + MIB)
     large.segment.memory[-1] = 7
-    view = reader.views.lend(reader.adopt(os.dup(large.segment.fd), KEPT_VIEWS + MIB, lambda: None), KEPT_VIEWS, "it")
-    again = reader.views.lend(reader.adopt(os.dup(lease.segment.fd), MIB, lambda: None), 10, "it")
+    view = reader.adopt(os.dup(large.segment.fd), lambda: None).lend(KEPT_VIEWS, "it")
+    again = reader.adopt(os.dup(lease.segment.fd), lambda: None).lend(10, "it")
     assert int(view[-1]) == 0, "too large to be kept, and alive as long as it is read"
     assert again.ctypes.data == places[0], "and it drives out no other"
     del view, again, lease, large
@@ -221,10 +224,10 @@ def test_readers_that_do_not_write_share_a_mapping_that_is_kept() -> None:
 
 def test_views_that_are_kept_take_few_descriptors() -> None:
     writer, before = SegmentPool(), len(os.listdir("/proc/self/fd"))
-    leases = [writer.take(4096) for _ in range(2 * KEPT_COUNT)]
+    leases = [take(writer, 4096) for _ in range(2 * KEPT_COUNT)]
     made = len(os.listdir("/proc/self/fd")) - before
     for lease in leases:
-        writer.views.lend(lease, 4096, "a block")
+        lease.lend(4096, "a block")
     assert len(os.listdir("/proc/self/fd")) - before <= made + KEPT_COUNT
     leases.clear()
     writer.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from podium.backends.local.outbox import Outbox
-from podium.backends.local.shared_memory import SegmentPool
+from podium.backends.local.process import Outbox
+from podium.backends.local.shared_memory import Key, Lease, SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import (
     INLINE_LIMIT,
@@ -51,26 +50,26 @@ def segments() -> Iterator[SegmentPool]:
     pool.close()
 
 
-def outgoing(parcel: Parcel) -> tuple[bytes, list[int]]:
-    """A message with ``parcel``, and its descriptors."""
+def outgoing(parcel: Parcel) -> tuple[bytes, list[Lease]]:
+    """A message with ``parcel``, and its segments."""
     message = pickle.dumps(("answer", parcel.wire), 5)
-    return message, [lease.segment.fd for lease in parcel.leases]
+    return message, parcel.leases
 
 
-def released(message: Message) -> list[int]:
-    """The numbers in a message that says which segments were read."""
-    kind, numbers = message
+def released(message: Message) -> list[Key]:
+    """The keys in a message that says which segments were read."""
+    kind, keys = message
     assert kind == "release"
-    return numbers
+    return keys
 
 
 def carry(value: Any, segments: SegmentPool, pair: Pair) -> tuple[Any, int]:
     """``value`` after its way through the sockets, and how many descriptors came along."""
     parcel = pack(value, segments)
-    message, fds = outgoing(parcel)
-    for lease in parcel.leases:
+    message, leases = outgoing(parcel)
+    for lease in leases:
         segments.hold(lease.segment, "reader")
-    send_message(pair[0], message, fds, wait=True)
+    send_message(pair[0], message, leases, wait=True)
     (_, wire), received = Receiver().receive(pair[1], wait=True)
     count = len(received)
     return receive_parcel(wire, received, Releases(pair[1]), SegmentPool()).read(), count
@@ -96,16 +95,16 @@ def test_many_buffers_and_empty_ones(segments: SegmentPool, pair: Pair) -> None:
 
 def test_a_parcel_that_is_dropped_unread_lets_go_of_its_segment(segments: SegmentPool, pair: Pair) -> None:
     parcel = pack(np.zeros(1 << 20, dtype=np.uint8), segments)
-    message, fds = outgoing(parcel)
-    (lease,) = parcel.leases
-    number = lease.segment.number
+    message, leases = outgoing(parcel)
+    (lease,) = leases
+    key = lease.segment.key
     before = len(os.listdir("/proc/self/fd"))
-    send_message(pair[0], message, fds, wait=True)
+    send_message(pair[0], message, leases, wait=True)
     (_, wire), received = Receiver().receive(pair[1], wait=True)
     inbound = receive_parcel(wire, received, Releases(pair[1]), SegmentPool())
     del inbound
     answer, _ = Receiver().receive(pair[0], wait=True)
-    assert released(answer) == [number]
+    assert released(answer) == [key]
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -115,24 +114,24 @@ def test_more_blocks_than_one_message_has_room_for(count: int, segments: Segment
     refs = [keep(torch.full((INLINE_LIMIT,), float(at)), store, f"maker {at}") for at in range(count)]
     pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     parcel = pack(refs, segments)
-    sent, fds = outgoing(parcel)
-    assert len(fds) in (count, count + 1), "the pickle itself may need a segment"
-    *early, last = split_message(sent, fds)
-    for part, some in early:
-        send_message(pair[0], part, some, wait=True)
-        Releases(pair[0]).add(77)  # from a garbage collection, whenever it likes
+    sent, leases = outgoing(parcel)
+    assert len(leases) in (count, count + 1), "the pickle itself may need a segment"
+    *early, last = split_message(sent, leases)
+    for at in range(len(early)):  # no name keeps a segment
+        send_message(pair[0], *early[at], wait=True)
+        Releases(pair[0]).add((7, 7))  # from a garbage collection, whenever it likes
     send_message(pair[0], *last, wait=True)
     send_message(pair[0], pickle.dumps(("next",)), [], wait=True)
     receiver, theirs = Receiver(), SegmentPool()
     for _ in early:
         message, received = receiver.receive(pair[1], wait=True)
-        assert (released(message), received) == ([77], [])
+        assert (released(message), received) == ([(7, 7)], [])
     (_, wire), received = receiver.receive(pair[1], wait=True)
     inbound = receive_parcel(wire, received, Releases(pair[1]), theirs)
     assert receiver.receive(pair[1], wait=True) == (("next",), [])
     back = read_as("tensor", inbound.read)
     assert [float(tensor[-1]) for tensor in back] == list(range(count))
-    del back, inbound, refs, parcel
+    del back, inbound, refs, parcel, leases, early, last
     assert store.usage().nbytes == 0
     assert theirs.usage()[0] == 0
 
@@ -141,10 +140,10 @@ def test_releases_that_a_full_socket_does_not_take_go_with_what_comes_next(pair:
     """The next release, or a flush where another message was sent or came."""
     releases = Releases(pair[0])
     for number in range(5000):
-        releases.add(number)
-    seen: list[int] = []
+        releases.add((0, number))
+    seen: list[Key] = []
     pair[1].setblocking(False)
-    for send in [lambda: releases.add(5000), releases.flush, releases.flush, releases.flush]:
+    for send in [lambda: releases.add((0, 5000)), releases.flush, releases.flush, releases.flush]:
         while True:
             try:
                 message, _ = Receiver().receive(pair[1], wait=False)
@@ -152,18 +151,19 @@ def test_releases_that_a_full_socket_does_not_take_go_with_what_comes_next(pair:
                 break
             seen += released(message)
         send()
-    assert sorted(seen) == list(range(5001))
+    assert sorted(seen) == [(0, number) for number in range(5001)]
 
 
-def test_an_outbox_keeps_order_and_its_own_descriptors(pair: Pair) -> None:
+def test_an_outbox_keeps_order_and_segments(pair: Pair, segments: SegmentPool) -> None:
     asked: list[int] = []
     outbox = Outbox(pair[0], asked.append)
-    read_end, write_end = os.pipe()
+    lease = segments.take(1, "a test")
     before = len(os.listdir("/proc/self/fd"))
     for number in range(2000):
-        outbox.send(pickle.dumps((number, bytes(400))), [write_end] if number % 100 == 0 else [])
+        outbox.send(pickle.dumps((number, bytes(400))), [lease] if number % 100 == 0 else [])
     assert asked
-    os.close(write_end)
+    assert len(os.listdir("/proc/self/fd")) == before
+    del lease
     receiver, seen, came = Receiver(), list[int](), 0
     while len(seen) < 2000:
         message, fds = receiver.receive(pair[1], wait=True)
@@ -175,18 +175,17 @@ def test_an_outbox_keeps_order_and_its_own_descriptors(pair: Pair) -> None:
     assert seen == list(range(2000))
     assert came == 20
     assert outbox.flush()
-    os.close(read_end)
-    assert len(os.listdir("/proc/self/fd")) == before - 2
+    assert segments.usage()[0] == 0
 
 
-def test_nothing_comes_between_the_parts_of_a_message_whoever_else_sends(pair: Pair) -> None:
+def test_nothing_comes_between_the_parts_of_a_message_whoever_else_sends(pair: Pair, segments: SegmentPool) -> None:
     outbox = Outbox(pair[0], lambda fd: None)
-    null = os.open(os.devnull, os.O_RDONLY)
+    lease = segments.take(1, "a test")
     counts = [("many", 2 * MOST_FDS + 1), ("none", 0), ("one", 1)]
     senders = [
         threading.Thread(
             target=lambda kind=kind, count=count: [
-                outbox.send(pickle.dumps((kind,)), [null] * count) for _ in range(20)
+                outbox.send(pickle.dumps((kind,)), [lease] * count) for _ in range(20)
             ]
         )
         for kind, count in counts
@@ -210,7 +209,6 @@ def test_nothing_comes_between_the_parts_of_a_message_whoever_else_sends(pair: P
     ended.set()
     for thread in (*senders, flusher):
         thread.join()
-    os.close(null)
 
 
 def test_a_message_that_loses_descriptors_loses_all_and_says_why(
@@ -219,9 +217,9 @@ def test_a_message_that_loses_descriptors_loses_all_and_says_why(
     store = LocalStore(segments)
     refs = [keep(torch.full((INLINE_LIMIT,), float(at)), store, "maker") for at in range(5)]
     parcel = pack(refs, segments)
-    sent, fds = outgoing(parcel)
+    sent, leases = outgoing(parcel)
     before = len(os.listdir("/proc/self/fd"))
-    send_message(pair[0], sent, fds, wait=True)
+    send_message(pair[0], sent, leases, wait=True)
     with monkeypatch.context() as few:  # as where the process may open two more files
         few.setattr(Receiver, "_ANCILLARY", socket.CMSG_SPACE(2 * 4))
         (_, wire), received = Receiver().receive(pair[1], wait=True)
@@ -229,40 +227,18 @@ def test_a_message_that_loses_descriptors_loses_all_and_says_why(
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(StoreFullError, match=r"an argument came without .* open .*ulimit -n"):
         inbound.read("an argument")
-    answers = [Receiver().receive(pair[0], wait=True)[0] for _ in fds]
-    told = sorted(number for answer in answers for number in released(answer))
-    assert told == sorted(lease.segment.number for lease in parcel.leases)
+    answers = [Receiver().receive(pair[0], wait=True)[0] for _ in leases]
+    told = sorted(key for answer in answers for key in released(answer))
+    assert told == sorted(lease.segment.key for lease in leases)
 
 
-def test_a_closed_outbox_drops_what_waits(pair: Pair) -> None:
+def test_a_closed_outbox_drops_what_is_kept(pair: Pair, segments: SegmentPool) -> None:
     outbox = Outbox(pair[0], lambda fd: None)
-    null = os.open(os.devnull, os.O_RDONLY)
-    before = len(os.listdir("/proc/self/fd"))
+    lease = segments.take(1, "a test")
     for _ in range(1000):
-        outbox.send(b"x" * 1000, [null])
-    assert len(os.listdir("/proc/self/fd")) > before
+        outbox.send(b"x" * 1000, [lease])
+    del lease
+    assert segments.usage()[0] > 0
     outbox.close()
-    outbox.send(b"x", [null])
-    pair[1].close()  # with the descriptors that were on their way
-    assert len(os.listdir("/proc/self/fd")) == before - 2
-    os.close(null)
-
-
-def test_what_cannot_be_kept_for_later_is_refused_whole(pair: Pair) -> None:
-    """Half a message would give its descriptors to the next one."""
-    outbox = Outbox(pair[0], lambda fd: None)
-    null = os.open(os.devnull, os.O_RDONLY)
-    before = os.listdir("/proc/self/fd")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + MOST_FDS, hard))
-    try:
-        with pytest.raises(StoreFullError, match=r"a call could not be kept .* open .*ulimit -n"):
-            outbox.send(b"never", [null] * (2 * MOST_FDS + 1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-    outbox.send(pickle.dumps(("next",)), [null])
-    message, fds = Receiver().receive(pair[1], wait=True)
-    assert (message, len(fds)) == (("next",), 1)
-    for fd in (null, *fds):
-        os.close(fd)
+    outbox.send(b"x", [])
+    assert segments.usage()[0] == 0

@@ -8,7 +8,6 @@ The end of the control socket means that the controller is gone.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import pickle
@@ -17,9 +16,10 @@ import socket
 import sys
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from podium.backends.local.shared_memory import SegmentPool
+from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import (
     NOTHING,
     Inbound,
@@ -32,11 +32,8 @@ from podium.backends.local.wire import (
     send_message,
     split_message,
 )
-from podium.backends.process import Surroundings
+from podium.backends.process import Surroundings, run_to_the_end
 from podium.runtime.worker_process import Outcome, Values, WorkerProcess, pack_outcome
-
-if TYPE_CHECKING:
-    from podium.data import TensorStore
 
 __all__ = ["main"]
 
@@ -50,27 +47,16 @@ def main(calls_fd: int, control_fd: int, surroundings: tuple[Any, ...], store: t
     faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
     Surroundings(*surroundings).settle_in("lo")
     child = _Child(socket.socket(fileno=calls_fd), socket.socket(fileno=control_fd), store)
-    threading.Thread(target=child.serve_control, name="podium-control", daemon=True).start()
-    code = 1
-    try:
-        child.serve_calls()
-        code = 0
-    except BaseException as error:  # noqa: BLE001 - the end of the process: say why, then go
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+    threading.Thread(target=run_to_the_end, args=(child.serve_control,), name="podium-control", daemon=True).start()
+    run_to_the_end(child.serve_calls)
 
 
 class _Child:
     def __init__(self, calls: socket.socket, control: socket.socket, store: tuple[int | None, str]) -> None:
         self._calls = calls
         self._control = control
-        self._store = store
-        self._process = WorkerProcess(make_store=self._make_store)
         self._segments = SegmentPool()
+        self._process = WorkerProcess(make_store=partial(LocalStore, self._segments, *store))
         self._sending = threading.Lock()
         self._releases = Releases(calls)
 
@@ -85,20 +71,15 @@ class _Child:
             del outcome
 
     def serve_control(self) -> None:
-        try:
-            receiver = Receiver()
-            while True:
-                message, fds = receiver.receive(self._control, wait=True)
-                if message and message[0] == "release":
-                    for number in message[1]:
-                        self._segments.release(number, "controller")
-                    continue
-                number, target, method, wants, values = self._read(message, fds)
-                self._process.execute_concurrently(number, target, method, values, partial(self._answer, number, wants))
-        except BaseException as error:  # noqa: BLE001 - without this thread no call ends: say why, then go
-            sys.excepthook(type(error), error, error.__traceback__)
-            sys.stderr.flush()
-            os._exit(1)
+        receiver = Receiver()
+        while True:
+            message, fds = receiver.receive(self._control, wait=True)
+            if message and message[0] == "release":
+                for key in message[1]:
+                    self._segments.release(key, "controller")
+                continue
+            number, target, method, wants, values = self._read(message, fds)
+            self._process.execute_concurrently(number, target, method, values, partial(self._answer, number, wants))
 
     def _read(self, message: Message, fds: list[int]) -> tuple[int, str, str, bool, Values]:
         if not message:
@@ -110,11 +91,6 @@ class _Child:
             return number, target, method, wants, {}
         return number, target, method, wants, partial(_read_all, parcels, f"an argument of {target}.{method}")
 
-    def _make_store(self) -> TensorStore:
-        from podium.backends.local.store import LocalStore
-
-        return LocalStore(self._segments, *self._store)
-
     def _answer(self, number: int, wants: bool, outcome: Outcome) -> None:
         parcel = NOTHING
         if outcome.status == "error" or (wants and outcome.value is not None):
@@ -123,10 +99,9 @@ class _Child:
         message = pickle.dumps(answer, 5)
         for lease in parcel.leases:
             self._segments.hold(lease.segment, "controller")
-        fds = [lease.segment.fd for lease in parcel.leases]
         try:
             with self._sending:  # nothing comes between the parts of one message
-                for part, some in split_message(message, fds):
+                for part, some in split_message(message, parcel.leases):
                     send_message(self._calls, part, some, wait=True)
             self._releases.flush()
         except OSError:

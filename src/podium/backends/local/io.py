@@ -1,9 +1,8 @@
 """Waiting for all sockets at once, in the thread that waits for a result or, when none does, in a thread of its own.
 
 Handing a reply from an I/O thread to the thread that waits for it costs two switches and a fight for the interpreter's
-lock: three to five times the whole exchange. So the thread that waits *drives*: it polls and takes in every message
-itself, its own and others'. The I/O thread polls while nobody drives, and stays out of the way for HOT_S after somebody
-did.
+lock: three to five times the whole exchange. So the thread that waits *drives*: it polls and takes in every message,
+its own and others'. The I/O thread polls while nobody drives, and for HOT_S after somebody did it does not.
 
     result() ──drive──▶ has the turn? poll, take in, until its call has ended     (another's call ended: its gate opens)
              ├─ the I/O thread has it: wake it, it gives the turn away
@@ -29,42 +28,42 @@ HOT_S = 0.004
 TAKE_OVER_S = 0.05
 
 
+def _nothing_to_send() -> bool:
+    return True
+
+
 class IoLoop:
     """The sockets of one backend and who waits for them."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._readers: dict[int, Callable[[], bool]] = {}
-        self._flushers: dict[int, Callable[[], bool]] = {}
+        self._watched: dict[int, tuple[Callable[[], bool], Callable[[], bool]]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self.watch(self._wake_fd, self._on_wake)
         self._turn = threading.Lock()
         self._in_thread = False
         self._wanted = False
         self._driven_at = 0.0
         self._stopping = threading.Event()
-        self._stopped = False
         self._interrupts = Interrupts()
         self._thread = threading.Thread(target=self._run, name="podium-io", daemon=True)
         self._thread.start()
 
-    def watch(self, fd: int, on_readable: Callable[[], bool], flush: Callable[[], bool] | None = None) -> None:
-        """Call ``on_readable`` when ``fd`` has something to read, until it returns False."""
-        self._readers[fd] = on_readable
-        if flush is not None:
-            self._flushers[fd] = flush
+    def watch(self, fd: int, on_readable: Callable[[], bool], flush: Callable[[], bool] = _nothing_to_send) -> None:
+        """Call ``on_readable`` when ``fd`` has something to read, until it returns False. ``flush`` sends what waits
+        for ``fd``, and returns whether that was all."""
+        self._watched[fd] = on_readable, flush
         self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, *fds: int) -> None:
         """Forget ``fds``; before they are closed."""
         for fd in fds:
-            if self._readers.pop(fd, None) is not None:
+            if self._watched.pop(fd, None) is not None:
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(fd)
-            self._flushers.pop(fd, None)
 
     def flush_later(self, fd: int) -> None:
-        """Call the ``flush`` of ``fd`` when it can be written, until it returns True."""
+        """Flush ``fd`` when it can be written."""
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
 
@@ -78,17 +77,12 @@ class IoLoop:
         if not self._turn.acquire(blocking=False) and not self._take_over():
             return False
         try:
-            main = threading.get_ident() == threading.main_thread().ident
             until = None if timeout_s is None else time.monotonic() + timeout_s
-            while not ended() and not self._stopped:
+            while not ended() and not self._stopping.is_set():
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                ready = self._epoll.poll(left)
-                if main:
-                    self._interrupts.hold(self._take_in, ready)
-                else:
-                    self._take_in(ready)
+                self._interrupts.hold(self._take_in, self._epoll.poll(left))
         finally:
             self._driven_at = time.monotonic()
             self._turn.release()
@@ -105,7 +99,6 @@ class IoLoop:
     def stop(self) -> None:
         """End the thread and free everything."""
         self._interrupts.restore()
-        self._stopped = True
         self._stopping.set()
         self.wake()
         if threading.current_thread() is not self._thread:
@@ -130,20 +123,21 @@ class IoLoop:
                 self._in_thread = False
                 self._turn.release()
 
+    def _on_wake(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        return True
+
     def _take_in(self, ready: list[tuple[int, int]]) -> None:
         for fd, events in ready:
-            if fd == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(fd)
+            watched = self._watched.get(fd)
+            if watched is None:
                 continue
+            on_readable, flush = watched
             if events & select.EPOLLOUT:
-                flush = self._flushers.get(fd)
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # before the flush: a sender may call flush_later after it
+                with contextlib.suppress(OSError, ValueError):  # first: a sender may call flush_later after the flush
                     self._epoll.modify(fd, select.EPOLLIN)
-                if flush is not None and not flush():
+                if not flush():
                     self.flush_later(fd)
-            reader = self._readers.get(fd)
-            if events & ~select.EPOLLOUT and reader is not None and not reader():
+            if events & ~select.EPOLLOUT and not on_readable():
                 self.unwatch(fd)

@@ -1,67 +1,88 @@
-"""A worker process of this machine as the controller sees it."""
+"""A worker process of this machine as the controller sees it, and the sockets to it."""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from podium.backends.local.outbox import Outbox
+from podium.backends.local.server import Spawn
 from podium.backends.local.shared_memory import Lease
-from podium.backends.local.wire import Parcel, Receiver, Releases, receive_parcel
-from podium.backends.logs import Log
-from podium.errors import StoreFullError
+from podium.backends.local.wire import (
+    MOST_FDS,
+    Parcel,
+    Receiver,
+    Releases,
+    receive_parcel,
+    send_message,
+    split_message,
+)
+from podium.backends.process import Surroundings, environment_of
+from podium.errors import WorkerStartError
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
 
 if TYPE_CHECKING:
     from podium.backends.local.backend import LocalBackend
 
-__all__ = ["START_TIMEOUT_S", "LocalProcess"]
+__all__ = ["START_TIMEOUT_S", "LocalProcess", "Outbox"]
 
 START_TIMEOUT_S = 120.0
 KILL_S = 10.0
 
-_NO_FDS: list[int] = []
+READ_AT_START = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_")
+"""Names of variables that libraries read when they are loaded. A worker with one starts in a fresh interpreter."""
 
 
 class LocalProcess(ProcessHandle):
-    """Args:
-    token: Its name between the controller and the fork server.
-    calls, control: Sockets to its main thread and to its control thread.
+    """One worker process, which its backend's fork server starts.
+
+    Args:
+        token: Name of the process between the controller and the fork server.
+
+    Raises:
+        WorkerStartError: The fork server is gone.
     """
 
-    def __init__(
-        self,
-        backend: LocalBackend,
-        token: int,
-        spec: ProcessSpec,
-        calls: socket.socket,
-        control: socket.socket,
-        log: Log,
-        on_death: OnDeath,
-        flush_later: Callable[[int], None],
-    ) -> None:
-        self.token = token
+    def __init__(self, backend: LocalBackend, token: int, spec: ProcessSpec, on_death: OnDeath) -> None:
         self.rank = spec.rank
         self.label = spec.label
-        self.log = log
+        self.log = backend.files.begin_log(spec.label)
         self.started = threading.Event()
         self.ended = threading.Event()
         self._backend = backend
         self._segments = backend.segments
-        self._calls = calls
-        self._control = control
+        self._token = token
         self._on_death = on_death
         self._pending: dict[int, Callable[[Reply], None]] = {}
-        self._releases = Releases(control)
+        self._calls, calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._calls_out = Outbox(self._calls, backend.io.flush_later)
+        self._control_out = Outbox(self._control, backend.io.flush_later)
+        self._releases = Releases(self._control)
         self._receiver = Receiver()
-        self.calls_out = Outbox(calls, flush_later)
-        self.control_out = Outbox(control, flush_later)
-        self._reading = threading.Lock()
+        backend.processes[token] = self
+        backend.io.watch(self._calls.fileno(), self._on_readable, self._calls_out.flush)
+        backend.io.watch(self._control.fileno(), lambda: True, self._control_out.flush)
+        order = Spawn(
+            token,
+            env=environment_of(spec, backend.accelerators),
+            fresh=any(name.startswith((*READ_AT_START, "PYTHON")) for name in spec.env),
+            surroundings=Surroundings.here(spec.threads),
+            log_path=str(self.log.path),
+            store=backend.store,
+        )
+        with calls, control:
+            try:
+                socket.send_fds(backend.orders, [pickle.dumps(order)], [calls.fileno(), control.fileno()])
+            except OSError as error:
+                self.end(Death("the fork server is gone"))
+                raise WorkerStartError(f"{spec.label}: the fork server is gone: {error}", rank=spec.rank) from error
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
         if self.ended.is_set():
@@ -69,71 +90,65 @@ class LocalProcess(ProcessHandle):
         if request.wire is None:
             request.wire = _encode(request)
         message, leases = request.wire
-        fds = _NO_FDS
         if leases:
             for lease in leases:
-                self._segments.hold(lease.segment, self.token)
+                self._segments.hold(lease.segment, self._token)
             if self.ended.is_set():  # just now: it was forgotten before it held these
-                self._segments.forget(self.token)
+                self._segments.forget(self._token)
                 return
-            fds = [lease.segment.fd for lease in leases]
         self._pending[request.number] = done
-        try:
-            (self.control_out if request.concurrent else self.calls_out).send(message, fds)
-        except StoreFullError:
-            self._pending.pop(request.number, None)
-            for lease in leases:
-                self._segments.release(lease.segment.number, self.token)
-            raise
+        (self._control_out if request.concurrent else self._calls_out).send(message, leases)
 
     def kill(self) -> None:
         if not self.ended.is_set() and self.started.wait(START_TIMEOUT_S):
-            self._backend.order_kill(self.pid)
+            with contextlib.suppress(OSError):  # the server is gone, and its children with it
+                # Only the parent of a process can know that its number does not mean another process by now.
+                self._backend.orders.send(pickle.dumps(("kill", self.pid)))
             self.ended.wait(KILL_S)
 
     def end(self, death: Death) -> None:
         """The process is gone."""
         if self.ended.is_set():
             return
-        self._backend.unwatch(self._calls, self._control)
-        self.calls_out.close()
-        self.control_out.close()
+        self._backend.io.unwatch(self._calls.fileno(), self._control.fileno())
+        self._calls_out.close()
+        self._control_out.close()
         self._pending.clear()
         self._receiver.close()
         self.started.set()
         self.ended.set()
-        self._backend.forget(self)
+        self._backend.processes.pop(self._token, None)
+        self._segments.forget(self._token)
         self._on_death(self.rank, death)
-
-    def on_readable(self) -> bool:
-        """Take one message in; the poll reports what is left. Returns False once the other end is closed."""
-        with self._reading:
-            try:
-                message, fds = self._receiver.receive(self._calls, wait=False)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            if not message:
-                return False
-            if message[0] == "release":
-                for number in message[1]:
-                    self._segments.release(number, self.token)
-                return True
-            _, number, status, started, ended, wire = message
-            self._releases.flush()
-            payload = None if wire is None else receive_parcel(wire, fds, self._releases, self._segments)
-        done = self._pending.pop(number, None)
-        if done is not None:
-            done(Reply(status, payload, started, ended))
-        return True
 
     def drain(self) -> None:
         """Take in all that the process sent before it ended."""
         incoming = select.poll()  # select() cannot take a descriptor above 1023
         incoming.register(self._calls, select.POLLIN)
-        while incoming.poll(0) and self.on_readable():
+        while incoming.poll(0) and self._on_readable():
             pass
+
+    def _on_readable(self) -> bool:
+        """Take one message in; the poll reports what is left. Returns False once the other end is closed."""
+        try:
+            message, fds = self._receiver.receive(self._calls, wait=False)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not message:
+            return False
+        if message[0] == "release":
+            for key in message[1]:
+                self._segments.release(key, self._token)
+            return True
+        _, number, status, started, ended, wire = message
+        self._releases.flush()
+        payload = None if wire is None else receive_parcel(wire, fds, self._releases, self._segments)
+        done = self._pending.pop(number, None)
+        if done is not None:
+            done(Reply(status, payload, started, ended))
+        return True
 
 
 def _encode(request: Request) -> tuple[bytes, list[Lease]]:
@@ -142,3 +157,58 @@ def _encode(request: Request) -> tuple[bytes, list[Lease]]:
     wires = [parcel.wire for parcel in parcels]
     head = ("call", request.number, request.target, request.method, request.wants_result)
     return pickle.dumps((*head, *wires), 5), [lease for parcel in parcels for lease in parcel.leases]
+
+
+class Outbox:
+    """Sends on one socket without ever waiting.
+
+    What the socket does not take at once is kept in order, with the leases of its segments, until :meth:`flush`.
+    ``flush_later`` is called with the socket's number when there is something to flush.
+    """
+
+    def __init__(self, connection: socket.socket, flush_later: Callable[[int], None]) -> None:
+        self._connection = connection
+        self._flush_later = flush_later
+        self._late: deque[tuple[bytes, Sequence[Lease]]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def send(self, message: bytes, leases: Sequence[Lease]) -> None:
+        """Send now if the socket takes it, else later; drop it if the other end is gone. Any thread may call this:
+        nothing comes between the parts of one message."""
+        with self._lock:
+            if self._closed:
+                return
+            if not self._late and len(leases) <= MOST_FDS:
+                with contextlib.suppress(BlockingIOError):
+                    self._send_now(message, leases)
+                    return
+            self._late.extend(split_message(message, leases))
+        if not self.flush():
+            self._flush_later(self._connection.fileno())
+
+    def flush(self) -> bool:
+        """Send what is kept. Returns True when nothing is left."""
+        with self._lock:
+            while self._late:
+                try:
+                    self._send_now(*self._late[0])
+                except BlockingIOError:
+                    return False
+                self._late.popleft()
+        return True
+
+    def close(self) -> None:
+        """Close the socket and drop what is kept."""
+        with self._lock:
+            self._closed = True
+            self._connection.close()
+            self._late.clear()
+
+    def _send_now(self, message: bytes, leases: Sequence[Lease]) -> None:
+        try:
+            send_message(self._connection, message, leases, wait=False)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # the process has ended; the fork server will say so

@@ -1,14 +1,19 @@
-"""Anonymous shared memory that is written once, read by others copy-on-write, and used again after its last reader.
+"""Anonymous shared memory that is written once, read by others, and used again after its last reader.
 
 A *segment* is a memfd of its writer. It is passed as a descriptor, so there is no name that could leak, and the kernel
-frees it when the last process lets go, however that process ended. Readers map it privately: what they write stays
-theirs (see views.py). A reader says when it is done; only then is the segment written again.
-Memory touched before is three times faster to write than fresh memory, which is why segments are kept.
+frees it when the last process has closed it, however that process ended. Its key is its inode, which is the same in
+every process. A reader says when it is done; only then is the segment written again. Segments are kept for that,
+because memory that was touched before is three times faster to write than fresh memory.
 
-A process may pass on a segment that it was sent: it *adopts* it, and tells the sender that it is done when nobody here
-and nobody whom it passed it on to needs it any more:
+A reader maps a segment in one of two ways. A private mapping is copy-on-write, so that what the reader writes stays its
+own. It is made and taken down for every message, which costs a third of reading the segment once. A reader that does
+not write shares the pages. Such mappings are kept, because a released segment is mostly written and sent again, as
+buckets of weights are.
 
-    writer ──fd──▶ controller ──fd──▶ reader          each holds its own descriptor; the writer may die
+A process may pass on a segment that it was sent. It *adopts* the segment, and tells the sender that it is done when
+neither this process nor any process to which it passed the segment needs it any more:
+
+    writer ──fd──▶ controller ──fd──▶ reader          each holds a descriptor of its own; the writer may die
            ◀─done─            ◀─done─                 each tells the one that it got the segment from
 """
 
@@ -18,50 +23,62 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from podium.backends.local.views import MEMORY, Views
+from podium.backends.devices import MEMORY
+from podium.data.store import Bytes
+from podium.errors import RefLostError, StoreFullError
 
-__all__ = ["INLINE_LIMIT", "Lease", "Segment", "SegmentPool"]
+__all__ = ["INLINE_LIMIT", "Key", "Lease", "Segment", "SegmentPool"]
 
 INLINE_LIMIT = 32 << 10  # bytes of a parcel that still go in the message; below it, descriptors cost more than copies
 KEPT_IDLE = max(1 << 30, MEMORY // 12)  # bytes of idle segments that a process keeps; the longest idle go first
-KEPT_COUNT = 64  # and at most so many, each of which takes descriptors
-Bytes = npt.NDArray[np.uint8]
+KEPT_VIEWS = max(256 << 20, MEMORY // 24)  # bytes that a process keeps mapped, though they may be freed elsewhere
+KEPT_COUNT = 64  # idle segments, and mappings, that a process keeps: each takes a descriptor
+
+Key = tuple[int, int]
+"""Device and inode of a segment's file."""
 
 
 class Segment:
-    """One memfd, or unlinked file, of this process. ``holders`` counts, for each holder, how many times it was sent
-    there; ``label`` says what it holds, where it is kept by reference."""
+    """One memfd, or unlinked file, of this process.
 
-    def __init__(self, number: int, nbytes: int, fd: int, ended: Callable[[], None] | None = None) -> None:
-        self.number = number
-        self.nbytes = nbytes
+    Attributes:
+        label: Maker of the tensors in it, where they are kept by reference.
+        ended: Called when nobody here holds the segment any more. None for a memfd of this process's own, which is then
+            used again.
+        holders: How many times the segment was sent to each holder.
+    """
+
+    def __init__(self, fd: int, label: str = "", ended: Callable[[], None] | None = None) -> None:
+        status = os.fstat(fd)
+        self.key: Key = (status.st_dev, status.st_ino)
+        self.nbytes = status.st_size
         self.fd = fd
+        self.label = label
         self.ended = ended
-        self.label = ""
-        self.inode = _inode(fd)
         self.holders: dict[object, int] = {}
-        self._map: mmap.mmap | None = None
-        self._memory: Bytes | None = None
+        self._mapping: mmap.mmap | None = None
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The segment itself, to write into."""
+        if self._mapping is None:
+            self._mapping = mmap.mmap(self.fd, self.nbytes)
+        return self._mapping
 
     @property
     def memory(self) -> Bytes:
-        """uint8 ``[nbytes]`` to write into."""
-        if self._memory is None:
-            self._map = mmap.mmap(self.fd, self.nbytes)
-            self._memory = np.frombuffer(self._map, dtype=np.uint8)
-        return self._memory
+        """uint8 ``[nbytes]`` over :attr:`mapping`, for as long as a lease is held."""
+        return np.frombuffer(self.mapping, dtype=np.uint8)
 
     def free(self) -> None:
-        self._memory = None
-        if self._map is not None:
-            self._map.close()
+        self._mapping = None  # it ends with its last user
         os.close(self.fd)
         self.fd = -1
         if self.ended is not None:
@@ -71,49 +88,62 @@ class Segment:
 class SegmentPool:
     """The segments that this process writes, and those that it was sent and may pass on.
 
-    A segment is idle once no holder is left: neither the parcel it was written for nor any reader.
+    A segment is idle once no holder is left: neither the parcel for which it was written nor any reader.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a garbage collection inside the lock may release a segment
         self._idle: list[Segment] = []
-        self._used: dict[int, Segment] = {}
-        self._named: dict[tuple[int, int], Segment] = {}  # those in use, by the inode of their memory
-        self._next = 1
+        self._used: dict[Key, Segment] = {}
+        self._views: dict[Key, mmap.mmap] = {}  # shared mappings, those used last at the end
         self._process = os.getpid()
-        self.views = Views()
 
-    def take(self, nbytes: int, label: str = "") -> Lease:
-        """A segment of at least ``nbytes``; held until the lease is dropped and its readers have let go."""
+    def take(self, nbytes: int, what: str, label: str = "") -> Lease:
+        """A segment of at least ``nbytes`` to write into.
+
+        Raises:
+            StoreFullError: There is no memory for it. The message names ``what``.
+        """
         size = _rounded(nbytes)
-        with self._lock:
-            segment = self._reused(size) or self._add(size, _memfd(size))
-            segment.label = label
-            return Lease(self, segment)
+        try:
+            with self._lock:
+                lease = Lease(self, self._reused(size) or self._add(Segment(_memfd(size))))
+                lease.segment.label = label
+                _ = lease.segment.mapping
+                return lease
+        except OSError as error:
+            raise StoreFullError(f"no shared memory for {nbytes} bytes of {what}: {error}") from error
 
     def take_file(self, nbytes: int, directory: Path, label: str) -> Lease:
-        """As :meth:`take`, on disk: a file without a name, which ends with its last descriptor."""
-        with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            fd = os.dup(file.fileno())
-        with self._lock:
-            segment = self._add(nbytes, fd, _nothing)
-            segment.label = label
-            return Lease(self, segment)
+        """As :meth:`take`, on disk: a file without a name, which ends with its last descriptor and is not used again.
 
-    def adopt(self, fd: int, nbytes: int, ended: Callable[[], None]) -> Lease:
+        Raises:
+            StoreFullError: There is no room for it.
+        """
+        try:
+            with tempfile.TemporaryFile(dir=directory) as file, self._lock:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                lease = Lease(self, self._add(Segment(os.dup(file.fileno()), label, _nothing)))
+                _ = lease.segment.mapping
+                return lease
+        except OSError as error:
+            raise StoreFullError(
+                f"no room in spill_dir {directory} for {nbytes} bytes made by {label}: {error}"
+            ) from error
+
+    def adopt(self, fd: int, ended: Callable[[], None]) -> Lease:
         """A segment that another process writes, received as ``fd``. ``ended`` is called when nobody here holds it.
 
-        What is here already, our own that comes back or another's that comes again, is held once more and no second
-        time: else a reference passed to and fro would be a chain of descriptors, each of which keeps the one before.
+        A segment that is here already, this process's own that comes back or another's that comes again, gets one more
+        holder and no second descriptor. Otherwise a reference passed to and fro would be a chain of descriptors, each
+        of which keeps the one before.
         """
+        segment = Segment(fd, ended=ended)
         with self._lock:
-            known = self._named.get(_inode(fd))
-            if known is None:
-                return Lease(self, self._add(nbytes, fd, ended))
-            lease = Lease(self, known)
-        os.close(fd)
-        ended()
+            known = self._used.get(segment.key)
+            lease = Lease(self, known or self._add(segment))
+        if known is not None:
+            segment.free()
         return lease
 
     def hold(self, segment: Segment, holder: object) -> None:
@@ -121,12 +151,12 @@ class SegmentPool:
         with self._lock:
             segment.holders[holder] = segment.holders.get(holder, 0) + 1
 
-    def release(self, number: int, holder: object) -> None:
-        """``holder`` is done with one sending of segment ``number``."""
+    def release(self, key: Key, holder: object) -> None:
+        """``holder`` is done with one sending of a segment."""
         if os.getpid() != self._process:  # a fork of this process, such as a data loader's: it never received anything
             return
         with self._lock:
-            segment = self._used.get(number)
+            segment = self._used.get(key)
             if segment is None or holder not in segment.holders:
                 return
             segment.holders[holder] -= 1
@@ -135,11 +165,23 @@ class SegmentPool:
             self._retire(segment)
 
     def forget(self, holder: object) -> None:
-        """``holder`` has died: it reads nothing any more."""
+        """``holder`` has died, so it reads nothing any more."""
         with self._lock:
             for segment in list(self._used.values()):  # a copy: a collection may release any of them
                 if segment.holders.pop(holder, None) is not None:
                     self._retire(segment)
+
+    def view(self, segment: Segment, what: str) -> mmap.mmap:
+        """The shared mapping of a segment for readers that do not write."""
+        with self._lock:
+            mapping = self._views.pop(segment.key, None)
+            if mapping is None:
+                mapping = _map(segment, segment.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, what)
+            if segment.nbytes <= KEPT_VIEWS:
+                self._views[segment.key] = mapping
+            while len(self._views) > KEPT_COUNT or sum(len(kept) for kept in self._views.values()) > KEPT_VIEWS:
+                del self._views[next(iter(self._views))]  # it ends with its last reader
+        return mapping
 
     def usage(self) -> tuple[int, int]:
         """Bytes in use and bytes idle."""
@@ -162,32 +204,24 @@ class SegmentPool:
                 segment.free()
             self._idle.clear()
             self._used.clear()
-            self._named.clear()
-        self.views.clear()
+            self._views.clear()
 
-    def _add(self, nbytes: int, fd: int, ended: Callable[[], None] | None = None) -> Segment:
-        segment = Segment(self._next, nbytes, fd, ended)
-        self._next += 1
-        self._use(segment)
+    def _add(self, segment: Segment) -> Segment:
+        self._used[segment.key] = segment
         return segment
-
-    def _use(self, segment: Segment) -> None:
-        self._used[segment.number] = self._named[segment.inode] = segment
 
     def _reused(self, nbytes: int) -> Segment | None:
         """The smallest idle segment that fits, and is not more than twice as large."""
         fits = [segment for segment in list(self._idle) if nbytes <= segment.nbytes <= 2 * nbytes]
         best = min(fits, key=lambda segment: segment.nbytes, default=None)
-        if best not in self._idle:  # none, or a collection has released others and freed this one
+        if best is None or best not in self._idle:  # a collection has released others and freed this one
             return None
         self._idle.remove(best)
-        self._use(best)
-        return best
+        return self._add(best)
 
     def _retire(self, segment: Segment) -> None:
-        if segment.holders or self._used.pop(segment.number, None) is None:
+        if segment.holders or self._used.pop(segment.key, None) is None:
             return
-        del self._named[segment.inode]
         if segment.ended is not None:
             segment.free()
             return
@@ -197,28 +231,57 @@ class SegmentPool:
 
 
 class Lease:
-    """The writer's own hold on a segment, let go when the object dies."""
+    """This process's own hold on a segment, which ends with the object and all arrays made by it."""
 
     def __init__(self, pool: SegmentPool, segment: Segment) -> None:
         self.pool = pool
         self.segment = segment
-        pool.hold(segment, self._key)
-
-    @property
-    def _key(self) -> str:
-        return "writer"
+        pool.hold(segment, "here")
 
     def __del__(self) -> None:
-        self.pool.release(self.segment.number, self._key)
+        self.pool.release(self.segment.key, "here")
+
+    def write(self, nbytes: int) -> Bytes:
+        """uint8 ``[nbytes]``: the segment itself. Others see what is written."""
+        return self._array(self.segment.mapping, nbytes)
+
+    def open(self, nbytes: int, what: str = "a result") -> Bytes:
+        """uint8 ``[nbytes]``: the segment's bytes, copy-on-write.
+
+        Raises:
+            RefLostError: The pool is closed. The message names ``what``.
+            StoreFullError: This process may not map more.
+        """
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        return self._array(_map(self.segment, nbytes, mmap.MAP_PRIVATE, access, what), nbytes)
+
+    def lend(self, nbytes: int, what: str) -> Bytes:
+        """As :meth:`open`, for a reader that does not write: a write ends the process by SIGSEGV."""
+        return self._array(self.pool.view(self.segment, what), nbytes)
+
+    def _array(self, mapping: mmap.mmap, nbytes: int) -> Bytes:
+        memory = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
+        weakref.finalize(memory, _let_go, self).atexit = False
+        return memory
+
+
+def _map(segment: Segment, nbytes: int, flags: int, protection: int, what: str) -> mmap.mmap:
+    if segment.fd < 0:
+        raise RefLostError(f"{what} went with its cluster, which is closed: fetch it inside the 'with' block")
+    try:
+        return mmap.mmap(segment.fd, nbytes, flags, protection)
+    except OSError as error:
+        raise StoreFullError(
+            f"{what} of {nbytes} bytes cannot be mapped here: {error}; hold fewer at a time"
+        ) from error
+
+
+def _let_go(lease: Lease) -> None:
+    """Drops the last thing that kept a lease: the finalizer's own argument."""
 
 
 def _nothing() -> None:
-    """A segment that is nobody else's, and is not used again."""
-
-
-def _inode(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
+    """For a segment that is nobody else's, and is not used again."""
 
 
 def _memfd(nbytes: int) -> int:

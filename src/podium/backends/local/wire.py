@@ -4,15 +4,16 @@ A message is the pickle of a tuple:
 
     to a worker process  ("call", number, target, method, wants result, shared, own)
     to the controller    ("answer", number, status, started, ended, result)
-    either way           ("release", numbers of segments that the sender has read)
+    either way           ("release", keys of segments that the sender has read)
 
 ``shared``, ``own`` and the result are parcels. A *parcel* is (pickle, buffers, segment, blocks): the pickle of a value,
-its out-of-band buffers, and the segments of the blocks that it refers to. A small value is in the message. A large one
-lies in a segment: the pickle of (pickle, sizes of the buffers), whose size is the parcel's second entry, and then the
-buffers. A parcel is None where there are no arguments, or where the result is None.
+its out-of-band buffers, and the keys of the segments of the blocks to which it refers. A small value is in the message.
+A large one lies in a segment, whose key is in the parcel: the pickle of (pickle, sizes of the buffers), whose size is
+the parcel's second entry, and then the buffers. A parcel is None where there are no arguments, or where the result is
+None.
 
-A segment is sent as its number, its size, and its descriptor. Descriptors that do not fit into one message go before
-it, in messages of one byte.
+The descriptors of the segments go with the message, in the order of their keys. Those that do not fit go before it, in
+messages of one byte.
 """
 
 from __future__ import annotations
@@ -28,24 +29,21 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from podium.backends.local.shared_memory import INLINE_LIMIT, Lease, SegmentPool
-from podium.backends.local.views import map_segment
+from podium.backends.local.shared_memory import INLINE_LIMIT, Key, Lease, SegmentPool
+from podium.backends.local.store import LocalBlock, brought
+from podium.data.store import ALIGN, Block, filled, lay_out
 from podium.errors import SerializationError, StoreFullError
-from podium.runtime.codec import Opener, decode, encode
-
-if TYPE_CHECKING:
-    from podium.backends.local.store import LocalBlock
+from podium.runtime.codec import decode, encode
 
 __all__ = ["MOST_FDS", "NOTHING", "Inbound", "Message", "Parcel", "Receiver", "Releases"]
-__all__ += ["pack", "receive_parcel", "send_message", "split_message", "too_many_files"]
+__all__ += ["pack", "receive_parcel", "send_message", "split_message"]
 
 RECEIVE_LIMIT = 6 * INLINE_LIMIT
 MOST_FDS = 200  # in one message; the kernel takes 253
-ALIGN = 64
 
 # flags as plain integers: combining the enum's members takes longer than the system call saves
 _SEND = int(socket.MSG_NOSIGNAL)
@@ -64,7 +62,7 @@ class Parcel:
     while the next one's part is copied.
 
     Attributes:
-        leases: The segments that go with the message, in the order of the parcel.
+        leases: The segments that go with the message, in the order of their keys in the parcel.
     """
 
     __slots__ = ("_parts", "_segments", "_where", "_wire", "leases")
@@ -80,29 +78,26 @@ class Parcel:
     def wire(self) -> Message | None:
         """The parcel as it stands in a message. Raises SerializationError if there is no memory for its segment."""
         if self._parts:
-            blocks = [_named(lease) for lease in self.leases]
+            blocks = [lease.segment.key for lease in self.leases]
             data, *buffers = self._parts
             if len(data) + sum(len(buffer) + ALIGN for buffer in buffers) <= INLINE_LIMIT:
                 self._wire = (data, [bytearray(buffer) for buffer in buffers], None, blocks)
             else:
                 head = pickle.dumps((data, list(map(len, buffers))), 5)
-                self._wire = (None, len(head), _named(self._store([head, *buffers])), blocks)
+                self._wire = (None, len(head), self._store([head, *buffers]), blocks)
             self._parts = ()
         return self._wire
 
-    def _store(self, parts: Sequence[bytes | memoryview]) -> Lease:
-        total = sum(_aligned(len(part)) for part in parts)
+    def _store(self, parts: Sequence[bytes | memoryview]) -> Key:
+        buffers = [np.frombuffer(part, dtype=np.uint8) for part in parts]
+        offsets, nbytes = lay_out(buffers)
         try:
-            lease = self._segments.take(total)
-            memory = lease.segment.memory
-        except OSError as error:
-            raise SerializationError(f"no shared memory for {self._where} of {total} bytes: {error}") from error
-        at = 0
-        for part in parts:
-            np.copyto(memory[at : at + len(part)], np.frombuffer(part, dtype=np.uint8))
-            at += _aligned(len(part))
+            lease = self._segments.take(nbytes, self._where)
+        except StoreFullError as error:
+            raise SerializationError(str(error)) from error
+        filled(lease.segment.memory, buffers, offsets)
         self.leases = [lease, *self.leases]
-        return lease
+        return lease.segment.key
 
 
 NOTHING = Parcel((), SegmentPool(), "nothing", ())
@@ -116,13 +111,10 @@ def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
         SerializationError: The value does not pickle.
         RefLostError: The value refers to tensors of another cluster which are gone.
     """
-    blocks: list[Any] = []
+    blocks: list[Block] = []
     data, buffers = encode(value, where, blocks)
-    if blocks:
-        from podium.backends.local.store import brought
-
-        blocks = [brought(block, segments) for block in blocks]
-    return Parcel([data, *[buffer.raw() for buffer in buffers]], segments, where, blocks)
+    own = [brought(block, segments) for block in blocks]
+    return Parcel([data, *[buffer.raw() for buffer in buffers]], segments, where, own)
 
 
 class Inbound:
@@ -135,82 +127,84 @@ class Inbound:
 
     def read(self, where: str = "a value") -> Any:
         """The value. Its tensors may be written without harm to anyone."""
-        openers: Sequence[Opener] = ()
-        if self._blocks:
-            from podium.backends.local.store import LocalBlock
-
-            openers = [partial(LocalBlock, lease) for lease in self._blocks]
-            self._blocks = ()
+        openers = [partial(LocalBlock, lease) for lease in self._blocks]
+        self._blocks = ()
         if self._lease is None:
             if self._data is None:
-                raise too_many_files(f"{where} came without its shared memory")
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                raise StoreFullError(
+                    f"{where} came without its shared memory: this process has all the {limit} files open that it may, "
+                    "and a reference takes one, and its tensor another; raise the limit (ulimit -n) or hold fewer at a "
+                    "time"
+                )
             return decode(self._data, self._buffers, where, openers)
-        memory: Any = map_segment(self._lease, self._lease.segment.nbytes)
-        self._lease, view = None, memoryview(memory)
+        view = memoryview(cast(Any, self._lease.open(self._lease.segment.nbytes)))
+        self._lease = None
         data, sizes = pickle.loads(view[: self._buffers])
         buffers: list[memoryview] = []
-        at = _aligned(self._buffers)
+        at = self._buffers
         for size in sizes:
+            at += -at % ALIGN
             buffers.append(view[at : at + size])
-            at += _aligned(size)
+            at += size
         return decode(data, buffers, where, openers)
 
 
 def receive_parcel(wire: Message, fds: list[int], releases: Releases, segments: SegmentPool) -> Inbound:
     """The parcel that came as ``wire``; takes its descriptors from ``fds``."""
     data, buffers, stored, blocks = wire
-    named = [stored, *blocks] if stored else blocks
-    if len(fds) < len(named):  # this process could not take them
-        for number, _ in named:
-            releases.add(number)
+    keys: list[Key] = [stored, *blocks] if stored else blocks
+    if len(fds) < len(keys):  # this process could not take them
+        for key in keys:
+            releases.add(key)
         return Inbound(None, (), None, ())
-    leases = [segments.adopt(fds.pop(0), nbytes, partial(releases.add, number)) for number, nbytes in named]
+    leases = [segments.adopt(fds.pop(0), partial(releases.add, key)) for key in keys]
     return Inbound(data, buffers, leases.pop(0) if stored else None, leases)
 
 
 class Releases:
     """Tells the other end which of its segments have been read.
 
-    It never waits, and may be called from within any thread's garbage collection. What the socket does not take at once
-    goes with the next message, of any kind and in either direction.
+    Nothing here waits, and any thread's garbage collection may call it. What the socket does not take at once goes with
+    the next message, of any kind and in either direction.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._late: deque[int] = deque()
+        self._late: deque[Key] = deque()
 
-    def add(self, number: int) -> None:
-        self._late.append(number)
+    def add(self, key: Key) -> None:
+        self._late.append(key)
         self.flush()
 
     def flush(self) -> None:
         """Send what the socket has not taken yet, as far as it takes it now."""
         while self._late:
-            numbers: list[int] = []
+            keys: list[Key] = []
             with contextlib.suppress(IndexError):
-                while len(numbers) < 1000:
-                    numbers.append(self._late.popleft())
-            if not numbers:
+                while len(keys) < 1000:
+                    keys.append(self._late.popleft())
+            if not keys:
                 return
             try:
-                self._connection.send(pickle.dumps(("release", numbers), 5), socket.MSG_DONTWAIT)
+                self._connection.send(pickle.dumps(("release", keys), 5), socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self._late.extendleft(reversed(numbers))
+                self._late.extendleft(reversed(keys))
                 return
             except OSError:
                 return  # the other end is gone, and its segments with it
 
 
-def send_message(connection: socket.socket, message: bytes, fds: Sequence[int], *, wait: bool) -> None:
-    """Send one message with at most MOST_FDS descriptors. Raises BlockingIOError if it would wait, unless ``wait``."""
+def send_message(connection: socket.socket, message: bytes, leases: Sequence[Lease], *, wait: bool) -> None:
+    """Send one message with at most MOST_FDS segments. Raises BlockingIOError if it would wait, unless ``wait``."""
     flags = _SEND if wait else _SEND_NOW
-    if not fds:
+    if not leases:
         connection.send(message, flags)
         return
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+    fds = array.array("i", [lease.segment.fd for lease in leases])
     while True:
         try:
-            connection.sendmsg([message], ancillary, flags)
+            connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], flags)
             return
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:  # as many descriptors are on their way as this user may have open
@@ -220,13 +214,11 @@ def send_message(connection: socket.socket, message: bytes, fds: Sequence[int], 
         time.sleep(0.001)
 
 
-def split_message(message: bytes, fds: Sequence[int]) -> list[tuple[bytes, Sequence[int]]]:
-    """The messages to send for one that may have too many descriptors, in order."""
-    if len(fds) <= MOST_FDS:
-        return [(message, fds)]
-    late = len(fds) % MOST_FDS or MOST_FDS
-    before = [(b"+", fds[at : at + MOST_FDS]) for at in range(0, len(fds) - late, MOST_FDS)]
-    return [*before, (message, fds[len(fds) - late :])]
+def split_message(message: bytes, leases: Sequence[Lease]) -> list[tuple[bytes, Sequence[Lease]]]:
+    """The messages to send for one that may have too many segments, in order."""
+    last = max(0, len(leases) - 1) // MOST_FDS * MOST_FDS
+    before = [(b"+", leases[at : at + MOST_FDS]) for at in range(0, last, MOST_FDS)]
+    return [*before, (message, leases[last:])]
 
 
 class Receiver:
@@ -268,20 +260,3 @@ class Receiver:
         early, self._early = self._early, []
         for fd in early:
             os.close(fd)
-
-
-def too_many_files(what: str) -> StoreFullError:
-    """``what`` could not be done because this process may not open another file."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return StoreFullError(
-        f"{what}: this process has all the {limit} files open that it may, and a reference takes one, and its tensor "
-        "another; raise the limit (ulimit -n) or hold fewer at a time"
-    )
-
-
-def _named(lease: Lease) -> tuple[int, int]:
-    return lease.segment.number, lease.segment.nbytes
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN

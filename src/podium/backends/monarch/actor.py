@@ -19,12 +19,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from monarch.actor import Actor, Port, endpoint
 
-from podium.backends.process import Surroundings
+from podium.backends.process import Surroundings, run_to_the_end
 from podium.runtime.codec import decode, encode
 from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
 
@@ -56,7 +57,7 @@ class ProcessActor(Actor):
         self._calls: SimpleQueue[Message] = SimpleQueue()
         self._control: SimpleQueue[Message] = SimpleQueue()
         for queue, run in ((self._calls, self._call), (self._control, self._call_concurrently)):
-            threading.Thread(target=_serve, args=(queue, run), daemon=True).start()
+            threading.Thread(target=run_to_the_end, args=(partial(_serve, queue, run),), daemon=True).start()
 
     @endpoint
     async def settle_in(self, controller: int, surroundings: Surroundings) -> int:
@@ -102,13 +103,8 @@ def _values(message: Message) -> dict[str, Any]:
 
 
 def _serve(queue: SimpleQueue[Message], run: Callable[[Message], None]) -> None:
-    try:
-        while True:
-            run(queue.get())
-    except BaseException as error:  # noqa: BLE001 - the end of the process: say why, then go
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stderr.flush()
-        os._exit(1)
+    while True:
+        run(queue.get())
 
 
 def _end_with(controller: int) -> None:

@@ -19,9 +19,7 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +36,7 @@ from monarch.actor import Channel, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
 from podium.backends.devices import accelerators, machine
-from podium.backends.logs import Log, Logs
+from podium.backends.files import Files, Log
 from podium.backends.monarch.actor import Message, Parcel, ProcessActor, pack, read
 from podium.backends.process import Surroundings, environment_of
 from podium.errors import ConfigError, WorkerStartError
@@ -62,7 +60,7 @@ _by_key: WeakValueDictionary[int, _MonarchProcess] = WeakValueDictionary()  # of
 class MonarchBackend(Backend):
     """Args:
     preload: Modules that every worker process imports before its workers are made.
-    log_dir: Directory for the output of each worker process, ``LABEL.log``; a private directory unless given.
+    log_dir: Directory for the output of each worker process, ``LABEL.log``. Default: a private directory.
     echo: Also print that output here, each line with its worker's label.
     """
 
@@ -71,12 +69,10 @@ class MonarchBackend(Backend):
     def __init__(
         self, *, preload: Sequence[str] = ("torch",), log_dir: str | Path | None = None, echo: bool = False
     ) -> None:
-        self._preload = tuple(preload)
-        self._accelerators = accelerators()
-        self._private = Path(tempfile.mkdtemp(prefix="podium-monarch-"))
-        self._logs = Logs(log_dir or self._private / "logs", echo=echo)
-        self._rendezvous = itertools.count(1)
-        self._processes: dict[int, _MonarchProcess] = {}
+        self.preload = tuple(preload)
+        self.accelerators = accelerators()
+        self.files = Files(log_dir, echo)
+        self.processes: dict[int, _MonarchProcess] = {}
         self._closed = False
         configure(
             message_delivery_timeout="24h", mesh_bootstrap_enable_pdeathsig=False
@@ -84,7 +80,7 @@ class MonarchBackend(Backend):
         if monarch.actor.unhandled_fault_hook is not _on_fault:
             _others.append(monarch.actor.unhandled_fault_hook)
             monarch.actor.unhandled_fault_hook = _on_fault
-        self._answers, self._incoming = Channel[Any].open()
+        self.answers, self._incoming = Channel[Any].open()
         self._reader = threading.Thread(target=self._read, name="podium-monarch", daemon=True)
         self._reader.start()
 
@@ -95,19 +91,19 @@ class MonarchBackend(Backend):
         return machine(accelerators())
 
     def nodes(self) -> Sequence[Node]:
-        return machine(self._accelerators)
+        return machine(self.accelerators)
 
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
         for name in specs[0].options:
             raise ConfigError(f"start(options={{{name!r}: ...}}): monarch has no options for a worker process")
-        processes = [self._spawn(spec, on_death) for spec in specs]
+        processes = [_MonarchProcess(self, spec, on_death) for spec in specs]
         for process in processes:
             try:
                 process.settled()
             except Exception as error:
                 for other in processes:
                     other.kill()
-                    self._processes.pop(other.key, None)
+                    self.processes.pop(other.key, None)
                 words = "\n".join(process.log.last_lines())
                 raise WorkerStartError(
                     f"{process.label}: its Monarch proc did not start: {error}\n{words}", rank=process.rank
@@ -115,7 +111,7 @@ class MonarchBackend(Backend):
         return processes
 
     def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
-        return f"file://{self._private}/rendezvous-{next(self._rendezvous)}"
+        return self.files.rendezvous()
 
     def pack(self, value: Any, readers: int) -> Parcel:
         return pack(value, "an argument")
@@ -127,52 +123,31 @@ class MonarchBackend(Backend):
         if self._closed:
             return
         self._closed = True
-        for process in list(self._processes.values()):
+        for process in list(self.processes.values()):
             process.kill()
-        self._answers.send(None)
+        self.answers.send(None)
         self._reader.join()
-        self._logs.close()
-        shutil.rmtree(self._private, ignore_errors=True)
-
-    # -- processes ---------------------------------------------------------------------------------------------------
-
-    def _spawn(self, spec: ProcessSpec, on_death: OnDeath) -> _MonarchProcess:
-        key = next(_keys)
-        log, env = self._logs.begin(spec.label), environment_of(spec, self._accelerators)
-        process = _MonarchProcess(key, spec, log, lambda cause: self._answers.send((key, cause)), on_death)
-        self._processes[key] = _by_key[key] = process
-        name = f"{NAME}{key}"
-        procs = this_host().spawn_procs({"procs": 1}, name=name, bootstrap_command=_command(log.path).with_env(env))
-        surroundings = Surroundings.here(spec.threads, self._preload)
-        process.settle(procs, procs.spawn(name, ProcessActor, self._answers, key), surroundings)
-        return process
+        self.files.close()
 
     def _read(self) -> None:
         while (message := self._incoming.recv().get()) is not None:
-            process = self._processes.get(message[0])
+            process = self.processes.get(message[0])
             if process is not None and len(message) == 2:
-                del self._processes[process.key]
+                del self.processes[process.key]
                 process.end(message[1])
             elif process is not None:
                 process.answered(*message[1:])
 
 
 class _MonarchProcess(ProcessHandle):
-    """One proc, as the controller sees it. ``tell`` takes the cause of its end to where its answers arrive."""
+    """One proc, as the controller sees it, and the actor in it."""
 
-    def __init__(
-        self,
-        key: int,
-        spec: ProcessSpec,
-        log: Log,
-        tell: Callable[[str], None],
-        on_death: OnDeath,
-    ) -> None:
-        self.key = key
+    def __init__(self, backend: MonarchBackend, spec: ProcessSpec, on_death: OnDeath) -> None:
+        self.key = next(_keys)
         self.rank = spec.rank
         self.label = spec.label
-        self.log = log
-        self._tell = tell
+        self.log = backend.files.begin_log(spec.label)
+        self._answers = backend.answers
         self._on_death = on_death
         self._ended = threading.Event()
         self._pending: dict[int, Done] = {}
@@ -180,14 +155,17 @@ class _MonarchProcess(ProcessHandle):
         self._failure: Exception | None = None
         self._said = ""
         self._has_said = threading.Event()
-
-    def settle(self, procs: Any, actor: Any, surroundings: Surroundings) -> None:
-        """Have it take over the controller's surroundings; from then on its end is seen."""
-        self._procs, self._actor = procs, actor
+        _by_key[self.key] = self
+        name, env = f"{NAME}{self.key}", environment_of(spec, backend.accelerators)
+        start = _command(self.log.path).with_env(env)
+        self._procs = this_host().spawn_procs({"procs": 1}, name=name, bootstrap_command=start)
+        self._actor: Any = self._procs.spawn(name, ProcessActor, backend.answers, self.key)
+        backend.processes[self.key] = self
+        surroundings = Surroundings.here(spec.threads, backend.preload)
         threading.Thread(target=self._attend, args=(surroundings,), name="podium-monarch-process", daemon=True).start()
 
     def settled(self) -> None:
-        """Wait until it has, or raise why not."""
+        """Wait until the actor works as the controller does, or raise why it does not."""
         self._tried.wait()
         if self._failure is not None:
             raise self._failure
@@ -246,7 +224,7 @@ class _MonarchProcess(ProcessHandle):
         if not cause:
             self._has_said.wait(SAID_S)
             cause = self._said or "its process ended; how, Monarch has not said"
-        self._tell(cause)
+        self._answers.send((self.key, cause))
 
 
 def _command(log_path: Path) -> Any:

@@ -1,12 +1,12 @@
 """What runs inside a Ray actor: a WorkerProcess behind three kinds of calls.
 
-The actor is a threaded one with concurrency groups, not an async one: a call through an async actor took 1.45 times as
-long. Ray keeps a caller's calls in the order sent, and the default group has one thread.
+The actor is a threaded one with concurrency groups, because a call through an async actor takes longer. Ray keeps a
+caller's calls in the order sent, and the default group has one thread.
 
-    call     one request at a time, in order            (default group: one thread)
-    control  Podium's own: status, cancel, …          (a few threads)
-    aside    endpoints marked concurrent                (GROUPS[...] threads)
-    watch    never returns: its failure is the process's end
+    call, bare, call_stored   one request at a time, in order    (default group: one thread)
+    control                   Podium's own: status, cancel, …    (a few threads)
+    aside                     endpoints marked concurrent        (GROUPS[...] threads)
+    watch                     never returns: its failure is the process's end
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from podium.backends.devices import accelerators, visibility
 from podium.backends.process import THREAD_VARIABLES, Surroundings, interface_of, log_to
 from podium.backends.ray.untyped import ray
-from podium.backends.ray.wire import Parcel, outcome_to_wire, read_bare_name
+from podium.backends.ray.wire import Parcel, RayStore, outcome_to_wire, read_bare_name
 from podium.runtime.worker_process import WorkerProcess
-
-if TYPE_CHECKING:
-    from podium.data import TensorStore
 
 __all__ = ["GROUPS", "ProcessActor", "Setting"]
 
@@ -40,7 +37,7 @@ _here: dict[str, Any] = {}
 
 
 class Setting(NamedTuple):
-    """What an actor is told before anything is imported in it."""
+    """What an actor is told before anything is imported in it. ``visible`` are the ids of its accelerators."""
 
     surroundings: Surroundings
     visible: Sequence[str]
@@ -53,7 +50,7 @@ class ProcessActor:
     """One worker process. A method raises only where Podium itself is at fault; what workers raise is an outcome."""
 
     def __init__(self) -> None:
-        self._process = WorkerProcess(make_store=self._make_store)
+        self._process = WorkerProcess(make_store=lambda: RayStore(self._store_bytes))
         self._store_bytes: int | None = None
         _here.update({"process": self._process, "name of task": ray.get_runtime_context().get_task_name})
 
@@ -68,29 +65,19 @@ class ProcessActor:
         return os.getpid()
 
     def call(self, message: bytes) -> bytes | list[Any]:
-        """Run one request to its end. A method of its own: Ray takes 8 % longer where a signature ends in ``*``."""
+        """Run one request to its end. Its signature has no ``*``, because Ray takes longer where one has."""
         return self._run(message)
 
     @staticmethod
     def bare() -> bytes | list[Any]:
-        """A call without arguments: what to run is in the task's name. Static, as Ray gives every other method a hidden
-        parameter for its tracing, and checks it at every call."""
+        """A call without arguments: what to run is in the task's name. The method is static, because Ray gives every
+        other one a hidden parameter for its tracing, which costs time at every call."""
         number, target, method, wants = read_bare_name(_here["name of task"]() or "")
         return outcome_to_wire(_here["process"].execute(number, target, method, {}), wants)
 
     def call_stored(self, message: bytes, *beside: Any) -> bytes | list[Any]:
         """As ``call``, with references to blocks, and large values from the object store."""
         return self._run(message, *beside)
-
-    def _run(self, message: bytes, blocks: Sequence[Any] = (), *stored: Any) -> bytes | list[Any]:
-        number, target, method, wants, parcels = pickle.loads(message)
-        values = partial(_values, parcels, blocks, stored, f"an argument of {target}.{method}")
-        return outcome_to_wire(self._process.execute(number, target, method, values), wants)
-
-    def _make_store(self) -> TensorStore:
-        from podium.backends.ray.store import RayStore
-
-        return RayStore(self._store_bytes)
 
     @ray.method(concurrency_group="control")
     def control(self, message: bytes, *beside: Any) -> bytes | list[Any]:
@@ -117,6 +104,11 @@ class ProcessActor:
         """``host:port`` where this process can listen."""
         with socket.create_server(("", 0)) as server:
             return f"{ray.util.get_node_ip_address()}:{server.getsockname()[1]}"
+
+    def _run(self, message: bytes, blocks: Sequence[Any] = (), *stored: Any) -> bytes | list[Any]:
+        number, target, method, wants, parcels = pickle.loads(message)
+        values = partial(_values, parcels, blocks, stored, f"an argument of {target}.{method}")
+        return outcome_to_wire(self._process.execute(number, target, method, values), wants)
 
 
 def _values(

@@ -11,10 +11,7 @@ A call is delivered at most once, so actors are never restarted behind anyone's 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +19,11 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
-from podium.backends.logs import Log, Logs
+from podium.backends.files import Files, Log
 from podium.backends.process import Surroundings
 from podium.backends.ray.actor import GROUPS, ProcessActor, Setting
 from podium.backends.ray.connect import connect, disconnect
-from podium.backends.ray.placement import Inventory, Reservation
+from podium.backends.ray.placement import Inventory
 from podium.backends.ray.process import RayProcess
 from podium.backends.ray.replies import Replies
 from podium.backends.ray.untyped import ray
@@ -48,17 +45,17 @@ _log = logging.getLogger("podium")
 
 class RayBackend(Backend):
     """Args:
-    address: "auto", "host:port" or "ray://host:port" of a running cluster; None starts one for this script, or uses
-        the one to which this process is connected already.
+    address: "auto", "host:port" or "ray://host:port" of a running cluster. Default: the cluster to which this process
+        is connected already, or else a new one that ends with the script.
     actor_options: Ray's options for the actor of every worker process; ``start(options=...)`` adds to them.
         ``max_restarts`` and ``max_task_retries`` are refused: a call is delivered at most once.
     preload: Modules that every worker process imports before its workers are made.
-    log_dir: Directory for the output of each worker process, ``LABEL.log``, on its node. A temporary one by default.
-    echo: also print the output of those on this machine here, every line with its process's label; done unless there is
-        a ``log_dir``.
-    store_bytes: how much each worker may keep by reference in memory; half of the machine's unless given. Ray's own
-        store spills to disk long before (``init={"object_store_memory": ...}``).
-    init: further arguments of ``ray.init``, such as ``num_cpus``, ``object_store_memory`` or ``runtime_env``.
+    log_dir: Directory for the output of each worker process, ``LABEL.log``, on its node. Default: a private directory.
+    echo: Also print the output of the processes on this machine here, each line with its worker's label. Default:
+        unless there is a ``log_dir``.
+    store_bytes: Number of bytes that each worker may keep by reference in memory. Default: half of the machine's
+        memory. Ray's own store spills to disk long before (``init={"object_store_memory": ...}``).
+    init: Further arguments of ``ray.init``, such as ``num_cpus``, ``object_store_memory`` or ``runtime_env``.
     """
 
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True, exit_status=False, detached=True)
@@ -81,11 +78,8 @@ class RayBackend(Backend):
         connect(address, init or {})
         self._inventory = Inventory()
         self._replies = Replies()
-        self._private = Path(tempfile.mkdtemp(prefix="podium-ray-"))
-        self._logs = Logs(log_dir or self._private / "logs", echo=log_dir is None if echo is None else echo)
+        self._files = Files(log_dir, echo)
         self._processes: set[RayProcess] = set()
-        self._rendezvous = itertools.count(1)
-        self._reservations: list[Reservation] = []
         self._closed = False
 
     # -- contract ------------------------------------------------------------------------------------------------
@@ -94,15 +88,10 @@ class RayBackend(Backend):
         return self._inventory.nodes()
 
     def reserve(self, places: Sequence[Place], detached: bool) -> tuple[Any, Sequence[Place]]:
-        reservation, given = self._inventory.reserve(places, detached=detached)
-        if not detached:
-            self._reservations.append(reservation)
-        return reservation, given
+        return self._inventory.reserve(places, detached=detached)
 
-    def release(self, token: Reservation) -> None:
+    def release(self, token: Any) -> None:
         self._inventory.release(token)
-        if token in self._reservations:
-            self._reservations.remove(token)
 
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
         self._look_for(specs)
@@ -126,8 +115,9 @@ class RayBackend(Backend):
         for rank in sorted(int(rank) for group, _, rank in mine if group == name):
             with contextlib.suppress(ValueError, RayActorError):  # it ended just now
                 actor = ray.get_actor(f"{name}:{rank}", namespace=NAMESPACE)
-                process = RayProcess(rank, f"{name}-{rank}", actor, self._replies, on_death)
-                process.settled(ray.get(actor.pid.remote()), Log(self._logs.directory / f"{process.label}.log", 0))
+                log = Log(self._files.log_dir / f"{name}-{rank}.log")
+                process = RayProcess(rank, actor, log, self._replies, on_death, label=f"{name}-{rank}")
+                process.settled(ray.get(actor.pid.remote()))
                 processes.append(process)
         return processes
 
@@ -139,9 +129,8 @@ class RayBackend(Backend):
 
     def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
         known = [process for process in processes if isinstance(process, RayProcess)]
-        log = known[0].log
-        if len({process.node for process in known}) == 1 and log is not None and log.path.exists():  # it runs here
-            return f"file://{self._private}/rendezvous-{next(self._rendezvous)}"
+        if len({process.node for process in known}) == 1 and known[0].log.path.exists():  # they run here
+            return self._files.rendezvous()
         return f"tcp://{ray.get(known[0].actor.free_address.remote())}"
 
     def pack(self, value: Any, readers: int) -> Parcel:
@@ -160,13 +149,10 @@ class RayBackend(Backend):
         if ray.is_initialized():
             for process in list(self._processes):
                 process.kill()
-            for reservation in list(self._reservations):
-                with contextlib.suppress(RayError):
-                    self.release(reservation)
+            self._inventory.close()
         self._replies.close()
-        self._logs.close()
+        self._files.close()
         disconnect()
-        shutil.rmtree(self._private, ignore_errors=True)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -200,25 +186,25 @@ class RayBackend(Backend):
             self._processes.discard(process)
             on_death(rank, death)
 
-        process = RayProcess(spec.rank, spec.label, made, self._replies, ended, spec.place.node)
+        log, node = self._files.begin_log(spec.label), spec.place.node
+        process = RayProcess(spec.rank, made, log, self._replies, ended, label=spec.label, node=node)
         return process
 
     def _settle(self, processes: Sequence[RayProcess], specs: Sequence[ProcessSpec]) -> None:
         """Wait until all have taken over this script's surroundings."""
-        asked: dict[Any, tuple[RayProcess, Log]] = {}
+        asked: dict[Any, RayProcess] = {}
         for process, spec in zip(processes, specs, strict=True):
-            log, visible = self._logs.begin(spec.label), spec.token.devices[spec.slot]
-            surroundings = Surroundings.here(spec.threads, self._preload)
-            setting = Setting(surroundings, visible, spec.env, str(log.path), self._store_bytes)
-            asked[process.actor.settle_in.remote(setting)] = process, log
+            surroundings, visible = Surroundings.here(spec.threads, self._preload), spec.token.devices[spec.slot]
+            setting = Setting(surroundings, visible, spec.env, str(process.log.path), self._store_bytes)
+            asked[process.actor.settle_in.remote(setting)] = process
         began = time.monotonic()
         say = START_SAYS_S
         while asked:
             ready, _ = ray.wait(list(asked), timeout=LOOK_S)
             if ready:
-                self._settled(ready[0], *asked.pop(ready[0]), specs)
+                self._settled(ready[0], asked.pop(ready[0]), specs)
                 continue
-            late, waited = ", ".join(process.label for process, _ in asked.values()), time.monotonic() - began
+            late, waited = ", ".join(process.label for process in asked.values()), time.monotonic() - began
             if waited >= START_TIMEOUT_S:
                 raise WorkerStartError(
                     f"Ray did not start {late} within {START_TIMEOUT_S:g} s. Its workers have a niceness of 15: where "
@@ -230,12 +216,12 @@ class RayBackend(Backend):
                 say += START_SAYS_S
             self._look_for(specs)
 
-    def _settled(self, answer: Any, process: RayProcess, log: Log, specs: Sequence[ProcessSpec]) -> None:
+    def _settled(self, answer: Any, process: RayProcess, specs: Sequence[ProcessSpec]) -> None:
         try:
-            process.settled(ray.get(answer), log)
+            process.settled(ray.get(answer))
         except RayError as error:
             self._look_for(specs)
-            words = "\n".join(log.last_lines())
+            words = "\n".join(process.log.last_lines())
             raise WorkerStartError(
                 f"{process.label}: its Ray actor did not start: {error}\n{words}", rank=process.rank
             ) from error

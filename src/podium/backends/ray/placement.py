@@ -1,12 +1,14 @@
 """What a Ray cluster has, who holds it, and placement groups for what is reserved.
 
 A reservation is one placement group with one bundle a node, pinned to the node that the runtime chose: all or nothing,
-all slots of an entry on one node. Slots that hold nothing need none. Processes themselves ask Ray for nothing: they are
-placed in their bundle, so that groups which share a pool share its devices, and each sees the devices of its slot.
+all slots of an entry on one node. Slots that hold nothing need none. The actors of worker processes ask Ray for
+nothing. They are placed in the bundle of their slot, so that groups which share a pool share its devices, and each
+process sees the devices of its slot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from podium.backends.ray.untyped import ray
@@ -33,18 +36,28 @@ Amounts = dict[str, float]
 
 @dataclass(frozen=True)
 class Reservation:
-    """A placement group (None where nothing is held), the bundle of each slot, and the ids of the slot's devices."""
+    """A placement group and what it holds.
 
-    group: Any  # a PlacementGroup or None
+    Attributes:
+        group: Ray's placement group, or None where nothing is held.
+        bundles: Number of the bundle of each slot.
+        devices: Ids of the accelerators of each slot.
+        held: Node id and amounts of each bundle.
+        detached: The reservation outlives its controller.
+    """
+
+    group: Any
     bundles: tuple[int, ...]
     devices: tuple[tuple[str, ...], ...]
+    held: tuple[tuple[str, Amounts], ...] = ()
+    detached: bool = False
 
 
 class Inventory:
     """The cluster's nodes by stable names, and this controller's reservations."""
 
     def __init__(self) -> None:
-        self._own: dict[str, list[tuple[str, Amounts]]] = {}  # by group: node id and amounts of each bundle
+        self._own: dict[str, Reservation] = {}  # by the id of its group
         self._names: dict[str, str] = {}  # by id; a node keeps its name
         self._ids: dict[str, str] = {}  # by name, of those that are alive
         self._npu: set[str] = set()  # nodes whose accelerators Ray calls "NPU"
@@ -66,7 +79,7 @@ class Inventory:
         ]
 
     def reserve(self, places: Sequence[Place], *, detached: bool) -> tuple[Reservation, list[Place]]:
-        """A placement group for ``places``, which get the devices that Ray gave. Raises PlacementError."""
+        """A placement group for ``places``, and the places with the devices that Ray gave. Raises PlacementError."""
         nodes = list(dict.fromkeys(place.node for place in places))
         bundles = tuple(nodes.index(place.node) for place in places)
         wants = [self._rays(node, [place.resources for place in places if place.node == node]) for node in nodes]
@@ -85,28 +98,32 @@ class Inventory:
             raise PlacementError(
                 f"Ray did not reserve {wants} on {nodes} within {READY_S:g} s: somebody else was first"
             )
-        self._own[group.id.hex()] = list(zip(ids, wants, strict=True))
         devices = tuple(self._deal(self._devices(group, nodes, wants), places))
-        given = [
+        held = tuple(zip(ids, wants, strict=True))
+        reservation = self._own[group.id.hex()] = Reservation(group, bundles, devices, held, detached)
+        return reservation, [
             Place(place.node, place.resources, tuple(int(one) if one.isdigit() else at for at, one in enumerate(own)))
             for place, own in zip(places, devices, strict=True)
         ]
-        return Reservation(group, bundles, devices), given
 
     def release(self, reservation: Reservation) -> None:
-        """Remove the placement group; returns when Ray's books show it, or after FREED_S."""
+        """Remove the placement group. Returns when Ray's books show it, or after FREED_S."""
         if reservation.group is None:
             return
-        table: Any = ray.util.placement_group_table(reservation.group)
-        held = [(table["bundles_to_node_id"].get(at), kind) for at, want in table["bundles"].items() for kind in want]
         self._own.pop(reservation.group.id.hex(), None)
         ray.util.remove_placement_group(reservation.group)
         until = time.monotonic() + FREED_S
         while time.monotonic() < until:
             taken = self._taken({n["NodeID"]: _for_slots(n["Resources"]) for n in ray.nodes() if n["Alive"]})
-            if not any(taken.get(node_id, {}).get(OTHERS, {}).get(kind) for node_id, kind in held):
+            if not any(taken.get(at, {}).get(OTHERS, {}).get(kind) for at, want in reservation.held for kind in want):
                 return
             time.sleep(0.02)
+
+    def close(self) -> None:
+        """Release all reservations that are not detached."""
+        for reservation in [own for own in self._own.values() if not own.detached]:
+            with contextlib.suppress(RayError):
+                self.release(reservation)
 
     def strategy(self, node: str, reservation: Reservation, slot: int) -> Any:
         """Where Ray shall put the process of a slot."""
@@ -125,7 +142,7 @@ class Inventory:
         free = _available()
         left = {at: {k: v - free.get(at, {}).get(k, 0.0) for k, v in has.items()} for at, has in total.items()}
         taken: dict[str, dict[str, Amounts]] = {at: defaultdict(Amounts) for at in total}
-        held = [(None, at, want) for bundles in self._own.values() for at, want in bundles]
+        held = [(None, at, want) for reservation in self._own.values() for at, want in reservation.held]
         for group in ray.util.placement_group_table().values():
             if group["placement_group_id"] not in self._own and group["state"] in ("CREATED", "RESCHEDULING"):
                 name = group["name"].partition("#")[0] or "a placement group without a name"

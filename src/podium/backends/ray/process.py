@@ -11,11 +11,10 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from podium.backends.logs import Log
+from podium.backends.files import Log
 from podium.backends.ray.replies import Replies
-from podium.backends.ray.store import FULL, no_room
 from podium.backends.ray.untyped import ray
-from podium.backends.ray.wire import NO_VALUES, Parcel, bare_name, wire_to_outcome
+from podium.backends.ray.wire import FULL, NO_VALUES, Parcel, bare_name, no_room, wire_to_outcome
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, Failure, OnDeath, Reply, Request
 
@@ -29,35 +28,26 @@ class RayProcess(ProcessHandle):
     """One actor. ``Backend.start_processes`` has it settle in before it carries requests."""
 
     def __init__(
-        self,
-        rank: int,
-        label: str,
-        actor: Any,
-        replies: Replies,
-        on_death: OnDeath,
-        node: str = "",
+        self, rank: int, actor: Any, log: Log, replies: Replies, on_death: OnDeath, *, label: str, node: str = ""
     ) -> None:
         self.rank = rank
         self.label = label
         self.node = node
         self.actor = actor
+        self.log = log
         self.ended = threading.Event()
-        self.log: Log | None = None
         self._call, self._call_stored = actor.call.remote, actor.call_stored.remote
-        self._bare = partial(
-            actor.bare._remote, args=()
-        )  # a name for a task, and no new object a call as .options() is
+        self._bare = partial(actor.bare._remote, args=())  # takes the task's name without a new object for each call
         self._replies = replies
         self._on_death = on_death
         self._lock = threading.Lock()
-        self._in_air = 1  # the watch
+        self._in_flight = 1  # the watch
         self._lost: BaseException | None = None
         self._killed = False
-        self._forgotten = False
 
-    def settled(self, pid: int, log: Log) -> None:
-        """It is ready. From now on its end is seen."""
-        self.pid, self.log = pid, log
+    def settled(self, pid: int) -> None:
+        """The actor is ready. From now on its end is seen."""
+        self.pid = pid
         self.actor.watch.remote().future().add_done_callback(self._on_watch)
 
     def invoke(self, request: Request, done: Done) -> None:
@@ -73,7 +63,7 @@ class RayProcess(ProcessHandle):
         with self._lock:
             if self._lost is not None:
                 return
-            self._in_air += 1
+            self._in_flight += 1
         self._replies.expect(send(), partial(self._on_answer, done))
 
     def kill(self) -> None:
@@ -83,8 +73,8 @@ class RayProcess(ProcessHandle):
             self.ended.wait(KILL_S)
 
     def forget(self) -> None:
-        """It goes on without this controller, which is not told of its end any more."""
-        self._forgotten = True
+        """The actor goes on without this controller, which is not told of its end any more."""
+        self._on_death = _unheard
 
     def _on_answer(self, done: Done, answer: Any, error: BaseException | None) -> None:
         if error is None:
@@ -100,23 +90,26 @@ class RayProcess(ProcessHandle):
         self._landed(future.exception() or RuntimeError("its watch ended"))
 
     def _landed(self, lost: BaseException | None) -> None:
-        """One call came back. The end is told once nothing is in the air: replies sent before it are in by then."""
+        """One call came back. The end is told when none is in flight: replies sent before it are in by then."""
         with self._lock:
-            self._in_air -= 1
+            self._in_flight -= 1
             if isinstance(lost, ActorUnavailableError) and self._lost is None:  # it may live on: it must not
                 threading.Thread(target=ray.kill, args=(self.actor,), daemon=True).start()
             self._lost = self._lost or lost
-            if self._lost is None or self._in_air or self.ended.is_set():
+            if self._lost is None or self._in_flight or self.ended.is_set():
                 return
-        words = () if self._killed or self.log is None else self.log.last_lines()
+        words = () if self._killed else self.log.last_lines()
         self.ended.set()
-        if not self._forgotten:
-            self._on_death(self.rank, Death(_cause(self._lost, self._killed), words))
+        self._on_death(self.rank, Death(_cause(self._lost, self._killed), words))
+
+
+def _unheard(rank: int, death: Death) -> None:
+    """Nobody is to be told."""
 
 
 def _encode(request: Request) -> tuple[Any, ...]:
     """The message, the same for every rank it goes to, and what Ray keeps of it. A call without arguments is a string,
-    the name of its task: Ray takes 9 % longer for an argument, whatever it is."""
+    the name of its task: Ray takes longer for a call with any argument."""
     if request.shared is NO_VALUES and request.own is None and not request.concurrent:
         return (bare_name(request.number, request.target, request.method, request.wants_result),)
     parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]

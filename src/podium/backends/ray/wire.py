@@ -1,9 +1,12 @@
-"""Values on their way through Ray: small ones inside the message, large ones in its object store.
+"""Values and references on their way through Ray: small ones inside the message, large ones in its object store.
 
-A message is one ``bytes``: Ray spends about 30 µs on every further argument. Large values lie in the object store as a
+A message is one ``bytes``, because every further argument costs Ray time. Large values lie in the object store as a
 list of byte arrays, which readers map without a copy. Where there is one reader (a result, a rank's own part of an
-argument) the mapping is its own to write into; one of several gets a copy, in memory that was touched before. What a
-value refers to goes beside it as references to objects of the store.
+argument), the mapping is its own to write into. One of several readers gets a copy, in memory that was touched before.
+
+What a worker keeps by reference is an object of Ray's store too, put by the worker, which so owns it. References to
+such objects go beside the value. Ray counts who holds them, frees them when nobody does, brings them to other nodes and
+spills them to disk. They end with their owner.
 """
 
 from __future__ import annotations
@@ -12,33 +15,42 @@ import ctypes
 import pickle
 import struct
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
-from podium.backends.ray.store import FULL, INLINE_BYTES, no_room, openers
 from podium.backends.ray.untyped import ray
+from podium.data.store import ALIGN, Block, BlockInfo, Bytes, PlainBlock, TensorStore
+from podium.errors import RefLostError, SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
 from podium.runtime.worker_process import Outcome, pack_outcome
 
-__all__ = [
-    "NO_VALUES",
-    "Parcel",
-    "bare_name",
-    "outcome_to_wire",
-    "pack",
-    "read_bare_name",
-    "wire_to_outcome",
-]
+__all__ = ["FULL", "NO_VALUES", "Parcel", "RayStore", "bare_name", "no_room", "outcome_to_wire", "pack"]
+__all__ += ["read_bare_name", "wire_to_outcome"]
 
-Bytes = npt.NDArray[np.uint8]
+INLINE_BYTES = 64 << 10
+"""Buffers up to here travel inside the message; Ray itself keeps results above 100 kB in the object store."""
+
+FULL = (ObjectStoreFullError, OutOfDiskError)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 class Parcel(NamedTuple):
-    """A value as pickle bytes and its buffers, inside or, if ``stored``, as a reference to a list of them; ``alone`` if
-    it has one reader. ``blocks`` are references to what it refers to."""
+    """A value on its way.
+
+    Attributes:
+        data, buffers: Pickle bytes and their out-of-band buffers.
+        stored: Reference to a list of the buffers in Ray's store, where they do not travel inside.
+        alone: Whether the value has one reader.
+        blocks: References to the objects to which the value refers.
+    """
 
     data: bytes
     buffers: Sequence[Any] = ()
@@ -51,26 +63,7 @@ class Parcel(NamedTuple):
         if self is _NONE:
             return None
         buffers = [_writable(buffer, self.alone) for buffer in self.buffers]
-        if not self.blocks:
-            return decode(self.data, buffers, what)
-
-        return decode(self.data, buffers, what, openers(self.blocks))
-
-
-def _encoded(value: Any, what: str) -> tuple[bytes, list[Bytes], list[Any]]:
-    """Pickle bytes, buffers, and references to the blocks in it. Raises SerializationError."""
-    blocks: list[Any] = []
-    data, raw = encode(value, what, blocks)
-    return data, [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw], [_reference(block) for block in blocks]
-
-
-def _reference(block: Any) -> Any:
-    """A block's object in Ray's store; a copy there of what another cluster's workers keep."""
-    return block.reference if hasattr(block, "reference") else ray.put([block.read(readonly=True)])
-
-
-def _size(buffers: Sequence[Bytes]) -> int:
-    return sum(buffer.nbytes for buffer in buffers)
+        return decode(self.data, buffers, what, [partial(_RayBlock, block) for block in self.blocks])
 
 
 def pack(value: Any, what: str, readers: int) -> Parcel:
@@ -108,21 +101,6 @@ def wire_to_outcome(answer: bytes | list[Any]) -> tuple[Any, int, int, Parcel]:
     return status, started, ended, Parcel(data, buffers if inside is None else inside, blocks=blocks)
 
 
-def _writable(buffer: Any, alone: bool) -> Any:
-    """``buffer``'s bytes to write into: its own pages if nobody else reads them, or a copy."""
-    if isinstance(buffer, bytes):
-        return bytearray(buffer)
-    if alone:  # numpy marks them read-only, as Ray cannot know; the pages themselves are not
-        pages: Any = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ctypes.data)
-        pages.keeps = buffer  # and with it the object in Ray's store
-        return pages
-    if "torch" not in sys.modules:
-        return bytearray(buffer)
-    from podium.data.memory import copy_bytes
-
-    return copy_bytes(buffer)
-
-
 def bare_name(number: int, target: str, method: str, wants_result: bool) -> str:
     """The name of a task that is a call without arguments, as Ray's own tools show it."""
     return f"{target}.{method}{'' if wants_result else '!'} {number}"
@@ -133,6 +111,130 @@ def read_bare_name(name: str) -> tuple[int, str, str, bool]:
     label, _, number = name.rpartition(" ")
     target, _, method = label.rpartition(".")
     return int(number), target, method.removesuffix("!"), not method.endswith("!")
+
+
+def _encoded(value: Any, what: str) -> tuple[bytes, list[Bytes], list[Any]]:
+    """Pickle bytes, buffers, and references to the blocks in it. Raises SerializationError."""
+    blocks: list[Any] = []
+    data, raw = encode(value, what, blocks)
+    return data, [np.frombuffer(buffer.raw(), np.uint8) for buffer in raw], [_reference(block) for block in blocks]
+
+
+def _size(buffers: Sequence[Bytes]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def _writable(buffer: Any, alone: bool) -> Any:
+    """The bytes of ``buffer`` to write into: its own pages if nobody else reads them, or a copy."""
+    if isinstance(buffer, bytes):
+        return bytearray(buffer)
+    if alone:  # numpy marks them read-only, as Ray cannot know; the pages themselves are not
+        return _pages(buffer.ctypes.data, buffer.nbytes, buffer)
+    if "torch" not in sys.modules:
+        return bytearray(buffer)
+    from podium.data.memory import copy_bytes
+
+    return copy_bytes(buffer)
+
+
+def _pages(place: int, nbytes: int, owner: object) -> Any:
+    """Memory at address ``place``, which ``owner`` keeps in Ray's store."""
+    pages: Any = (ctypes.c_uint8 * nbytes).from_address(place)
+    pages.owner = owner
+    return pages
+
+
+def no_room(what: str) -> SerializationError:
+    """What to say, and to do, where Ray raises one of FULL."""
+    return SerializationError(
+        f"{what}: Ray's object store has no room for it, and the disk it spills to is full. Free some disk, or give "
+        "the store more memory: connect('ray', init={'object_store_memory': BYTES}) or ray start --object-store-memory"
+    )
+
+
+# -- references --------------------------------------------------------------------------------------------------------
+
+
+class _RayBlock(Block):
+    """An object that holds tensors, as a list of byte arrays. On the owner's node it is mapped, not copied."""
+
+    def __init__(self, reference: Any, info: BlockInfo) -> None:
+        super().__init__(info)
+        self.reference = reference
+
+    def open(self) -> Bytes:
+        try:
+            return _joined(ray.get(self.reference), self.info.nbytes)
+        except ObjectLostError as error:
+            raise RefLostError(
+                f"the tensors made by {self.info.label} are gone: {str(error).partition(chr(10))[0]} What a worker "
+                "keeps ends with it; make it again"
+            ) from error
+
+    def prefetch(self) -> None:
+        ray.wait([self.reference], timeout=0, fetch_local=True)
+
+
+class RayStore(TensorStore):
+    """The blocks made in this process. ``kept`` counts those that Ray has in memory here, not those it spilled."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(limit)
+        self._made: list[tuple[bytes, BlockInfo]] = []  # with the binary form of a reference, which does not keep it
+
+    def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
+        lines = list(_in_lines(buffers))
+        if info.nbytes <= INLINE_BYTES:
+            return PlainBlock(np.concatenate([np.zeros(0, np.uint8), *lines]), info)
+        try:
+            reference = ray.put(lines)
+        except FULL as error:
+            raise StoreFullError(str(no_room(f"{info.nbytes >> 20} MiB made by {info.label}"))) from error
+        self._made.append((reference.binary(), info))
+        return _RayBlock(reference, info)
+
+    def kept(self) -> Counter[str]:
+        self._made = [(key, info) for key, info in self._made if _is_here(key)]
+        kept: Counter[str] = Counter()
+        for _, info in self._made:
+            kept[info.label] += info.nbytes
+        return kept
+
+
+def _reference(block: Block) -> Any:
+    """A block's object in Ray's store, or a copy there of a block of another cluster's workers."""
+    return block.reference if isinstance(block, _RayBlock) else ray.put([block.read(readonly=True)])
+
+
+def _in_lines(buffers: Sequence[Bytes]) -> Iterator[Bytes]:
+    """In pieces of whole lines of ALIGN bytes, which Ray lays end to end; only the last line of each is copied."""
+    for buffer in buffers:
+        whole = buffer.nbytes // ALIGN * ALIGN
+        if whole:
+            yield buffer[:whole]
+        if whole < buffer.nbytes:
+            line = np.zeros(ALIGN, np.uint8)
+            line[: buffer.nbytes - whole] = buffer[whole:]
+            yield line
+
+
+def _joined(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
+    """The pieces as one: where they lie, or copied together if Ray did not lay them end to end."""
+    start = pieces[0].ctypes.data
+    places = accumulate((piece.nbytes for piece in pieces), initial=start)
+    if any(piece.ctypes.data != place for piece, place in zip(pieces, places, strict=False)):
+        return np.concatenate(pieces)
+    memory = np.frombuffer(_pages(start, nbytes, pieces), np.uint8)
+    memory.flags.writeable = False
+    return memory
+
+
+def _is_here(key: bytes) -> bool:
+    """Whether this node's store still has an object; Ray's API has no way to ask that does not hold it."""
+    from ray._private.worker import global_worker
+
+    worker: Any = global_worker
+    return worker.core_worker.object_exists(ray.ObjectRef(key, skip_adding_local_ref=True))
 
 
 _TIMES = struct.Struct("<qq")

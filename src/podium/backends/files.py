@@ -1,0 +1,88 @@
+"""The files of a backend: its private directory, and the logs of its worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Files", "Log"]
+
+LAST_LINES = 20
+TAIL_BYTES = 16 << 10
+POLL_S = 0.1
+
+
+class Log(NamedTuple):
+    """The log file of a worker process, whose own output begins at byte ``start``."""
+
+    path: Path
+    start: int = 0
+
+    def last_lines(self) -> tuple[str, ...]:
+        """The last 20 lines that the process wrote; none if there is no such file here."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(self.start, file.seek(0, 2) - TAIL_BYTES))
+                return tuple(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
+        except OSError:
+            return ()
+
+
+class Files:
+    """A private directory (mode 0700), and a log file for each worker process.
+
+    Args:
+        log_dir: Directory of the logs. Default: one in the private directory.
+        echo: A thread also prints what is added to the logs, each line with its label. Default: unless there is a
+            ``log_dir``.
+    """
+
+    def __init__(self, log_dir: str | Path | None = None, echo: bool | None = None) -> None:
+        self.private = Path(tempfile.mkdtemp(prefix="podium-"))
+        self.log_dir = Path(log_dir or self.private / "logs").absolute()
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._rendezvous = itertools.count(1)
+        self._printed: dict[Path, tuple[str, int]] = {}  # label, and the bytes that were printed or are older
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="podium-echo", daemon=True)
+        if echo or (echo is None and log_dir is None):
+            self._thread.start()
+
+    def begin_log(self, label: str) -> Log:
+        """The log of a process that is about to start."""
+        path = self.log_dir / f"{label}.log"
+        log = Log(path, path.stat().st_size if path.exists() else 0)
+        self._printed.setdefault(path, (label, log.start))
+        return log
+
+    def rendezvous(self) -> str:
+        """A new ``init_method`` for processes of torch.distributed on this machine."""
+        return f"file://{self.private}/rendezvous-{next(self._rendezvous)}"
+
+    def close(self) -> None:
+        """Print what has not been printed yet, and remove the private directory."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        shutil.rmtree(self.private, ignore_errors=True)
+
+    def _run(self) -> None:
+        while not self._closing.wait(POLL_S):
+            self._print_new()
+        self._print_new()
+
+    def _print_new(self) -> None:
+        for path, (label, at) in list(self._printed.items()):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(at)
+                new = file.read()
+                whole = new if self._closing.is_set() else new[: new.rfind(b"\n") + 1]
+                self._printed[path] = label, at + len(whole)
+                for line in whole.decode(errors="replace").splitlines():
+                    sys.stdout.write(f"[{label}] {line}\n")
