@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from podium.workers.critic import Critic as Critic
     from podium.workers.engine import StepResult as StepResult, TrainEngine as TrainEngine
     from podium.workers.estimator import Estimator as Estimator
-    from podium.workers.generator import POLICY_ROLE as POLICY_ROLE, Generator as Generator
+    from podium.workers.generator import Generator as Generator
     from podium.workers.learner import Learner as Learner
     from podium.workers.models import load_model as load_model
     from podium.workers.optim import learning_rate as learning_rate

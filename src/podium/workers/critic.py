@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from podium.algorithms import (
-    AlgorithmConfig,
-    LossInputs,
-    TokenLoss,
-    explained_variance,
-    value_loss,
-    value_moments,
-)
+from podium.algorithms import LossInputs, TokenLoss, explained_variance, value_loss, value_moments
 from podium.data import Batch, fields
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import metrics
-from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.learner import Learner
 from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import load_model, plain_model
 from podium.workers.scoring import run_model
 
-__all__ = ["VALUE_GRAD_NORM", "VALUE_LEARNING_RATE", "Critic"]
-
-VALUE_GRAD_NORM: Final = "value/grad_norm"
-VALUE_LEARNING_RATE: Final = "value/learning_rate"
+__all__ = ["Critic"]
 
 
 class Critic(Learner):
-    """Values of the states before each token. Its head starts at zero, so that all values do.
+    """Estimates the value of the state before each token. The head starts at zero, so that all values do.
 
-    Args:
-        model: The body. The policy's own model is usual.
-        optim: The optimizer. None makes a critic that is only evaluated.
-        parallel: How model and batches are spread over ranks.
-        algorithm: Constants of the loss, ``value_clip`` and ``aggregation``.
+    The arguments are those of :class:`Learner`. The policy's own model is usual.
     """
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        optim: OptimConfig | None = None,
-        parallel: ParallelConfig | None = None,
-        algorithm: AlgorithmConfig | None = None,
-    ) -> None:
-        super().__init__(model, optim, parallel)
-        self.algorithm = algorithm or AlgorithmConfig()
 
     def make_model(self) -> nn.Module:
         model = load_model(self.config, self.device)
@@ -62,7 +37,7 @@ class Critic(Learner):
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def values(self, batch: Batch) -> Batch:
-        """``values`` before each token with loss, 0 elsewhere."""
+        """Compute ``values`` before each token with loss, 0 elsewhere."""
 
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
             return {fields.VALUES: self._values(micro)}
@@ -71,7 +46,7 @@ class Critic(Learner):
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step over a global minibatch.
+        """Make one optimizer step over a global minibatch.
 
         Args:
             batch: ``tokens``, ``loss_mask``, ``values`` from before the update, ``returns``, and ``loss_weights``
@@ -83,7 +58,7 @@ class Critic(Learner):
         Raises:
             DataError: A column is missing.
         """
-        batch = self.weighted(batch, self.algorithm.aggregation)
+        batch = self.weighted(batch)
         moments = value_moments(
             *(batch.jagged(name).values for name in (fields.VALUES, fields.RETURNS, fields.LOSS_WEIGHTS))
         )
@@ -102,8 +77,8 @@ class Critic(Learner):
             **result.metrics,
             metrics.VALUE_LOSS: result.loss,
             metrics.EXPLAINED_VARIANCE: explained_variance(moments),
-            VALUE_GRAD_NORM: result.grad_norm,
-            VALUE_LEARNING_RATE: result.learning_rate,
+            "value/grad_norm": result.grad_norm,
+            "value/learning_rate": result.learning_rate,
         }
 
     def _values(self, micro: MicroBatch) -> Tensor:

@@ -11,10 +11,8 @@ The weights are normalized over the whole minibatch, so that the sum is the loss
 from __future__ import annotations
 
 import functools
-import json
 import math
 import operator
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,9 +24,9 @@ from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, compute_dtype
 from podium.errors import DataError, PodiumError
 from podium.workers.config import OptimConfig, ParallelConfig
-from podium.workers.micro_batches import MicroBatch, cut
+from podium.workers.micro_batches import MicroBatch, cut, empty_micro_batch
 from podium.workers.optim import build_optimizer, learning_rate
-from podium.workers.parallel import FullyShard, make_parallel
+from podium.workers.parallel import make_parallel
 from podium.workers.scoring import run_model
 from podium.workers.texts import sampled_counts
 
@@ -114,7 +112,7 @@ class TrainEngine:
     def step(
         self, batch: Batch, compute: Callable[[MicroBatch], TokenLoss], *, columns: Sequence[str] = ()
     ) -> StepResult:
-        """One optimizer step over this rank's rows of a global minibatch.
+        """Make one optimizer step over this rank's rows of a global minibatch.
 
         Args:
             batch: Has tokens, loss mask, loss weights and ``columns``; may be empty on some ranks.
@@ -143,17 +141,22 @@ class TrainEngine:
         norm = float(self.parallel.reduce())
         rate = learning_rate(self.optim, self.step_count)
         skipped = not math.isfinite(norm)
-        if not skipped:
-            self._apply(norm, rate)
-        elif self.optim.non_finite == "error":
+        if skipped and self.optim.non_finite == "error":
             raise PodiumError(f"the gradients of step {self.step_count} are not finite (norm {norm})")
+        if not skipped:
+            if self.optim.grad_clip and norm > self.optim.grad_clip:
+                for gradient in self.parallel.gradients():
+                    gradient.mul_(self.optim.grad_clip / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
         self.step_count += 1
         self.skipped_count += skipped
         total, metrics = self._gather(parts)
         return StepResult(total, norm, rate, skipped, metrics)
 
     def loss_weights(self, batch: Batch, mode: Aggregation, constant: float | None = None) -> Jagged:
-        """Weights over the global minibatch for this rank's rows, when the batch brings none; all ranks call together.
+        """Return weights over the global minibatch for this rank's rows; all ranks call together.
 
         Raises:
             ConfigError: see :func:`podium.algorithms.loss_weights`.
@@ -166,56 +169,37 @@ class TrainEngine:
             loss_weights(mask.values.bool(), mask.offsets, mode, constant=constant, tokens=tokens, rows=rows)
         )
 
-    def _apply(self, norm: float, rate: float) -> None:
-        assert self.optim is not None and self.optimizer is not None
-        if self.optim.grad_clip and norm > self.optim.grad_clip:
-            self.parallel.scale(self.optim.grad_clip / norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-
     def _micro_batches(self, batch: Batch, columns: Sequence[str]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, then empty ones as far as other ranks have more and must not wait."""
+        """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them."""
         needed = batch.select(fields.TOKENS, fields.LOSS_MASK, *columns).to(self.device)
         micros = cut(needed, self.config.micro_batch_tokens, packed=self.config.packed(self.device), columns=columns)
-        if not isinstance(self.parallel, FullyShard):
+        if not self.parallel.equal_passes:
             yield from micros
             return
         own = list(micros)
-        passes = self.parallel.micro_batches(len(own), self.device)
+        passes = int(self.parallel.gather(torch.tensor([len(own)], device=self.device)).max())
         yield from own
         for _ in range(passes - len(own)):
-            yield _empty_micro_batch(self.device)
+            yield empty_micro_batch(self.device)
 
     def _gather(self, parts: Sequence[tuple[Tensor, PartialMetrics]]) -> tuple[float, dict[str, float]]:
-        """The loss and the metrics over micro-batches and ranks; a rank without rows has neither."""
-        names, own = "", torch.zeros(0, dtype=torch.float64, device=self.device)
+        """Return the loss and the metrics over micro-batches and ranks; a rank without rows has neither."""
+        own: tuple[list[str], list[str], Tensor] | None = None
         if parts:
             loss = sum((loss for loss, _ in parts), torch.zeros((), device=self.device))
             whole = functools.reduce(operator.add, (metrics for _, metrics in parts))
-            names = json.dumps([list(whole.sums), list(whole.maxima)])
-            digest = loss.new_tensor(zlib.crc32(names.encode()), dtype=torch.float64)
-            values = (digest, loss, whole.weight, *whole.sums.values(), *whole.maxima.values())
-            own = torch.stack([value.to(self.device, torch.float64) for value in values])
-        gathered = self.parallel.gather_uneven(own)
-        every = [values for values in gathered if len(values)]
+            values = (loss, whole.weight, *whole.sums.values(), *whole.maxima.values())
+            stacked = torch.stack([value.to(self.device, torch.float64) for value in values])
+            own = list(whole.sums), list(whole.maxima), stacked.cpu()
+        every = [one for one in self.parallel.gather_objects(own) if one is not None]
         if not every:
             return 0.0, {}
-        if len({float(values[0]) for values in every}) > 1:
-            raise DataError(f"the loss reports other metrics on another rank than on this one, which has {names}")
-        if len(every) < len(gathered):  # ranks without rows do not know the names
-            text = torch.tensor(list(names.encode()), dtype=torch.uint8, device=self.device)
-            names = next(bytes(row.tolist()).decode() for row in self.parallel.gather_uneven(text) if len(row))
-        sums, maxima = json.loads(names)
-        table = torch.stack(every)[:, 1:]
-        loss, weight, *added = table[:, : 2 + len(sums)].sum(0).tolist()
-        if not weight:
-            return loss, {}
-        means = {name: value / weight for name, value in zip(sums, added, strict=True)}
-        return loss, means | dict(zip(maxima, table[:, 2 + len(sums) :].amax(0).tolist(), strict=True))
-
-
-def _empty_micro_batch(device: torch.device) -> MicroBatch:
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    none = zero[:0]
-    return MicroBatch(zero[None], None, None, zero, none, none, {}, zero, none)
+        sums, maxima, _ = every[0]
+        if any(one[:2] != (sums, maxima) for one in every):
+            names = "; ".join(", ".join(ours + theirs) for ours, theirs, _ in every)
+            raise DataError(f"the loss reports other metrics on one rank than on another: {names}")
+        table = torch.stack([values for _, _, values in every])
+        loss, weight, *added = table[:, : 2 + len(sums)].sum(0)
+        largest = table[:, 2 + len(sums) :].amax(0)
+        joined = PartialMetrics(weight, dict(zip(sums, added, strict=True)), dict(zip(maxima, largest, strict=True)))
+        return float(loss), joined.means()

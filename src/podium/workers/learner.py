@@ -1,10 +1,10 @@
-"""The base of the workers that are trained: a model in its engine, and checkpoints."""
+"""The base of the workers that are trained: a model, its optimizer, and checkpoints."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from podium.algorithms import Aggregation
+from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.runtime import Worker, endpoint, nothing
@@ -23,12 +23,18 @@ class Learner(Worker):
         model: The model to train.
         optim: The optimizer. None makes a worker that only evaluates.
         parallel: How model and batches are spread over ranks.
+        algorithm: The loss and its constants.
     """
 
     def __init__(
-        self, model: ModelConfig, optim: OptimConfig | None = None, parallel: ParallelConfig | None = None
+        self,
+        model: ModelConfig,
+        optim: OptimConfig | None = None,
+        parallel: ParallelConfig | None = None,
+        algorithm: AlgorithmConfig | None = None,
     ) -> None:
         self.config = model
+        self.algorithm = algorithm or AlgorithmConfig()
         self.device = choose_device(self.ctx.devices)
         self.engine = TrainEngine(
             self.make_model(),
@@ -44,7 +50,7 @@ class Learner(Worker):
         return self.engine.model
 
     def make_model(self) -> nn.Module:
-        """The model to train, on ``self.device``; a subclass may build another."""
+        """Make the model to train, on ``self.device``. A subclass may make another."""
         return load_model(self.config, self.device)
 
     @endpoint(collect=nothing())
@@ -65,12 +71,12 @@ class Learner(Worker):
         """
         load_checkpoint(self.engine, path, rank=self.ctx.rank)
 
-    def weighted(self, batch: Batch, aggregation: Aggregation) -> Batch:
-        """``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
+    def weighted(self, batch: Batch) -> Batch:
+        """Return ``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
 
         ``batch.meta["max_new_tokens"]`` is the constant of the aggregation ``sequence-sum-constant``.
         """
         if fields.LOSS_WEIGHTS in batch:
             return batch
-        constant = batch.meta.get("max_new_tokens")
-        return batch.with_columns({fields.LOSS_WEIGHTS: self.engine.loss_weights(batch, aggregation, constant)})
+        weights = self.engine.loss_weights(batch, self.algorithm.aggregation, batch.meta.get("max_new_tokens"))
+        return batch.with_columns({fields.LOSS_WEIGHTS: weights})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +18,15 @@ from torch import Tensor
 from podium.data import Batch, Jagged, fields
 from podium.errors import DataError
 
-__all__ = ["MicroBatch", "PackedRows", "cut", "plan"]
+__all__ = ["MicroBatch", "PackedRows", "cut", "empty_micro_batch", "plan"]
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Where packed rows begin: what variable-length attention needs to know.
+class PackedRows(NamedTuple):
+    """Where packed rows begin, for variable-length attention.
 
     Attributes:
         offsets: int32 ``[B + 1]``, cumulative lengths.
-        longest: length of the longest row, on the host.
+        longest: The length of the longest row, a number on the CPU.
     """
 
     offsets: Tensor
@@ -40,14 +40,13 @@ class MicroBatch:
     Attributes:
         input_ids: int64 ``[B, T]``, right-padded; packed ``[1, T]``.
         position_ids: int64 ``[1, T]``; None when padded, because rows then begin at 0 as models assume.
-        packed: where rows begin; None when padded. Padded rows need no attention mask either: attention is causal and
+        packed: Where packed rows begin; None when padded. Padded rows need no attention mask: attention is causal and
             padding comes last, so that only positions nobody reads would see it.
-        select: int64 ``[K]``, places in the flattened ``input_ids`` whose hidden state predicts a token with loss.
-        targets: int64 ``[K]``, those tokens.
-        index: int64 ``[K]``, their places among the batch's N tokens.
-        columns: values ``[K, …]`` of the batch's token columns at those places.
-        offsets: int64 ``[B' + 1]``, where the K tokens of each of the rows begin.
-        rows: int64 ``[B']``, the batch's rows in this micro-batch, in order.
+        select: int64 ``[K]``, the places in the flattened ``input_ids`` whose hidden state predicts a token with loss.
+        targets: int64 ``[K]``, the tokens with loss.
+        index: int64 ``[K]``, the places of these tokens among the batch's N tokens.
+        columns: The values ``[K, …]`` of the batch's token columns at these places, by name.
+        offsets: int64 ``[B + 1]``, where the K tokens of each row begin.
     """
 
     input_ids: Tensor
@@ -58,13 +57,18 @@ class MicroBatch:
     index: Tensor
     columns: Mapping[str, Tensor]
     offsets: Tensor
-    rows: Tensor
+
+
+def empty_micro_batch(device: torch.device) -> MicroBatch:
+    """Make a micro-batch of one token and no loss: a pass that only takes part in collectives."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return MicroBatch(zero[None], None, None, zero, zero[:0], zero[:0], {}, zero)
 
 
 def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool) -> list[list[int]]:
-    """Rows for each micro-batch, longest first, so that padded rows are of like length.
+    """Choose the rows of each micro-batch, longest first, so that padded rows are of like length.
 
-    A micro-batch holds at most ``max_tokens`` tokens, padding included; a row that is longer gets one of its own.
+    A micro-batch holds at most ``max_tokens`` tokens, padding included. A longer row gets one of its own.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     groups: list[list[int]] = []
@@ -82,12 +86,11 @@ def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool) -> list[list[
 
 
 def cut(batch: Batch, max_tokens: int, *, packed: bool, columns: Sequence[str] = ()) -> Iterator[MicroBatch]:
-    """The micro-batches of ``batch``, which lies on the model's device; ``columns`` names token columns to bring along.
-
-    A row may not carry loss at its first token, which nothing predicts.
+    """Cut ``batch``, which is on the model's device; ``columns`` names token columns to bring along.
 
     Raises:
-        DataError: a column is missing, not aligned with the tokens, or there is loss at a row's first token.
+        DataError: A column is missing or not aligned with the tokens, or there is loss at a row's first token, which
+            nothing predicts.
     """
     tokens, mask = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values.bool()
     values = {name: _aligned(batch, name, tokens) for name in columns}
@@ -141,7 +144,6 @@ def _micro_batch(
         index=index,
         columns={name: column[index] for name, column in values.items()},
         offsets=offsets,
-        rows=rows,
     )
 
 

@@ -6,7 +6,6 @@ import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,31 +20,22 @@ from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.learner import Learner
 from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import save_pretrained
-from podium.workers.scoring import TokenScores, kept_tokens, score_tokens
+from podium.workers.scoring import score_tokens
 from podium.workers.texts import sampled_counts
 from podium.workers.tokenizers import load_tokenizer
-from podium.workers.weight_sync.buckets import Bucket, WeightSender
-from podium.workers.weight_sync.gather import WeightManifest, full_weights
+from podium.workers.weight_sync.buckets import Bucket, WeightManifest, fill
+from podium.workers.weight_sync.gather import WholeWeights, full_weights
+from podium.workers.weight_sync.receiver import WeightReceiver
 
-__all__ = ["MEMORY_PEAK_GIB", "SKIPPED_STEPS", "Policy"]
-
-MEMORY_PEAK_GIB: Final = "policy/memory_peak_gib"
-"""Metric: the most memory that tensors took on the first rank's accelerator so far."""
-
-SKIPPED_STEPS: Final = "policy/skipped_steps"
-"""Metric: optimizer steps left out so far because a gradient was not finite."""
+__all__ = ["Policy"]
 
 _LOSS_COLUMNS = (fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS)
 
 
 class Policy(Learner):
-    """A causal language model with its optimizer.
+    """A causal language model with its optimizer. ``AlgorithmConfig(loss="cross_entropy")`` trains it by examples.
 
-    Args:
-        model: The model to train.
-        optim: The optimizer. None makes a policy that is only evaluated.
-        parallel: How model and batches are spread over ranks.
-        algorithm: The loss and its constants. ``AlgorithmConfig(loss="cross_entropy")`` trains by examples.
+    The arguments are those of :class:`Learner`.
 
     Raises:
         ConfigError: The loss cannot be found, or an option is wrong.
@@ -58,13 +48,17 @@ class Policy(Learner):
         parallel: ParallelConfig | None = None,
         algorithm: AlgorithmConfig | None = None,
     ) -> None:
-        self.algorithm = algorithm or AlgorithmConfig()
-        check_functions(self.algorithm)
-        super().__init__(model, optim, parallel)
+        check_functions(algorithm or AlgorithmConfig())
+        super().__init__(model, optim, parallel, algorithm)
 
     @cached_property
-    def _sender(self) -> WeightSender:
-        return WeightSender(self.model, sends=self.ctx.rank == 0)
+    def _weights(self) -> WholeWeights:
+        return WholeWeights(self.model)
+
+    @cached_property
+    def _in_place(self) -> InPlace | None:
+        """The weights themselves, to be read where they are; None where they must be gathered, and on other ranks."""
+        return InPlace(self._weights.tensors) if self.ctx.rank == 0 and self._weights.is_plain else None
 
     @property
     def adapted(self) -> bool:
@@ -73,16 +67,12 @@ class Policy(Learner):
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch) -> Batch:
-        """``old_logprobs`` and ``entropy`` of the tokens with loss, 0 elsewhere.
-
-        Both are those of the distribution that was sampled from: at ``batch.meta["temperature"]`` (1 if not given) and,
-        where the batch has kept sets (``kept_sizes``), over those.
-        """
+        """Compute ``old_logprobs`` and ``entropy`` of the tokens with loss, 0 elsewhere: see :func:`score_tokens`."""
         return Batch(self._scores(batch), batch.meta)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step over a global minibatch.
+        """Make one optimizer step over a global minibatch.
 
         Args:
             batch: ``tokens``, ``loss_mask`` and ``loss_weights`` (computed over the minibatch if absent); for a policy
@@ -95,19 +85,21 @@ class Policy(Learner):
         Raises:
             DataError: A column is missing, or the loss returned something else than one number a token.
         """
-        batch = self.weighted(batch, self.algorithm.aggregation)
+        batch = self.weighted(batch)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
         figures = self._minibatch_figures(batch, columns)
 
         def compute(micro: MicroBatch) -> TokenLoss:
-            scores = self._score(batch, micro, entropy=True, entropy_grad=self.algorithm.entropy_coef != 0)
+            grad = self.algorithm.entropy_coef != 0
+            scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad)
+            assert scores.entropy is not None
             inputs = LossInputs(
                 offsets_B1=micro.offsets,
                 columns={
                     **{name: micro.columns[name] for name in columns},
                     "tokens": micro.targets,
                     "logprobs": scores.logprobs,
-                    **({} if scores.entropy is None else {"entropy": scores.entropy}),
+                    "entropy": scores.entropy,
                 },
                 figures={name: micro.columns[name] for name in figures},
                 step=self.engine.step_count,
@@ -121,43 +113,43 @@ class Policy(Learner):
             **result.metrics,
             metrics.GRAD_NORM: result.grad_norm,
             metrics.LEARNING_RATE: result.learning_rate,
-            SKIPPED_STEPS: float(self.engine.skipped_count),
-            **({MEMORY_PEAK_GIB: peak / 2**30} if peak else {}),
+            "policy/skipped_steps": float(self.engine.skipped_count),  # so far, because a gradient was not finite
+            **({"policy/memory_peak_gib": peak / 2**30} if peak else {}),  # so far, on the first rank's accelerator
         }
 
     @endpoint(collect=first())
     def weight_manifest(self) -> WeightManifest:
-        """Names and shapes of all weights, and what tells the weights of one moment from those of another."""
-        in_place = self._sender.in_place
-        return WeightManifest(self._sender.weights, self.engine.step_count, "" if in_place is None else in_place.key)
+        """Return names and shapes of all weights, and what tells the weights of one moment from those of another."""
+        place = "" if self._in_place is None else self._in_place.key
+        return WeightManifest(self._weights.manifest, self.engine.step_count, place)
 
     @endpoint(collect=first(), returns="ref")
     def weight_bucket(self, index: int, bucket_bytes: int, known: Sequence[int] | None = None) -> Bucket:
-        """Part of the weights for a :class:`~podium.workers.StreamedSync`, from the first rank; all ranks take part.
+        """Return part of the weights for a :class:`~podium.workers.StreamedSync`, from the first rank; all ranks call.
 
         Args:
-            index: the bucket's place; 0 begins, and all buckets are asked for in order.
-            bucket_bytes: the size of all buckets.
-            known: see :meth:`WeightSender.bucket`, which also says what comes back.
+            index: The bucket's place. 0 begins, and all buckets are asked for in order.
+            bucket_bytes: The size of all buckets.
+            known: The checksums of what the generators hold: see :func:`.fill`.
         """
-        return self._sender.bucket(index, bucket_bytes, known)
+        takes_part = self.ctx.rank == 0 or self._weights.sharded
+        rows = self._weights.bucket(index, bucket_bytes) if takes_part else []
+        return fill(rows, known) if self.ctx.rank == 0 else ([], None)
 
     @endpoint(collect=first(), returns="ref")
     def weights_in_place(self) -> InPlace | None:
-        """References to the weights themselves, in the order of ``weight_manifest``. Readers find the weights as they
-        are when they are read.
+        """Return references to the weights themselves, in the order of ``weight_manifest``. Readers find the weights as
+        they are when they are read.
 
         None where the weights must come in buckets: they are sharded, below adapters or on an accelerator, a generator
         in the same process reads them, the backend shares no memory, or a subclass has its own ``weight_bucket``."""
-        from podium.workers.generator import Generator
-
-        read_here = any(isinstance(worker, Generator) for worker in self.ctx.colocated.values())
+        read_here = any(isinstance(worker, WeightReceiver) for worker in self.ctx.colocated.values())
         own = inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]
-        return None if read_here or own else self._sender.in_place
+        return None if read_here or own else self._in_place
 
     @endpoint(collect=first())
     def weights(self) -> dict[str, Tensor]:
-        """All weights under Hugging Face's names, whole, adapters merged, copied to the CPU; from the first rank."""
+        """Return all weights under Hugging Face's names, whole, adapters merged, on the CPU; from the first rank."""
         return self._whole_weights()
 
     @endpoint(collect=nothing())
@@ -165,7 +157,7 @@ class Policy(Learner):
         """Write model and tokenizer to the directory ``path`` so that transformers' Auto classes load them.
 
         Raises:
-            CheckpointError: the directory cannot be written.
+            CheckpointError: The directory cannot be written.
         """
         weights = self._whole_weights()
         if self.ctx.rank == 0:
@@ -180,21 +172,11 @@ class Policy(Learner):
 
     def _scores(self, batch: Batch) -> dict[str, Jagged]:
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            scores = self._score(batch, micro, entropy=True)
+            scores = score_tokens(self.model, batch, micro, entropy=True)
             assert scores.entropy is not None
             return {fields.OLD_LOGPROBS: scores.logprobs, fields.ENTROPY: scores.entropy}
 
         return self.engine.evaluate(batch, compute, (fields.OLD_LOGPROBS, fields.ENTROPY))
-
-    def _score(self, batch: Batch, micro: MicroBatch, *, entropy: bool, entropy_grad: bool = False) -> TokenScores:
-        return score_tokens(
-            self.model,
-            micro,
-            temperature=float(batch.meta.get("temperature", 1.0)),
-            kept=kept_tokens(batch, micro),
-            entropy=entropy,
-            entropy_grad=entropy_grad,
-        )
 
     def _minibatch_figures(self, batch: Batch, columns: Sequence[str]) -> dict[str, Jagged]:
         """Token columns that the loss's ``minibatch`` function computes from the tokens of all ranks.

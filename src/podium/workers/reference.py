@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,10 +14,10 @@ from podium.devices import choose_device
 from podium.runtime import Worker, concat, endpoint, shard
 from podium.workers.config import ModelConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
-from podium.workers.generator import POLICY_ROLE
 from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import load_model
-from podium.workers.scoring import kept_tokens, score_tokens
+from podium.workers.scoring import score_tokens
+from podium.workers.weight_sync.receiver import POLICY_ROLE
 
 __all__ = ["Reference"]
 
@@ -30,7 +29,8 @@ class Reference(Worker):
     and holds no weights of its own.
 
     Args:
-        model: which model; adapters it names are left out.
+        model: The model, whose adapters are left out.
+        parallel: How model and batches are spread over ranks.
     """
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig | None = None) -> None:
@@ -47,20 +47,13 @@ class Reference(Worker):
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch) -> Batch:
-        """``ref_logprobs`` of the tokens with loss, at ``batch.meta["temperature"]`` and over the kept sets if any."""
-        temperature = float(batch.meta.get("temperature", 1.0))
+        """Compute ``ref_logprobs`` of the tokens with loss, 0 elsewhere: see :func:`score_tokens`."""
 
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            kept = kept_tokens(batch, micro)
-            return {
-                fields.REF_LOGPROBS: score_tokens(self.engine.model, micro, temperature=temperature, kept=kept).logprobs
-            }
+            return {fields.REF_LOGPROBS: score_tokens(self.engine.model, batch, micro).logprobs}
 
-        with self._without_adapters():
+        with contextlib.nullcontext() if self._policy is None else cast(Any, self._policy.model).disable_adapter():
             return Batch(self.engine.evaluate(batch, compute, (fields.REF_LOGPROBS,)), batch.meta)
-
-    def _without_adapters(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._policy is None else cast(Any, self._policy.model).disable_adapter()
 
 
 def _frozen(model: ModelConfig) -> ModelConfig:

@@ -5,10 +5,8 @@ Legend: K tokens with loss, V vocabulary, S kept ids over all K tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,37 +17,35 @@ from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import plain_model
 from podium.workers.varlen import packed_attention
 
-__all__ = ["KeptTokens", "TokenScores", "hidden_at", "kept_tokens", "run_model", "score_tokens"]
+__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "run_model", "score_tokens"]
 
-_ENTROPY_CHUNK: Final = 1 << 24  # elements of the vocabulary's distribution looked at together, without gradients
+_ENTROPY_CHUNK: Final = 1 << 24  # so many elements of the distributions are read together, without gradients
 
 
-@dataclass(frozen=True)
-class KeptTokens:
+class KeptTokens(NamedTuple):
     """The ids that top-k or top-p left, for each of K tokens.
 
     Attributes:
         ids: int64 ``[S]``.
-        token: int64 ``[S]``, for which of the K tokens.
+        token: int64 ``[S]``, the place among the K tokens of the token that each id belongs to.
     """
 
     ids: Tensor
     token: Tensor
 
 
-@dataclass(frozen=True)
-class TokenScores:
-    """float32 ``[K]`` each, in nats; the entropy is that of the distribution at temperature, over the kept set."""
+class TokenScores(NamedTuple):
+    """Log-probabilities and, where asked for, entropies of K tokens, float32 ``[K]``, in nats."""
 
     logprobs: Tensor
     entropy: Tensor | None
 
 
 def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
-    """The kept sets of the micro-batch's tokens; None where the batch records none.
+    """Return the kept sets of the micro-batch's tokens; None where the batch records none.
 
     Raises:
-        DataError: a token with loss has no set, or the sets are not those of this batch.
+        DataError: A token with loss has no set, or the sets are not those of this batch.
     """
     if fields.KEPT_SIZES not in batch:
         return None
@@ -71,65 +67,53 @@ def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
 
 
 def score_tokens(
-    model: nn.Module,
-    micro: MicroBatch,
-    *,
-    temperature: float = 1.0,
-    kept: KeptTokens | None = None,
-    entropy: bool = False,
-    entropy_grad: bool = False,
+    model: nn.Module, batch: Batch, micro: MicroBatch, *, entropy: bool = False, entropy_grad: bool = False
 ) -> TokenScores:
-    """One forward pass; logits exist for the K tokens only.
+    """Make one forward pass over a micro-batch of ``batch``. Logits exist for the K tokens only.
+
+    The scores are those of the distribution that was sampled from: at ``batch.meta["temperature"]`` (1 if not given; 0,
+    greedy sampling, counts as 1) and, where the batch has kept sets (``kept_sizes``), over those.
 
     Args:
-        temperature: divides the logits; 0 (greedy sampling) counts as 1.
-        entropy: also the entropy, without gradients unless ``entropy_grad``.
+        entropy: Whether the entropy is computed too, without gradients unless ``entropy_grad``.
+
+    Raises:
+        DataError: see :func:`kept_tokens`.
     """
+    kept = kept_tokens(batch, micro)
     logits = run_model(model, micro).logits[0]
+    temperature = float(batch.meta.get("temperature", 1.0))
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
     if kept is not None:
-        return _over_kept(logits.float(), micro.targets, kept, entropy=entropy or entropy_grad, grad=entropy_grad)
+        return _over_kept(logits.float(), micro.targets, kept, entropy=entropy, grad=entropy_grad)
     distribution = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     logprobs = distribution.gather(1, micro.targets[:, None])[:, 0]
+    if not entropy:
+        return TokenScores(logprobs, None)
     if entropy_grad:
         return TokenScores(logprobs, -(distribution.exp() * distribution).sum(-1))
-    return TokenScores(logprobs, _entropy(distribution.detach()) if entropy else None)
+    parts = distribution.detach().split(max(1, _ENTROPY_CHUNK // distribution.shape[1]))
+    return TokenScores(logprobs, torch.cat([-(part.exp() * part).sum(-1) for part in parts]))
 
 
 def run_model(model: nn.Module, micro: MicroBatch) -> Any:
-    """The model's output for the micro-batch; its logits are ``[1, K, V]``."""
+    """Return the model's output for the micro-batch. Its logits are ``[1, K, V]``."""
     head = plain_model(model).get_output_embeddings()
     if head is None:
         raise ConfigError(f"{type(plain_model(model)).__name__} has no output layer: it is no causal language model")
-    with hidden_at(head, micro.select):
+
+    def choose(module: nn.Module, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Give the head the hidden states at the K chosen places: ``[B, T, H] -> [1, K, H]``."""
+        hidden = cast(Tensor, args[0])
+        return (hidden.flatten(0, 1).index_select(0, micro.select)[None], *args[1:])
+
+    # The model itself runs its head, because models scale or cap their logits afterwards in ways of their own.
+    with head.register_forward_pre_hook(choose):
         if micro.packed is None:
             return model(input_ids=micro.input_ids, use_cache=False)
         with packed_attention(model, micro.packed) as bounds:
             return model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **bounds)
-
-
-@contextmanager
-def hidden_at(head: nn.Module, select: Tensor) -> Iterator[None]:
-    """While open, ``head`` sees the hidden states at ``select [K]`` of the flattened rows: ``[B, T, H] -> [1, K, H]``.
-
-    A hook, because models scale or cap their logits after the head in ways of their own.
-    """
-
-    def choose(module: nn.Module, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        hidden = cast(Tensor, args[0])
-        return (hidden.flatten(0, 1).index_select(0, select)[None], *args[1:])
-
-    handle = head.register_forward_pre_hook(choose)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _entropy(distribution: Tensor) -> Tensor:
-    rows = max(1, _ENTROPY_CHUNK // distribution.shape[1])
-    return torch.cat([-(part.exp() * part).sum(-1) for part in distribution.split(rows)])
 
 
 def _over_kept(logits: Tensor, targets: Tensor, kept: KeptTokens, *, entropy: bool, grad: bool) -> TokenScores:

@@ -29,7 +29,7 @@ def make_engine(optim: OptimConfig | None = None, model: ModelConfig = TINY, **p
 
 def sft_step(engine: TrainEngine, batch: Batch, scale: float = 1.0) -> StepResult:
     def compute(micro: MicroBatch) -> TokenLoss:
-        return TokenLoss(-scale * score_tokens(engine.model, micro).logprobs)
+        return TokenLoss(-scale * score_tokens(engine.model, batch, micro).logprobs)
 
     return engine.step(batch, compute)
 
@@ -116,19 +116,23 @@ def test_an_empty_batch_is_a_step_of_loss_zero() -> None:
 
 
 def test_metrics_that_come_and_go_between_micro_batches_are_refused() -> None:
-    engine = make_engine(micro_batch_tokens=30)
+    engine, batch = make_engine(micro_batch_tokens=30), recorded()
 
     def compute(micro: MicroBatch) -> TokenLoss:
-        logprobs = score_tokens(engine.model, micro).logprobs
-        return TokenLoss(-logprobs, {f"rows/{len(micro.rows)}": logprobs.detach()})
+        logprobs = score_tokens(engine.model, batch, micro).logprobs
+        return TokenLoss(-logprobs, {f"rows/{len(micro.offsets) - 1}": logprobs.detach()})
 
     with pytest.raises(DataError, match=r"the loss reports rows/1, rows/.* in some micro-batches and not in others"):
-        engine.step(recorded(), compute)
+        engine.step(batch, compute)
 
 
 def test_evaluation_fills_token_columns_and_leaves_no_gradient() -> None:
     engine, batch = make_engine(micro_batch_tokens=30), recorded()
-    out = engine.evaluate(batch, lambda micro: {"logprobs": score_tokens(engine.model, micro).logprobs}, ("logprobs",))
+
+    def compute(micro: MicroBatch) -> dict[str, Tensor]:
+        return {"logprobs": score_tokens(engine.model, batch, micro).logprobs}
+
+    out = engine.evaluate(batch, compute, ("logprobs",))
     mask = batch.jagged("loss_mask").values
     alone = torch.cat([oracle_logprobs(engine.model, row) for row in batch.jagged("tokens").unbind()]) * mask
     assert torch.allclose(out["logprobs"].values, alone, atol=1e-5)

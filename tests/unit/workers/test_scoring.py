@@ -11,7 +11,7 @@ from podium.rollout.sampling import KeptSet
 from podium.workers import ModelConfig, load_model
 from podium.workers.micro_batches import cut
 from podium.workers.models import plain_model
-from podium.workers.scoring import KeptTokens, TokenScores, kept_tokens, score_tokens
+from podium.workers.scoring import TokenScores, kept_tokens, score_tokens
 from tests.unit.workers.tiny import TINY, oracle_logprobs, recorded
 
 GEMMA = replace(
@@ -36,14 +36,12 @@ LLAMA = replace(
 )
 
 
-def scores(
-    model: torch.nn.Module, batch: Batch, budget: int, *, packed: bool, temperature: float = 1.0, entropy: bool = False
-) -> TokenScores:
+def scores(model: torch.nn.Module, batch: Batch, budget: int, *, packed: bool, entropy: bool = False) -> TokenScores:
     logprobs = torch.zeros(len(batch.jagged("tokens").values))
     entropies = torch.zeros_like(logprobs)
     for micro in cut(batch, budget, packed=packed):
         with torch.no_grad():
-            out = score_tokens(model, micro, temperature=temperature, kept=kept_tokens(batch, micro), entropy=entropy)
+            out = score_tokens(model, batch, micro, entropy=entropy)
         logprobs[micro.index] = out.logprobs
         if out.entropy is not None:
             entropies[micro.index] = out.entropy
@@ -56,10 +54,10 @@ def scores(
 def test_padded_and_packed_rows_score_as_each_row_alone(
     config: ModelConfig, temperature: float, packed: bool, budget: int
 ) -> None:
-    model, batch = load_model(config), recorded()
+    model, batch = load_model(config), recorded(temperature=temperature)
     mask = batch.jagged("loss_mask").values
     alone = torch.cat([oracle_logprobs(model, row, temperature) for row in batch.jagged("tokens").unbind()]) * mask
-    got = scores(model, batch, budget, packed=packed, temperature=temperature).logprobs
+    got = scores(model, batch, budget, packed=packed).logprobs
     assert torch.allclose(got, alone, atol=1e-5)
     assert plain_model(model).config._attn_implementation == "sdpa"
 
@@ -67,9 +65,9 @@ def test_padded_and_packed_rows_score_as_each_row_alone(
 def test_packed_gradients_are_those_of_padded_rows() -> None:
     grads = []
     for packed in (False, True):
-        model = load_model(TINY)
-        for micro in cut(recorded(), 1000, packed=packed):
-            score_tokens(model, micro).logprobs.sum().backward()
+        model, batch = load_model(TINY), recorded()
+        for micro in cut(batch, 1000, packed=packed):
+            score_tokens(model, batch, micro).logprobs.sum().backward()
         grads.append([p.grad for p in model.parameters()])
     for a, b in zip(*grads, strict=True):
         assert a is not None
@@ -78,9 +76,9 @@ def test_packed_gradients_are_those_of_padded_rows() -> None:
 
 
 def test_entropy_is_that_of_the_distribution_and_has_its_gradient() -> None:
-    model, batch = load_model(TINY), recorded((9,))
+    model, batch = load_model(TINY), recorded((9,), temperature=0.7)
     (micro,) = cut(batch, 100, packed=False)
-    out = score_tokens(model, micro, temperature=0.7, entropy_grad=True)
+    out = score_tokens(model, batch, micro, entropy=True, entropy_grad=True)
     logits = model(micro.input_ids).logits[0][micro.select] / 0.7
     expected = torch.distributions.Categorical(logits=logits).entropy()
     assert out.entropy is not None
@@ -88,7 +86,7 @@ def test_entropy_is_that_of_the_distribution_and_has_its_gradient() -> None:
     weight = next(model.parameters())
     mine, theirs = (torch.autograd.grad(entropy.sum(), weight)[0] for entropy in (out.entropy, expected))
     assert torch.allclose(mine, theirs, atol=1e-5)
-    plain = score_tokens(model, micro, temperature=0.7, entropy=True).entropy
+    plain = score_tokens(model, batch, micro, entropy=True).entropy
     assert plain is not None
     assert not plain.requires_grad
     assert torch.allclose(plain, expected, atol=1e-5)
@@ -103,7 +101,7 @@ def with_kept(batch: Batch, kept: list[KeptSet]) -> Batch:
 
 
 def test_kept_sets_restrict_the_distribution() -> None:
-    model, batch = load_model(TINY), recorded((9, 6))
+    model, batch = load_model(TINY), recorded((9, 6), temperature=0.7)
     generator = torch.Generator().manual_seed(5)
     rows, mask = batch.jagged("tokens"), batch.jagged("loss_mask")
     kept = []
@@ -111,7 +109,7 @@ def test_kept_sets_restrict_the_distribution() -> None:
         sets = [torch.cat([t[None], torch.randint(0, 4, (2,), generator=generator).unique()]) for t in row[chosen]]
         kept.append(KeptSet(torch.cat(sets), torch.tensor([0, *map(len, sets)]).cumsum(0)))
     batch = with_kept(batch, kept)
-    got = scores(model, batch, 1000, packed=False, temperature=0.7, entropy=True)
+    got = scores(model, batch, 1000, packed=False, entropy=True)
     assert got.entropy is not None
     for row in range(2):
         logits = model(rows.row(row)[None]).logits[0].detach() / 0.7
@@ -147,8 +145,9 @@ def test_a_token_with_loss_and_without_a_kept_set_is_an_error() -> None:
 def test_kept_gradient_stays_within_the_set() -> None:
     model, batch = load_model(replace(TINY, config={**TINY.config, "tie_word_embeddings": False})), recorded((3,))
     (micro,) = cut(batch, 100, packed=False)
-    kept = KeptTokens(torch.tensor([int(micro.targets[0]), 1, int(micro.targets[1]), 1]), torch.tensor([0, 0, 1, 1]))
-    score_tokens(model, micro, kept=kept).logprobs.sum().backward()
+    ids = torch.tensor([int(micro.targets[0]), 1, int(micro.targets[1]), 1])
+    kept = with_kept(batch, [KeptSet(ids, torch.tensor([0, 2, 4]))])
+    score_tokens(model, kept, micro).logprobs.sum().backward()
     head = model.get_output_embeddings()
     assert head is not None
     touched = head.weight.grad.abs().sum(1).nonzero()[:, 0].tolist()

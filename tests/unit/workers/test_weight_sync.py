@@ -29,8 +29,8 @@ from podium.workers import (
     StreamedSync,
     WeightSync,
 )
-from podium.workers.weight_sync.buckets import Piece, WeightReceiver, checksum, cut
-from podium.workers.weight_sync.gather import WeightInfo, WeightManifest
+from podium.workers.weight_sync.buckets import Piece, WeightInfo, WeightManifest, checksum, cut
+from podium.workers.weight_sync.receiver import WeightReceiver
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 OPTIM = OptimConfig(lr=1e-2)
@@ -98,14 +98,13 @@ def make(cluster: Cluster) -> Iterator[Any]:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tensors that generators receive, in order."""
     names: list[str] = []
-    receive = WeightReceiver.receive
+    copy = WeightReceiver._copy
 
-    def noting(self: WeightReceiver, version: int, index: int, tensors: Any, sums: Any) -> list[str]:
-        pieces = self._buckets[index]
-        names.extend(piece.name for piece, values in zip(pieces, tensors, strict=True) if values is not None)
-        return receive(self, version, index, tensors, sums)
+    def noting(self: WeightReceiver, engine: Any, piece: Piece, values: Any, expected: Any) -> bool:
+        names.extend([piece.name] if values is not None else [])
+        return copy(self, engine, piece, values, expected)
 
-    monkeypatch.setattr(WeightReceiver, "receive", noting)
+    monkeypatch.setattr(WeightReceiver, "_copy", noting)
     return names
 
 
@@ -198,14 +197,14 @@ def test_what_arrives_damaged_is_named_and_not_drawn_from(make: Any, monkeypatch
     pair = make("delta")
     pair.sync.sync(1)
     pair.policy.update(recorded())
-    receive = WeightReceiver.receive
+    copy = WeightReceiver._copy
 
-    def damaged(self: WeightReceiver, version: int, index: int, tensors: Any, sums: Any) -> list[str]:
-        bad = [values + 1 if values is not None and values.shape == (8,) else values for values in tensors]
-        return receive(self, version, index, bad, sums)
+    def damaged(self: WeightReceiver, engine: Any, piece: Piece, values: Any, expected: Any) -> bool:
+        bad = values + 1 if values is not None and values.shape == (8,) else values
+        return copy(self, engine, piece, bad, expected)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightReceiver, "receive", damaged)
+        patch.setattr(WeightReceiver, "_copy", damaged)
         with pytest.raises(DataError, match=r"version 2 arrived damaged: the checksums of model\.layers\.0\.self_attn"):
             pair.sync.sync(2)
     assert pair.sync.is_stale(1)

@@ -8,9 +8,10 @@ A streamed sync. The controller passes names and references; the bytes go from t
     policy       put 0 │ put 1 │ put 2 │ put 3 │                   each bucket is gathered, merged and stored once
     machine A          │ copy 0│ copy 1│ copy 2│ copy 3│ finish    all generators of a machine read the same memory
     machine B          │ copy 0│ copy 1│ copy 2│ copy 3│ finish    the store holds at most two buckets
+
+Where the weights can be read in place, the policy puts nothing and the generators copy from its own tensors.
 """
 
-from podium.workers.weight_sync.contract import ColocatedSync, WeightSync
-from podium.workers.weight_sync.streamed import BUCKET_BYTES, StreamedSync
+from podium.workers.weight_sync.controller import ColocatedSync, StreamedSync, WeightSync
 
-__all__ = ["BUCKET_BYTES", "ColocatedSync", "StreamedSync", "WeightSync"]
+__all__ = ["ColocatedSync", "StreamedSync", "WeightSync"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,34 +11,12 @@ from torch import Tensor, nn
 from podium.data import copy_tensor
 from podium.errors import CheckpointError
 from podium.workers.models import plain_model
+from podium.workers.weight_sync.buckets import Piece, WeightInfo, cut
 
-__all__ = ["WeightInfo", "WeightManifest", "WholeWeights", "copy_weights", "full_weights"]
+__all__ = ["WholeWeights", "copy_weights", "full_weights"]
 
 _BASE_LAYER = ".base_layer."
 _ADAPTER = "lora_"
-
-
-class WeightInfo(NamedTuple):
-    """A whole tensor's name, shape and bytes an element."""
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-
-
-class WeightManifest(NamedTuple):
-    """What a policy's weights are at one moment. Equal manifests are those of equal weights.
-
-    Attributes:
-        weights: all tensors, whole and with adapters merged, in the order in which they are gathered.
-        step: how often the policy has been updated.
-        place: names the memory that ``Policy.weights_in_place`` returned references to; "" where the weights are not in
-            such memory.
-    """
-
-    weights: tuple[WeightInfo, ...]
-    step: int
-    place: str
 
 
 class WholeWeights:
@@ -47,8 +25,10 @@ class WholeWeights:
     With a sharded model all ranks ask together and in the same order, since each tensor is gathered from all.
 
     Attributes:
-        sharded: whether a tensor is spread over several ranks.
-        is_plain: whether the parameters are the whole weights: neither sharded nor below adapters.
+        tensors: The model's own tensors in the order of ``manifest``; its weights where ``is_plain`` is True.
+        manifest: Name, shape and bytes an element of each whole tensor, in the model's order.
+        sharded: Whether a tensor is spread over several ranks.
+        is_plain: Whether the parameters are the whole weights: neither sharded nor below adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,34 +39,46 @@ class WholeWeights:
             if hasattr(module, "get_delta_weight")
         }
         tensors = (*inner.named_parameters(), *_persistent_buffers(inner))
-        self._tensors = {name.replace(_BASE_LAYER, "."): tensor for name, tensor in tensors if _ADAPTER not in name}
-        self.sharded = any(hasattr(tensor, "full_tensor") for tensor in self._tensors.values())
+        self._named = {name.replace(_BASE_LAYER, "."): tensor for name, tensor in tensors if _ADAPTER not in name}
+        self._held: tuple[str, Tensor] | None = None  # a gathered tensor of which the next bucket has more pieces
+        self.tensors = list(self._named.values())
+        self.manifest = tuple(WeightInfo(name, tuple(t.shape), t.element_size()) for name, t in self._named.items())
+        self.sharded = any(hasattr(tensor, "full_tensor") for tensor in self.tensors)
         self.is_plain = not self.sharded and not self._layers
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The model's own tensors in the order of :meth:`manifest`; its weights where ``is_plain`` is True."""
-        return list(self._tensors.values())
-
-    def manifest(self) -> list[WeightInfo]:
-        """Name, shape and bytes an element of each tensor, in the model's order."""
-        return [WeightInfo(name, tuple(t.shape), t.element_size()) for name, t in self._tensors.items()]
 
     @torch.no_grad()
     def gather(self, name: str) -> Tensor:
-        """One whole tensor, adapters merged, on the model's device. It may be the parameter itself: copy what you
-        keep."""
-        value = _whole(self._tensors[name])
+        """Return one whole tensor, adapters merged, on the model's device. It may be the parameter itself: copy what
+        you keep."""
+        value = _whole(self._named[name])
         layer = self._layers.get(name)
         for adapter in layer.active_adapters if layer is not None else ():
             value = value + _delta(layer, adapter, value.dtype)
         return value
 
+    def bucket(self, index: int, bucket_bytes: int) -> list[Tensor]:
+        """Return the rows of each piece of bucket ``index`` of those that :func:`.cut` makes; views of the model's own
+        tensors where those are whole.
+
+        Buckets are asked for in order, and no more than one tensor is gathered at a time.
+        """
+        if index == 0:
+            self._held = None
+        return [self._rows(piece) for piece in cut(self.manifest, bucket_bytes)[index]]
+
+    def _rows(self, piece: Piece) -> Tensor:
+        if self._held is None or self._held[0] != piece.name:
+            self._held = piece.name, self.gather(piece.name)
+        tensor = self._held[1]
+        if not tensor.ndim or piece.stop == len(tensor):
+            self._held = None
+        return tensor[piece.start : piece.stop] if tensor.ndim else tensor
+
 
 def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors, one at a time: see :class:`WholeWeights`."""
+    """Yield names and whole tensors, one at a time: see :class:`WholeWeights`."""
     weights = WholeWeights(model)
-    for info in weights.manifest():
+    for info in weights.manifest:
         yield info.name, weights.gather(info.name)
 
 
@@ -95,7 +87,7 @@ def copy_weights(weights: dict[str, Tensor] | Iterator[tuple[str, Tensor]], mode
     """Write ``weights`` into a plain model's own tensors, in place.
 
     Raises:
-        CheckpointError: the model has no tensor of that name or shape, or a tensor of the model was not given.
+        CheckpointError: The model has no tensor of that name or shape, or a tensor of the model was not given.
     """
     own = dict((*model.named_parameters(), *_persistent_buffers(model)))
     tied = dict(model.named_parameters(remove_duplicate=False))

@@ -1,10 +1,11 @@
-"""Weights that go from process to process: bucket by bucket, into the generators' own tensors."""
+"""The controller's end of a weight sync: the contract, the sync within one process, and the sync between processes."""
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from podium.data import TensorRef
@@ -12,25 +13,79 @@ from podium.errors import ConfigError, DataError, PodiumError
 from podium.runtime import Call
 from podium.telemetry import Note, emit
 from podium.workers.weight_sync.buckets import cut
-from podium.workers.weight_sync.contract import WeightSync, is_behind
 
 if TYPE_CHECKING:
-    from podium.workers.generator import Generator
     from podium.workers.policy import Policy
-    from podium.workers.weight_sync.gather import WeightManifest
+    from podium.workers.weight_sync.buckets import WeightManifest
+    from podium.workers.weight_sync.receiver import WeightReceiver
 
-__all__ = ["BUCKET_BYTES", "StreamedSync"]
+__all__ = ["ColocatedSync", "StreamedSync", "WeightSync"]
 
 T = TypeVar("T")
 
 BUCKET_BYTES: Final = 64 * 2**20
-"""Large enough that a call costs nothing beside it, small enough that two of them are no burden."""
+"""A call costs little beside the copy of a bucket of this size, and two such buckets take little memory."""
 
 IN_PLACE_BUCKETS: Final = 4
 """Buckets are so many times larger where weights are read in place, since no memory is held for them."""
 
-Sums = dict[int, list[int]]
-"""The checksums of each bucket's pieces, by the bucket's index."""
+
+class WeightSync(ABC):
+    """Brings the policy's weights to the generators. The controller holds it.
+
+    A version is a number that the caller gives to the weights as they are at that moment. A run gives the step.
+    """
+
+    @abstractmethod
+    def init(self) -> None:
+        """Check, before anything is trained, that the weights fit the generators' models.
+
+        Raises:
+            EndpointError: They do not fit; its cause is a ConfigError that names the tensor.
+        """
+
+    @abstractmethod
+    def sync(self, version: int) -> None:
+        """Make the policy's weights, as they are now, those that the next token is drawn from.
+
+        Generators that hold ``version`` already are left alone. Generators that were restarted get all weights. If
+        this fails, the generators that had begun to receive draw nothing until the next sync, which sends all weights.
+
+        Raises:
+            ConfigError: A generator holds a later version.
+            WorkerDied, EndpointError: The policy or a generator failed.
+        """
+
+    @abstractmethod
+    def is_stale(self, version: int) -> bool:
+        """Whether a generator's weights are older than ``version``, or never came because it was restarted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop what is kept between syncs. Idempotent; the workers go on."""
+
+
+class ColocatedSync(WeightSync):
+    """The generator reads the policy's own parameters, or gathers them into a copy. A sync is one call.
+
+    Args:
+        generator: The generator's handle. Each of its processes holds a policy too.
+    """
+
+    def __init__(self, generator: WeightReceiver) -> None:
+        self._generator = generator
+
+    def init(self) -> None:
+        """Check nothing: the engine is made from the policy's own model."""
+
+    def sync(self, version: int) -> None:
+        _is_behind(self._generator.refresh(version), version)
+
+    def is_stale(self, version: int) -> bool:
+        return any(held is None or held < version for held in self._generator.weights_version())
+
+    def close(self) -> None:
+        """Drop nothing: nothing is kept."""
 
 
 class StreamedSync(WeightSync):
@@ -42,10 +97,10 @@ class StreamedSync(WeightSync):
     the model is frozen. On one machine it costs one reading of the weights at either end.
 
     Args:
-        policy: the policy's handle. Its first rank sends; all its ranks take part in gathering shards.
-        generators: the receivers: groups, or the handles of replicas.
-        bucket_bytes: the most bytes that are copied to travel at once. A single row of a tensor may be larger.
-        delta: send only what has changed.
+        policy: The policy's handle. Its first rank sends; all its ranks take part in gathering shards.
+        generators: The receivers: groups, or the handles of replicas.
+        bucket_bytes: The most bytes that are copied to travel at once. A single row of a tensor may be larger.
+        delta: Send only what has changed.
 
     Raises:
         ConfigError: ``bucket_bytes`` is below 1.
@@ -54,7 +109,7 @@ class StreamedSync(WeightSync):
     def __init__(
         self,
         policy: Policy,
-        generators: Sequence[Generator],
+        generators: Sequence[WeightReceiver],
         *,
         bucket_bytes: int = BUCKET_BYTES,
         delta: bool = False,
@@ -68,14 +123,15 @@ class StreamedSync(WeightSync):
         self._copied = delta  # whether the policy's weights cannot be read where they are
         self._place = ""  # the memory that ``_refs`` point to, as the manifest names it
         self._refs: Mapping[str, TensorRef] = {}  # the policy's weights, where they can be read in place
-        self._sums: Sums = {}  # of what the generators hold; empty where that is not known
+        # The checksums of what the generators hold, by bucket and piece; empty where they are not known.
+        self._sums: dict[int, list[int]] = {}
 
     def init(self) -> None:
         self._prepare(self._generators)
 
     def sync(self, version: int) -> None:
         held = self._held_versions()
-        behind = [generator for generator, versions in held if is_behind(versions, version)]
+        behind = [generator for generator, versions in held if _is_behind(versions, version)]
         if not behind:
             return
         if any(None in versions for _, versions in held):
@@ -97,11 +153,11 @@ class StreamedSync(WeightSync):
     def close(self) -> None:
         self._sums, self._refs, self._place = {}, {}, ""
 
-    def _held_versions(self) -> list[tuple[Generator, list[int | None]]]:
+    def _held_versions(self) -> list[tuple[WeightReceiver, list[int | None]]]:
         calls = [generator.weights_version.submit() for generator in self._generators]
         return [(generator, call.result()) for generator, call in zip(self._generators, calls, strict=True)]
 
-    def _send(self, generators: Sequence[Generator], version: int) -> None:
+    def _send(self, generators: Sequence[WeightReceiver], version: int) -> None:
         known, self._sums = self._sums, {}
         manifest, wrong = self._stream(generators, version, known)
         if wrong and known:
@@ -115,8 +171,8 @@ class StreamedSync(WeightSync):
         if wrong:
             raise DataError(f"the weights of version {version} arrived damaged: the checksums of {_few(wrong)} differ")
 
-    def _prepare(self, generators: Sequence[Generator]) -> tuple[WeightManifest, int]:
-        """Announce the weights as they are now; their manifest and the size of a bucket."""
+    def _prepare(self, generators: Sequence[WeightReceiver]) -> tuple[WeightManifest, int]:
+        """Announce the weights as they are now; return their manifest and the size of a bucket."""
         manifest = self._policy.weight_manifest()
         if not self._copied and (not manifest.place or manifest.place != self._place):
             self.close()
@@ -131,22 +187,24 @@ class StreamedSync(WeightSync):
         return manifest, bucket_bytes
 
     def _stream(
-        self, generators: Sequence[Generator], version: int, known: Sums
-    ) -> tuple[WeightManifest, Sequence[str]]:
-        """Send all buckets, preparing one while the one before is copied; the manifest, and the names of tensors that
-        the generators hold wrong."""
+        self, generators: Sequence[WeightReceiver], version: int, known: Mapping[int, list[int]]
+    ) -> tuple[WeightManifest, list[str]]:
+        """Send all buckets, and prepare one while the one before is copied; return the manifest, and the names of
+        tensors that the generators hold wrong."""
         manifest, bucket_bytes = self._prepare(generators)
         copying: deque[list[Call[list[list[str]]]]] = deque()
         wrong: list[str] = []
+
+        def wait_for_oldest() -> None:
+            for ranks in _wait(copying.popleft()):
+                wrong.extend(name for names in ranks for name in names)
+
         try:
             for index, pieces in enumerate(cut(manifest.weights, bucket_bytes)):
                 sums = None
                 if self._refs:
-                    refs = [self._refs[piece.name] for piece in pieces]
-                    tensors: Any = [
-                        ref[piece.start : piece.stop] if ref.shape else ref
-                        for ref, piece in zip(refs, pieces, strict=True)
-                    ]
+                    refs = [(self._refs[piece.name], piece) for piece in pieces]
+                    tensors: Any = [ref[piece.start : piece.stop] if ref.shape else ref for ref, piece in refs]
                 else:
                     asked = known.get(index, []) if self._delta else None
                     tensors, sums = cast(Any, self._policy.weight_bucket(index, bucket_bytes, asked))
@@ -155,9 +213,9 @@ class StreamedSync(WeightSync):
                 copying.append([g.receive_weights.submit(version, index, tensors, sums) for g in generators])
                 del tensors  # the last reference here: the store frees what all generators have copied
                 if len(copying) == 2:
-                    wrong += _names(_wait(copying.popleft()))
+                    wait_for_oldest()
             while copying:
-                wrong += _names(_wait(copying.popleft()))
+                wait_for_oldest()
         except PodiumError:
             for calls in copying:  # none of them may still be writing when the next sync begins
                 with contextlib.suppress(PodiumError):
@@ -166,8 +224,24 @@ class StreamedSync(WeightSync):
         return manifest, wrong
 
 
+def _is_behind(held: Iterable[int | None], version: int) -> bool:
+    """Whether a rank needs ``version``, given the version that each rank holds (None: no synced weights).
+
+    Raises:
+        ConfigError: A rank holds a later version.
+    """
+    versions = list(held)
+    latest = max((own for own in versions if own is not None), default=version)
+    if latest > version:
+        raise ConfigError(
+            f"sync({version}): a generator has the weights of version {latest}; versions only go forward, so that a "
+            "token's version says which weights drew it"
+        )
+    return any(own != version for own in versions)
+
+
 def _wait(calls: Sequence[Call[T]]) -> list[T]:
-    """All results; or the first error, once all calls have ended."""
+    """Return all results; or raise the first error, once all calls have ended."""
     failed: list[PodiumError] = []
     results: list[T] = []
     for call in calls:
@@ -178,10 +252,6 @@ def _wait(calls: Sequence[Call[T]]) -> list[T]:
     if failed:
         raise failed[0]
     return results
-
-
-def _names(results: Sequence[list[list[str]]]) -> list[str]:
-    return [name for ranks in results for names in ranks for name in names]
 
 
 def _few(names: Sequence[str]) -> str:

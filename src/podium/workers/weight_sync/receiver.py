@@ -1,0 +1,202 @@
+"""The generators' end of a weight sync: an engine in a worker, and the ways by which new weights reach it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from torch import Tensor
+
+from podium.devices import choose_device
+from podium.errors import ConfigError, DataError
+from podium.rollout.engines import Engine, EngineConfig, make_engine
+from podium.runtime import Worker, endpoint, nothing
+from podium.workers.config import ModelConfig
+from podium.workers.models import load_model
+from podium.workers.weight_sync.buckets import Piece, WeightInfo, checksum, cut
+from podium.workers.weight_sync.gather import copy_weights, full_weights
+
+if TYPE_CHECKING:
+    from podium.workers.policy import Policy
+
+__all__ = ["POLICY_ROLE", "WeightReceiver"]
+
+POLICY_ROLE: Final = "policy"
+"""The name under which a colocated policy is found."""
+
+
+class WeightReceiver(Worker):
+    """A worker with an engine, which is made at its first use.
+
+    Colocated with a policy that is neither sharded nor adapted, the engine reads the policy's own parameters: the next
+    completion sees what an update changed in place. Sharded or adapted weights are gathered into one copy, in place.
+    Without a policy beside it, the engine has a model of its own and is sent weights in buckets. Two buckets may come
+    at once, in threads of their own; they hold different rows.
+
+    Args:
+        model: The model. Colocated with a policy, the policy's own model is used, and this one only for copies.
+        engine: The engine and its limits.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig | None = None) -> None:
+        self.config = replace(model, lora=None, gradient_checkpointing=False)
+        self.engine_config = engine or EngineConfig()
+        self._engine: Engine | None = None
+        self._making = threading.Lock()
+        self._synced: int | None = None  # the version of the weights that tokens are drawn from
+        self._lock = threading.Lock()
+        self._arriving: int | None = None  # the version of the weights of which a bucket has come
+        self._buckets: list[list[Piece]] = []
+        self._missing: dict[str, int] = {}  # rows of each tensor that have not arrived
+        self._sums: dict[Piece, tuple[int, int]] = {}  # checksums of a piece as it was sent, and as the engine holds it
+
+    @endpoint(concurrent=True)
+    def weights_version(self) -> int | None:
+        """Return the version of the weights that were last synced; None where none were, or came only in part."""
+        return self._synced
+
+    @endpoint()
+    def refresh(self, version: int) -> int:
+        """Read the colocated policy's weights as they are now; all ranks call, since shards are gathered from all.
+
+        Returns:
+            The version that is here afterwards. A version that is as late as ``version``, or later, stays.
+
+        Raises:
+            ConfigError: There is no policy in this worker process.
+        """
+        policy = self._policy
+        if policy is None:
+            raise ConfigError(
+                "generator.refresh() reads a colocated policy, and none is in this worker process; send its weights by "
+                "a podium.workers.StreamedSync"
+            )
+        if self._synced is not None and self._synced >= version:
+            return self._synced
+        engine = self._ready_engine()
+        if policy.adapted:
+            with engine.gate.changing(version):
+                for name, tensor in full_weights(policy.model):
+                    engine.load(name, 0, tensor)
+                engine.loaded()
+        else:
+            engine.refresh(version)
+        self._synced = version
+        return version
+
+    # -- a streamed sync, in the order of its calls; they run while completions are drawn -------------------------
+
+    @endpoint(collect=nothing(), concurrent=True)
+    def prepare_weight_sync(self, weights: Sequence[WeightInfo], bucket_bytes: int) -> None:
+        """Expect all of ``weights``, in the buckets of ``bucket_bytes`` that :func:`.cut` makes of them.
+
+        Raises:
+            ConfigError: These are not the tensors of the engine's model, or the engine reads a colocated policy's
+                parameters, which nobody overwrites.
+        """
+        if self._policy is not None:
+            raise ConfigError("this generator reads a colocated policy: call refresh(version), weights are not sent")
+        self._ready_engine().check_weights({info.name: info.shape for info in weights})
+        with self._lock:
+            self._missing = {info.name: info.rows for info in weights}
+            self._buckets = cut(tuple(weights), bucket_bytes)
+
+    @endpoint(concurrent=True, readonly=True)
+    def receive_weights(
+        self, version: int, index: int, tensors: Sequence[Tensor | None], sums: Sequence[int] | None = None
+    ) -> list[str]:
+        """Copy a bucket into the engine's own tensors. The first bucket waits for the token that is being drawn. From
+        then on no token is drawn before ``finish_weight_sync`` or ``abort_weight_sync``.
+
+        Args:
+            version: The version of the weights.
+            index: The bucket's place among those of :func:`.cut`.
+            tensors: The rows of each piece, or None where the engine's own are said to be right.
+            sums: The checksum of each piece, where they are to be checked.
+
+        Returns:
+            Names of tensors that arrived damaged, or that the engine does not hold as the sender says.
+        """
+        engine = self._ready_engine()
+        with self._lock:
+            self._synced, self._arriving = None, version
+            engine.gate.close()
+        wrong: list[str] = []
+        for at, (piece, values) in enumerate(zip(self._buckets[index], tensors, strict=True)):
+            if self._copy(engine, piece, values, None if sums is None else sums[at]):
+                with self._lock:
+                    self._missing[piece.name] -= piece.stop - piece.start
+            else:
+                wrong.append(piece.name)
+        return wrong
+
+    @endpoint(collect=nothing(), concurrent=True)
+    def finish_weight_sync(self, version: int) -> None:
+        """Draw from the weights of ``version``.
+
+        Raises:
+            DataError: Rows have not arrived; names their tensors.
+        """
+        engine = self._ready_engine()
+        with self._lock:
+            missing = [name for name, rows in self._missing.items() if rows]
+            if self._arriving != version or missing:
+                raise DataError(
+                    f"the weights of version {version} are not whole: rows of {len(missing)} tensors have not come, "
+                    f"such as {missing[:3]}; sync them again"
+                )
+            engine.loaded()
+            engine.gate.open(version)
+            self._synced, self._arriving = version, None
+
+    @endpoint(collect=nothing(), concurrent=True)
+    def abort_weight_sync(self, reason: str) -> None:
+        """End a sync that failed. If it has begun to write, calls that wait for its end get an error, and nothing is
+        drawn before the next sync has finished."""
+        engine = self._ready_engine()
+        with self._lock:
+            if self._arriving is not None:
+                version, self._arriving = self._arriving, None
+                engine.gate.refuse(f"the weights of version {version} came only in part ({reason}); sync again")
+
+    def _copy(self, engine: Engine, piece: Piece, values: Tensor | None, expected: int | None) -> bool:
+        """Whether the engine holds the piece that was sent: ``values``, or if None, what was sent before."""
+        if values is None:
+            sent, kept = self._sums.get(piece, (None, None))
+            own = engine.rows(*piece)  # None where the engine keeps its weights in a form of its own
+            return sent is not None and sent == expected and (own is None or checksum(own) == kept)
+        self._sums.pop(piece, None)
+        if expected is not None and checksum(values) != expected:
+            return False
+        engine.load(piece.name, piece.start, values)
+        if expected is not None:
+            own = engine.rows(*piece)
+            self._sums[piece] = expected, expected if own is None or own.dtype == values.dtype else checksum(own)
+        return True
+
+    @property
+    def _policy(self) -> Policy | None:
+        return self.ctx.colocated.get(POLICY_ROLE)
+
+    def _ready_engine(self) -> Engine:
+        """Return the engine, which is made when colocated workers and collectives are there."""
+        with self._making:
+            if self._engine is None:
+                self._engine = self._make_engine()
+            return self._engine
+
+    def _make_engine(self) -> Engine:
+        policy = self._policy
+        if policy is None:
+            model = load_model(self.config, choose_device(self.ctx.devices)).requires_grad_(False)
+        elif policy.adapted:
+            model = load_model(self.config, policy.device).requires_grad_(False)
+            copy_weights(full_weights(policy.model), model)
+        else:
+            model = policy.model
+        engine = make_engine(self.engine_config, model)
+        if policy is not None:
+            engine.refresh(0)  # fills the copy of a sharded model
+        return engine
