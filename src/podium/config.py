@@ -28,8 +28,9 @@ from typing import Any, NamedTuple, TypeVar, cast, dataclass_transform
 
 import pydantic.dataclasses
 import yaml
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from podium.errors import ConfigError
 
@@ -73,6 +74,7 @@ def section(path: str = "") -> Callable[[type[C]], type[C]]:
     """
 
     def decorate(cls: type[C]) -> type[C]:
+        cast(Any, cls)._refuse_bool = field_validator("*", mode="before")(_refuse_bool)
         made: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
         check = made.__init__
 
@@ -81,7 +83,7 @@ def section(path: str = "") -> Callable[[type[C]], type[C]]:
             try:
                 check(self, **values)
             except pydantic.ValidationError as error:
-                raise ConfigError("\n".join(line for _, line in _mistakes(made, error, path))) from None
+                raise ConfigError("\n".join(_mistakes(made, error, path))) from None
 
         made.__init__ = __init__
         return cast("type[C]", made)
@@ -110,7 +112,7 @@ def load_config(cls: type[C], path: str | Path | None = None, overrides: Sequenc
 
 
 def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The nested values that :func:`load_config` checks. Only their syntax has been checked."""
+    """Return the nested values that :func:`load_config` checks. Only their syntax has been checked."""
     values = _read_yaml(Path(path)) if path is not None else {}
     for dotted, value in parse_overrides(cls, overrides):
         _put(values, dotted, value)
@@ -120,11 +122,11 @@ def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[s
 def build_config(
     cls: type[C], values: Mapping[str, Any], *, key: str = "", source: str = "", typed: Sequence[str] = ()
 ) -> C:
-    """Build a section from nested ``values``.
+    """Build a section from ``values``, which are nested as the sections are.
 
     Args:
         cls: The section.
-        values: Values by name of the key, as nested as the sections.
+        values: Values by name of the key.
         key: Path of the key that holds ``values``, as in "algorithm.options". Errors put it before the names of keys.
         source: File that the values were read from. Errors name it, except for keys in ``typed``.
         typed: Dotted paths of the values that were given on the command line.
@@ -135,15 +137,15 @@ def build_config(
     try:
         return _validated(cls, values)
     except pydantic.ValidationError as error:
-        lines: list[str] = []
-        for path, line in _mistakes(cls, error, key):
-            from_file = source and not any(f"{dotted}.".startswith(f"{path}.") for dotted in typed)
-            lines.append(f"{source}: {line}" if from_file else line)
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        lines = [
+            f"{source}: {line}" if source and not any(f"{name}.".startswith(f"{path}.") for name in typed) else line
+            for line, path in _mistakes(cls, error, key).items()
+        ]
+        raise ConfigError("\n".join(lines)) from None
 
 
 def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]]:
-    """``["--optim.lr", "1e-4", "--run.name=x"]`` as pairs of a dotted path and a value.
+    """Parse ``["--optim.lr", "1e-4", "--run.name=x"]`` into pairs of a dotted path and a value.
 
     A value is read as YAML, except where the key takes text: there ``007`` stays ``007``. ``null`` means None.
 
@@ -167,17 +169,17 @@ def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]
 
 
 def keys_of(cls: type, path: str = "") -> list[Key]:
-    """Every key of a section and of the sections in it, in order, with the defaults that hold there."""
+    """Return every key of a section and of the sections in it, in order, with the defaults that hold there."""
     return list(_keys(cls, path, _validated(cls, {}), ""))
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """A section as nested plain values, which YAML can hold."""
-    return {name: _plain(getattr(config, name)) for name in _fields(type(config))}
+    """Return a section as nested plain values, which YAML can hold."""
+    return to_jsonable_python(config, fallback=str)
 
 
 def config_to_yaml(config: Any) -> str:
-    """A section as YAML that :func:`load_config` reads back to an equal one."""
+    """Return a section as YAML that :func:`load_config` reads back to an equal one."""
     return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
@@ -185,16 +187,14 @@ def config_to_yaml(config: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads ``1e-4`` as a number, as YAML 1.2 does; PyYAML reads it as text. Refuses a key that occurs twice; PyYAML
-    takes the last."""
+    """Reads ``1e-4`` as a number, as YAML 1.2 does, and refuses a key that occurs twice. PyYAML does neither."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        seen: list[Any] = []
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
-                seen.add(key.value)
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.append(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -249,28 +249,42 @@ def _validated(cls: type[C], values: Mapping[str, Any]) -> C:
     return cast(Any, cls).__pydantic_validator__.validate_python(merged)
 
 
-def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> Iterator[tuple[str, str]]:
-    """The path of each mistake, and a line that says what is wrong."""
+def _refuse_bool(cls: type, value: Any, info: ValidationInfo) -> Any:
+    """Refuse true and false where a key takes no such value. Pydantic would take them for 1 and 0."""
+    arms = _arms(_fields(cls)[str(info.field_name)].annotation)
+    taken = {inner for arm in arms for inner in (arm, *typing.get_args(arm))}
+    given = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
+    if any(isinstance(one, bool) for one in given) and not taken & {bool, Any}:
+        raise PydanticCustomError("bool", "a truth value")
+    return value
+
+
+def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[str, str]:
+    """A line for each mistake, which says what is wrong, with the path of the key."""
+    lines: dict[str, str] = {}
     for one in error.errors(include_url=False):
         names, kind = _locate(cls, one["loc"])
         path, value = ".".join([prefix, *names]).strip("."), one["input"]
         raised = one.get("ctx", {}).get("error")
         if one["type"] == "value_error" and raised is not None:  # a section's __post_init__
-            yield path, str(raised) if not path or str(raised).startswith(path) else f"{path}: {raised}"
+            line = str(raised) if not path or str(raised).startswith(path) else f"{path}: {raised}"
         elif one["type"] in ("unexpected_keyword_argument", "invalid_key"):
             name = str(one["loc"][-1])
-            unknown = f"{path}.{name}".strip(".")
             given = f" (value {value!r})" if isinstance(one["loc"][-1], str) else ""
-            yield unknown, f"unknown key {unknown}{given}{_suggest(cls, prefix, names, name)}"
+            hint = _suggest(cls, prefix, names, name)
+            path = f"{path}.{name}".strip(".")
+            line = f"unknown key {path}{given}{hint}"
         elif one["type"] == "missing" and len(names) == len(one["loc"]):
-            yield path, f"{path} is missing: expected {_expected(kind)}"
+            line = f"{path} is missing: expected {_expected(kind)}"
         else:
             finite = "a finite number" if one["type"] == "finite_number" else "a number"
-            expected = _expected(kind).replace("a number", finite)
             literals = [typing.get_args(arm) for arm in _arms(kind) if typing.get_origin(arm) is typing.Literal]
             choices = [str(choice) for literal in literals for choice in literal]
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-            yield path, f"{path} = {value!r}: expected {expected}" + (f"; did you mean {near[0]}?" if near else "")
+            line = f"{path} = {value!r}: expected {_expected(kind).replace('a number', finite)}"
+            line += f"; did you mean {near[0]}?" if near else ""
+        lines[line] = path
+    return lines
 
 
 def _suggest(root: type, prefix: str, names: Sequence[str], name: str) -> str:
@@ -370,13 +384,3 @@ def _arms(kind: Any) -> tuple[Any, ...]:
 def _section_of(kind: Any) -> Any:
     """The section that ``kind`` is, or is besides None."""
     return next((arm for arm in _arms(kind) if hasattr(arm, "__pydantic_fields__")), None)
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__pydantic_fields__"):
-        return config_to_dict(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in cast("Sequence[Any]", value)]
-    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

@@ -94,6 +94,11 @@ def test_scientific_notation_is_a_number_where_nothing_else_says_so(tmp_path: Pa
     assert load_config(Root, None, ["--model.shape.eps", "1e-6"]).model.shape == {"eps": 1e-6}
 
 
+def test_true_and_false_are_values_of_keys_that_take_them() -> None:
+    model = load_config(Root, None, ["--model.compile", "true", "--model.shape.tied", "true"]).model
+    assert (model.compile, model.shape) == (True, {"tied": True})
+
+
 def test_a_negative_number_is_a_value() -> None:
     assert parse_overrides(Root, ["--steps", "-1"]) == [("steps", -1)]
 
@@ -130,6 +135,10 @@ SECTIONS = "steps, model, optim, extra"
         ({"optim": {"warmup": 3}}, "optim.warmup needs a schedule"),
         ({"optim": 3}, "optim = 3: expected a section with the keys lr, betas, schedule, max_norm, warmup"),
         ({"optim": None}, "optim = None: expected a section with the keys lr, betas, schedule, max_norm, warmup"),
+        ({"steps": True}, "steps = True: expected an integer"),
+        ({"optim": {"lr": True}}, "optim.lr = True: expected a number above 0 and at most 10"),
+        ({"optim": {"max_norm": False}}, "optim.max_norm = False: expected a number of at least 0 or null"),
+        ({"optim": {"betas": [0.9, True]}}, "optim.betas = [0.9, True]: expected a list; each item is a number"),
         ({"model": {"compile": "maybe"}}, "model.compile = 'maybe': expected true or false"),
         ({"model": {"shape": 1}}, "model.shape = 1: expected a mapping"),
     ],

@@ -60,16 +60,12 @@ def visible(text: str, limit: int | None = None) -> str:
         head = max(1, limit * 2 // 3)
         tail = max(1, limit - head)
         text = f"{text[:head]} […{len(text) - head - tail} characters…] {text[-tail:]}"
-    if text.isprintable():
-        return text
-    return "".join(c if c in "\n\t" or not _hidden(c) else _spelled(c) for c in text)
-
-
-def _hidden(character: str) -> bool:
-    # Cc: control characters, escape among them. Cf: marks that reorder or hide text, but for the two joiners that
-    # scripts and emoji are written with. Cs: lone surrogates.
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs") and character not in "\u200c\u200d"
+    return text if text.isprintable() else "".join(map(_spelled, text))
 
 
 def _spelled(character: str) -> str:
+    # Cc: control characters, escape among them. Cf: marks that reorder or hide text, except for the two joiners that
+    # scripts and emoji are written with. Cs: lone surrogates.
+    if character in "\n\t\u200c\u200d" or unicodedata.category(character) not in ("Cc", "Cf", "Cs"):
+        return character
     return f"\\x{ord(character):02x}" if ord(character) < 0x100 else f"\\u{ord(character):04x}"

@@ -129,8 +129,8 @@ def test_a_long_run_of_pipelined_calls_keeps_its_structure_and_its_memory(tmp_pa
     for i in range(5000):
         for rank in range(2):
             sink(call("policy", rank, i, i * 10, i * 10 + 1 + rank, i * 10 + 9))
-        held.append(len(sink._lines) + len(sink._call_tracks) + len(sink._recent))
-    assert max(held) <= 64 + 20 + 2 * 4096
+        held.append(len(sink._lines) + len(sink._call_tracks))
+    assert max(held) <= 64 + 20 + 4096
     sink.close()
     lines = json.loads((tmp_path / "trace.json").read_text())
     check_structure(lines)

@@ -5,30 +5,19 @@ The names are looked up on first use, so that importing this package imports nei
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.telemetry.sinks.base import Sink
-    from podium.telemetry.sinks.console import ConsoleSink
-    from podium.telemetry.sinks.jsonl import JsonlSink
-    from podium.telemetry.sinks.trace import TraceSink
-    from podium.telemetry.sinks.trackers import TensorBoardSink, TrackioSink, WandbSink
-
-__all__ = ["ConsoleSink", "JsonlSink", "Sink", "TensorBoardSink", "TraceSink", "TrackioSink", "WandbSink"]
-
-_HOMES = {
-    "ConsoleSink": "console",
-    "JsonlSink": "jsonl",
-    "Sink": "base",
-    "TensorBoardSink": "trackers",
-    "TraceSink": "trace",
-    "TrackioSink": "trackers",
-    "WandbSink": "trackers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    from podium.telemetry.sinks.base import Sink as Sink
+    from podium.telemetry.sinks.console import ConsoleSink as ConsoleSink
+    from podium.telemetry.sinks.jsonl import JsonlSink as JsonlSink
+    from podium.telemetry.sinks.trace import TraceSink as TraceSink
+    from podium.telemetry.sinks.trackers import (
+        TensorBoardSink as TensorBoardSink,
+        TrackioSink as TrackioSink,
+        WandbSink as WandbSink,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

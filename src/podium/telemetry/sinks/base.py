@@ -7,7 +7,6 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from podium.telemetry.bus import subscribe
@@ -67,7 +66,5 @@ class Sink(ABC):
     def __enter__(self) -> Self:
         return self.attach()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

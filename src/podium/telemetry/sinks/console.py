@@ -1,4 +1,4 @@
-"""The terminal: one progress bar at the bottom, a row a step above it, and nothing that runs into either.
+"""The terminal shows one progress bar at the bottom and a row for each step above it, and nothing runs into either.
 
 Where stdout is no terminal (a file, a pipe, CI) the rows are plain lines and there is no bar.
 """
@@ -10,26 +10,78 @@ import os
 import pdb
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.rule import Rule
 from rich.text import Text
 
 from podium.telemetry import events, metrics
 from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, PhaseStarted, StepFinished
-from podium.telemetry.formatting import duration, percent, plain, visible
+from podium.telemetry.formatting import compact, duration, percent, plain, visible
 from podium.telemetry.sinks.base import Sink
-from podium.telemetry.sinks.columns import STEP_COLUMNS, Column, cells, fitting, headers
 from podium.telemetry.sinks.logs import LogRouter
 
-__all__ = ["ConsoleSink", "terminal"]
+__all__ = ["STEP_COLUMNS", "Column", "ConsoleSink", "fitting", "terminal"]
 
 _STEP_WIDTH: Final = 7
+_GAP: Final = 2
 _ROWS_PER_HEADER: Final = 25
 _SAMPLE_CHARACTERS: Final = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """``metric`` under ``header``, right-aligned in ``width`` characters.
+
+    Columns of the highest ``rank`` are left out first where space is short. ``unless`` names a metric beside which this
+    one is not shown: a GRPO step's loss, once there is a reward.
+    """
+
+    header: str
+    metric: str
+    write: Callable[[float], str]
+    rank: int
+    width: int = 7
+    unless: str = ""
+
+    def cell(self, values: Mapping[str, float]) -> str:
+        """The metric with its gap, as text; a dash if ``values`` lack it."""
+        text = self.write(float(values[self.metric])) if self.metric in values else "-"
+        return text.rjust(self.width + _GAP)
+
+
+STEP_COLUMNS: Final[tuple[Column, ...]] = (
+    Column(header="loss", metric=metrics.LOSS, write=plain, rank=0, unless=metrics.REWARD_MEAN),
+    Column(header="reward", metric=metrics.REWARD_MEAN, write=plain, rank=0),
+    Column(header="accuracy", metric=metrics.ACCURACY, write=percent, rank=0, width=8),
+    Column(header="KL", metric=metrics.KL, write=plain, rank=3),
+    Column(header="entropy", metric=metrics.ENTROPY, write=plain, rank=2),
+    Column(header="clipped", metric=metrics.CLIP_FRACTION, write=percent, rank=4),
+    Column(header="grad", metric=metrics.GRAD_NORM, write=plain, rank=3),
+    Column(header="value", metric=metrics.VALUE_LOSS, write=plain, rank=5),
+    Column(header="length", metric=metrics.LENGTH_MEAN, write=plain, rank=4, width=6),
+    Column(header="tok/s", metric=metrics.TOKENS_PER_S, write=compact, rank=1, width=6),
+    Column(header="time", metric=metrics.STEP_S, write=duration, rank=1, width=6),
+)
+
+
+def fitting(seen: Collection[str], width: int) -> tuple[Column, ...]:
+    """Those of the columns whose metric was seen that fit in ``width`` characters, beside the number of the step.
+
+    The least important are left out first. Columns of rank 0 stay however narrow the terminal is.
+    """
+    present = [column for column in STEP_COLUMNS if column.metric in seen and column.unless not in seen]
+    while _STEP_WIDTH + sum(column.width + _GAP for column in present) > width:
+        worst = max(reversed(present), key=lambda column: column.rank, default=None)  # the rightmost of equals
+        if worst is None or worst.rank == 0:
+            break
+        present.remove(worst)
+    return tuple(present)
 
 
 def terminal() -> Console:
@@ -56,8 +108,8 @@ class ConsoleSink(Sink):
     ``breakpoint()`` takes the bar away before the debugger asks its first question. The next step brings the bar back.
 
     Args:
-        console: Console of rich, for tests and notebooks. The terminal unless given.
-        row_every_s: Time between two rows, at least. The first and the last step of a phase are always shown, and
+        console: Console of rich, for tests and notebooks. None means the terminal.
+        row_every_s: The least time between two rows. The first and the last step of a phase are always shown, and
             metrics.jsonl has all steps.
     """
 
@@ -68,14 +120,13 @@ class ConsoleSink(Sink):
         self._row_every_s = row_every_s
         self._router = LogRouter(self.console if self._live else None)
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._phase = PhaseStarted("", 0)
         self._seen: set[str] = set()
         self._columns: tuple[Column, ...] = ()
         self._rows_since_header = 0
         self._last_row_s = -float("inf")
         self._accuracies: dict[str, float] = {}
-        self._workers: dict[str, int] = {}
+        self._workers: Counter[str] = Counter()
         self._breakpointhook: Callable[..., Any] | None = None
 
     def attach(self) -> ConsoleSink:
@@ -102,7 +153,7 @@ class ConsoleSink(Sink):
             case CompletionsSampled():
                 self._samples(event)
             case events.WorkerStarted(role=role):
-                self._workers[role] = self._workers.get(role, 0) + 1
+                self._workers[role] += 1
             case events.WorkerLost(role=role, rank=rank, node=node, cause=cause):
                 self._say(Text(f"lost  {role} rank {rank} on {node}: {cause}", "bold red"))
             case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
@@ -147,7 +198,7 @@ class ConsoleSink(Sink):
             refresh_per_second=4,
         )
         total = self._phase.total_steps
-        self._task = self._progress.add_task(self._phase.name, total=total, completed=completed, state="")
+        self._progress.add_task(self._phase.name, total=total, completed=completed, state="")
         self._progress.start()
 
     def _stop_bar(self) -> None:
@@ -169,8 +220,10 @@ class ConsoleSink(Sink):
     def _step(self, step: int, values: Mapping[str, float]) -> None:
         if self._progress is None:
             self._start_bar(step - 1)  # a breakpoint took it away
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, state=self._state())
+        if self._progress is not None:
+            accuracy = self._accuracies.get(self._phase.name)
+            state = f"· held-out {percent(accuracy)}" if accuracy is not None else ""
+            self._progress.update(self._progress.task_ids[0], completed=step, state=state)
         now = time.monotonic()
         if now - self._last_row_s < self._row_every_s and step != self._phase.total_steps:
             return
@@ -178,20 +231,17 @@ class ConsoleSink(Sink):
         if not self._seen.issuperset(values):
             self._seen.update(values)
             width = self.console.width if self._live else 10_000  # a file has room for every column
-            columns = fitting(STEP_COLUMNS, self._seen, width, _STEP_WIDTH)
+            columns = fitting(self._seen, width)
             self._rows_since_header = self._rows_since_header if columns == self._columns else 0
             self._columns = columns
         if self._rows_since_header % _ROWS_PER_HEADER == 0:
-            self._say(Text("step".rjust(_STEP_WIDTH) + "".join(headers(self._columns)), "dim"))
+            headers = "".join(column.header.rjust(column.width + _GAP) for column in self._columns)
+            self._say(Text("step".rjust(_STEP_WIDTH) + headers, "dim"))
         self._rows_since_header += 1
         row = Text(f"{step:>{_STEP_WIDTH}}")
-        for column, cell in zip(self._columns, cells(self._columns, values), strict=True):
-            row.append(cell, "cyan" if column.metric in (metrics.REWARD_MEAN, metrics.ACCURACY) else "")
+        for column in self._columns:
+            row.append(column.cell(values), "cyan" if column.metric in (metrics.REWARD_MEAN, metrics.ACCURACY) else "")
         self._say(row)
-
-    def _state(self) -> str:
-        accuracy = self._accuracies.get(self._phase.name)
-        return f"· held-out {percent(accuracy)}" if accuracy is not None else ""
 
     def _evaluation(self, event: EvalFinished) -> None:
         before = self._accuracies.get(self._phase.name)

@@ -30,19 +30,19 @@ _STYLES: Final = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITI
 _Handler = logging.StreamHandler[TextIO]
 
 
-def _within(name: str, *libraries: str) -> bool:
-    return f"{name}.".startswith(tuple(f"{library}." for library in libraries))
-
-
 def _no_noise(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR or not _within(record.name, *_NOISY)
+
+
+def _within(name: str, *libraries: str) -> bool:
+    return f"{name}.".startswith(tuple(f"{library}." for library in libraries))
 
 
 class LogRouter(logging.Handler):
     """Installs and removes the routing, and shows on one line each record that no other handler shows.
 
     Args:
-        console: The console with the bar. None where there is no bar: then handlers stay where they are, and the root
+        console: The console with the bar. None means that there is no bar: handlers stay where they are, and the root
             logger gets one on stderr if it has none.
     """
 

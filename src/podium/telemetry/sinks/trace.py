@@ -24,7 +24,7 @@ import json
 import logging
 import math
 import time
-from collections import deque
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,9 @@ _FIRST_LANES: Final = {"collect": 100, "learn": 200}
 _CALLS: Final = 1000  # lanes of overlapping calls follow: 1001, 1002, …
 _COUNTERS: Final = (metrics.REWARD_MEAN, metrics.ACCURACY, metrics.LOSS, metrics.TOKENS_PER_S)
 _CALLS_REMEMBERED: Final = 4096
+
+
+_quoted = cache(json.dumps)  # roles, methods and nodes are few
 
 
 class TraceSink(Sink):
@@ -63,12 +66,10 @@ class TraceSink(Sink):
         self._flushed_ns = time.monotonic_ns()
         self._full = False
         self._processes: dict[str, int] = {}
-        self._tracks: set[tuple[int, int]] = set()
+        self._tracks: dict[tuple[int, int], str] = {}  # names of tracks, by process and thread of the viewer
         self._lane_ends: dict[tuple[int, int], list[int]] = {}
-        self._recent: deque[tuple[str, int]] = deque(maxlen=_CALLS_REMEMBERED)
-        self._call_tracks: dict[tuple[str, int], int] = {}
+        self._call_tracks: dict[tuple[str, int], int] = {}  # of the newest calls, oldest first
         self._flows = itertools.count(1)
-        self._names: dict[str, str] = {}
         self._name_track(_CONTROLLER, _RUN, "run", process="controller")
 
     def handle(self, event: Event) -> None:
@@ -83,7 +84,7 @@ class TraceSink(Sink):
             case CallFinished():
                 self._call(event)
             case events.StageFinished(name=name, step=step, started_ns=started, ended_ns=ended, half=half):
-                tid = self._lane(_CONTROLLER, _FIRST_LANES[half], started, ended, half)
+                tid = self._lane((_CONTROLLER, _FIRST_LANES[half]), started, ended, half)
                 self._slice(_CONTROLLER, tid, name, started, ended, {"step": step})
             case StepFinished(step=step, metrics=values):
                 self._step(step, {name: float(values[name]) for name in _COUNTERS if name in values})
@@ -112,15 +113,15 @@ class TraceSink(Sink):
 
     def _call(self, call: CallFinished) -> None:
         # The one event of a hot path: its lines are formatted here, several times faster than by json.
-        name = self._quoted(f"{call.role}.{call.method}")
+        name = _quoted(f"{call.role}.{call.method}")
         origin = self._origin(call)
         pid, first_tid = self._worker(call.role, call.rank)
-        tid = self._lane(pid, first_tid, call.started_ns, call.ended_ns, call.role, call.rank)
-        begin, length = call.started_ns / 1000, max(0, call.ended_ns - call.started_ns) / 1000
-        facts = f'"call":{call.call_id},"rank":{call.rank},"node":{self._quoted(call.node)}'
+        tid = self._lane((pid, first_tid), call.started_ns, call.ended_ns)
+        begin, length = _span_us(call.started_ns, call.ended_ns)
+        facts = f'"call":{call.call_id},"rank":{call.rank},"node":{_quoted(call.node)}'
         shown = '"ok":true}' if call.ok else '"ok":false},"cname":"terrible"'  # the format's own name for red
         self._lines.append(
-            f'{{"ph":"X","name":{self._quoted(call.method)},"pid":{pid},"tid":{tid},"ts":{begin},"dur":{length},'
+            f'{{"ph":"X","name":{_quoted(call.method)},"pid":{pid},"tid":{tid},"ts":{begin},"dur":{length},'
             f'"args":{{{facts},{shown}}},\n'
         )
         # A flow has exactly one start and one end, so each rank's arrow is a flow with a number of its own.
@@ -136,12 +137,11 @@ class TraceSink(Sink):
         if key in self._call_tracks:
             return self._call_tracks[key]
         taken_up_ns = max(call.started_ns, call.submitted_ns)
-        tid = self._lane(_CONTROLLER, _CALLS, call.submitted_ns, taken_up_ns, "calls")
+        tid = self._lane((_CONTROLLER, _CALLS), call.submitted_ns, taken_up_ns, "calls")
         name = f"submit {call.role}.{call.method}"
         self._slice(_CONTROLLER, tid, name, call.submitted_ns, taken_up_ns, {"call": call.call_id})
-        if len(self._recent) == _CALLS_REMEMBERED:
-            del self._call_tracks[self._recent[0]]
-        self._recent.append(key)
+        if len(self._call_tracks) == _CALLS_REMEMBERED:
+            del self._call_tracks[next(iter(self._call_tracks))]
         self._call_tracks[key] = tid
         return tid
 
@@ -165,23 +165,20 @@ class TraceSink(Sink):
             self._name_track(pid, tid, f"{role} {rank}", process=role)
         return pid, tid
 
-    def _lane(
-        self, pid: int, first_tid: int, started_ns: int, ended_ns: int, name: str, rank: int | None = None
-    ) -> int:
-        """The first track of those from `first_tid` on where this slice overlaps none."""
-        ends = self._lane_ends.setdefault((pid, first_tid), [])
+    def _lane(self, first: tuple[int, int], started_ns: int, ended_ns: int, name: str = "") -> int:
+        """The first track from `first` on where this slice overlaps none; `name` is for a track that has none yet."""
+        ends, (pid, first_tid) = self._lane_ends.setdefault(first, []), first
         lane = next((i for i, end in enumerate(ends) if end <= started_ns), len(ends))
         lane = min(lane, _LANES - 1)
         if lane == len(ends):
             ends.append(0)
         ends[lane] = max(ends[lane], ended_ns)
         if (pid, first_tid + lane) not in self._tracks:  # only now: a name for each call would cost time
-            name += ("" if rank is None else f" {rank}") + (f" (+{lane})" if lane else "")
-            self._name_track(pid, first_tid + lane, name)
+            self._name_track(pid, first_tid + lane, self._tracks[first] + f" (+{lane})" if lane else name)
         return first_tid + lane
 
     def _name_track(self, pid: int, tid: int, name: str, process: str | None = None) -> None:
-        self._tracks.add((pid, tid))
+        self._tracks[pid, tid] = name
         where = {"ph": "M", "pid": pid, "tid": tid}
         if process is not None:
             self._add(where | {"name": "process_name", "args": {"name": process}})
@@ -191,21 +188,13 @@ class TraceSink(Sink):
 
     # Lines
 
-    def _quoted(self, name: str) -> str:
-        """`name` as JSON; roles, methods and nodes are few."""
-        if name not in self._names:
-            self._names[name] = json.dumps(name)
-        return self._names[name]
-
     def _slice(self, pid: int, tid: int, name: str, started_ns: int, ended_ns: int, args: dict[str, Any]) -> None:
-        begin, length = started_ns / 1000, max(0, ended_ns - started_ns) / 1000
+        begin, length = _span_us(started_ns, ended_ns)
         self._add({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": length, "args": args})
 
     def _instant(self, name: str, where: tuple[int, int], args: dict[str, Any]) -> None:
-        pid, tid = where
-        self._add(
-            {"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid, "ts": time.monotonic_ns() / 1000, "args": args}
-        )
+        place = {"pid": where[0], "tid": where[1], "ts": time.monotonic_ns() / 1000}
+        self._add({"ph": "i", "s": "t", "name": name, **place, "args": args})
 
     def _add(self, line: dict[str, Any]) -> None:
         self._lines.append(json.dumps(line, allow_nan=False, separators=(",", ":")) + ",\n")
@@ -229,3 +218,8 @@ class TraceSink(Sink):
         self._remark(remark)
         self._file.write(self._lines.pop().rstrip(",\n") + "\n]\n")
         self._file.flush()
+
+
+def _span_us(started_ns: int, ended_ns: int) -> tuple[float, float]:
+    """Start and length in microseconds, the format's unit."""
+    return started_ns / 1000, max(0, ended_ns - started_ns) / 1000

@@ -16,15 +16,6 @@ from podium.telemetry.sinks.base import Sink
 __all__ = ["TensorBoardSink", "TrackerSink", "TrackioSink", "WandbSink"]
 
 
-def _require(module: str, sink: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{sink} needs the package {package!r}, which cannot be imported here ({error}): pip install {package}"
-        ) from error
-
-
 class TrackerSink(Sink):
     """Scalars over steps. A second phase goes on counting where the first ended, since trackers want one axis."""
 
@@ -32,6 +23,15 @@ class TrackerSink(Sink):
         super().__init__()
         self._offset = 0
         self._last = 0
+
+    def _require(self, module: str, package: str) -> Any:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"{type(self).__name__} needs the package {package!r}, which cannot be imported here ({error}): "
+                f"pip install {package}"
+            ) from error
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -43,7 +43,7 @@ class TrackerSink(Sink):
     def handle(self, event: Event) -> None:
         match event:
             case PhaseStarted(first_step=first):
-                # Zero for the first phase, a resumed one included; else the last step of the phase before.
+                # The last step of the phase before; 0 for the first phase, also in a run that is resumed.
                 self._offset = self._last if first == 1 else self._offset
             case StepFinished(step=step, metrics=values):
                 self._last = self._offset + step
@@ -61,8 +61,8 @@ class TensorBoardSink(TrackerSink):
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
-        _require("tensorboard", "TensorBoardSink", "tensorboard")
-        writer = _require("torch.utils.tensorboard", "TensorBoardSink", "tensorboard")
+        self._require("tensorboard", "tensorboard")
+        writer = self._require("torch.utils.tensorboard", "tensorboard")
         self._writer = writer.SummaryWriter(str(folder), flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -79,48 +79,44 @@ class TensorBoardSink(TrackerSink):
         self._writer.close()
 
 
-class WandbSink(TrackerSink):
-    """A Weights & Biases run; `options` go to ``wandb.init`` (``mode="offline"``, ``id`` and ``resume``, …)."""
+class _RunSink(TrackerSink):
+    """A tracker whose ``init`` returns a run. `options` go to ``init``."""
+
+    package = ""
 
     def __init__(
-        self,
-        project: str,
-        *,
-        name: str | None = None,
-        config: Mapping[str, Any] | None = None,
-        folder: str | Path | None = None,
-        **options: Any,
+        self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         super().__init__()
-        self._wandb = _require("wandb", "WandbSink", "wandb")
-        where = {} if folder is None else {"dir": str(folder)}
-        self._run = self._wandb.init(project=project, name=name, config=dict(config or {}), **where, **options)
+        self._module = self._require(self.package, self.package)
+        self._run = self._module.init(project=project, name=name, config=dict(config or {}), **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
+
+class WandbSink(_RunSink):
+    """A Weights & Biases run in `folder`; `options` go to ``wandb.init``: ``mode="offline"``, ``id``, ``resume``, …"""
+
+    package = "wandb"
+
+    def __init__(self, project: str, *, folder: str | Path | None = None, **options: Any) -> None:
+        super().__init__(project, **options, **({} if folder is None else {"dir": str(folder)}))
+
     def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
         rows = [[sample.prompt, sample.completion, sample.reward, sample.expected] for sample in samples]
-        table = self._wandb.Table(columns=["prompt", "completion", "reward", "expected"], data=rows)
+        table = self._module.Table(columns=["prompt", "completion", "reward", "expected"], data=rows)
         self._run.log({"samples": table}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
 
 
-class TrackioSink(TrackerSink):
+class TrackioSink(_RunSink):
     """A Trackio run, kept on this machine: ``trackio show``. `options` go to ``trackio.init``."""
 
-    def __init__(
-        self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
-        super().__init__()
-        self._trackio = _require("trackio", "TrackioSink", "trackio")
-        self._run = self._trackio.init(project=project, name=name, config=dict(config or {}), **options)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+    package = "trackio"
 
     def finish(self) -> None:
         # The module's own: a finished run that Trackio still holds is finished again at exit.
-        self._trackio.finish()
+        self._module.finish()
