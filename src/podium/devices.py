@@ -1,4 +1,4 @@
-"""The one place that knows kinds of devices: choice, precision, memory, random state."""
+"""Everything that depends on the kind of a device: its choice, precision, memory and random state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from podium.errors import ConfigError
 
 __all__ = [
     "DTYPES",
-    "accelerator_count",
     "autocast",
     "choose_device",
     "compute_dtype",
@@ -31,26 +30,24 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def parse_dtype(name: str, *, key: str = "dtype") -> torch.dtype:
-    """The torch dtype called ``name``; ``key`` is the setting that an error names.
-
-    Raises:
-        ConfigError: not one of :data:`DTYPES`.
-    """
-    try:
-        return DTYPES[name]
-    except KeyError:
-        raise ConfigError(f"{key}={name!r} is unknown; choose one of {', '.join(DTYPES)}") from None
+    """Return the torch dtype called ``name``. Raises ConfigError, which names ``key``, if there is none in DTYPES."""
+    if name not in DTYPES:
+        raise ConfigError(f"{key}={name!r} is unknown; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def choose_device(indices: Sequence[int] = ()) -> torch.device:
-    """The worker's device: the first accelerator it owns (``ctx.devices``), else the CPU.
+    """Return the worker's device: the first accelerator that it owns (``ctx.devices``), else the CPU.
 
     Raises:
-        ConfigError: an index was given but torch sees no accelerator.
+        ConfigError: An index was given, and torch sees no accelerator.
     """
     if not indices:
         return torch.device("cpu")
-    kind = _accelerator()
+    kind = "cuda" if torch.cuda.is_available() else None
+    npu = getattr(torch, "npu", None)  # present once torch_npu is imported
+    if kind is None and npu is not None and npu.is_available():
+        kind = "npu"
     if kind is None:
         raise ConfigError(
             f"this worker owns device {indices[0]}, but torch {torch.__version__} sees no CUDA or NPU here"
@@ -61,26 +58,26 @@ def choose_device(indices: Sequence[int] = ()) -> torch.device:
 
 
 def compute_dtype(device: torch.device, wish: str = "auto") -> torch.dtype:
-    """The dtype of matrix products: ``wish``, or for "auto" bfloat16 on an accelerator and float32 on the CPU."""
+    """Return the dtype of matrix products: ``wish``, or for "auto" bfloat16 on accelerators and float32 on the CPU."""
     if wish != "auto":
         return parse_dtype(wish, key="precision")
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Matrix products in ``dtype``; nothing at all for float32, which costs nothing then."""
+    """Compute matrix products in ``dtype`` during the block. For float32 the block is an ordinary one, at no cost."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
 
 
 def memory_peak_bytes(device: torch.device) -> int:
-    """The most bytes that tensors took on the device so far; 0 for the CPU, which torch does not count."""
+    """Return the most bytes that tensors took on the device so far; 0 for the CPU, which torch does not count."""
     return 0 if device.type == "cpu" else int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory of ``device`` that can still be had; on a CPU, what free pages and droppable caches come to together."""
+    """Return the bytes of ``device`` that are free; on a CPU, free pages and caches that the system can drop."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
@@ -90,26 +87,14 @@ def free_memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def accelerator_count() -> int:
-    """Accelerators that this process sees."""
-    return torch.cuda.device_count()
-
-
 def random_state(device: torch.device) -> Tensor:
-    """The state of torch's generator for this device, uint8 on the CPU."""
+    """Return the state of torch's generator for this device, as a uint8 tensor on the CPU."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Go on from what :func:`random_state` returned."""
+    """Restore a state that :func:`random_state` returned."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _accelerator() -> str | None:
-    if torch.cuda.is_available():
-        return "cuda"
-    npu = getattr(torch, "npu", None)  # present once torch_npu is imported
-    return "npu" if npu is not None and npu.is_available() else None

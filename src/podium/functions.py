@@ -118,9 +118,6 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _defined(module: ModuleType, wanted: str) -> str:
-    own = [name for name, value in vars(module).items() if _is_own(module, name, value)]
+    named = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+    own = [name for name, value in named.items() if getattr(value, "__module__", None) == module.__name__]
     return _nearest(wanted, own) or (f"; it defines {', '.join(own)}" if own else "; it defines no function")
-
-
-def _is_own(module: ModuleType, name: str, value: object) -> bool:
-    return callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__

@@ -1,19 +1,22 @@
-"""``podium backends``: what is installed here, and what each can do."""
+"""``podium backends`` lists the backends that are installed, and what each can do."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
+from typing import Any
 
-from podium.runtime import Backend, Capabilities, backends
+from podium.runtime import backends
 
 __all__ = ["run_backends"]
 
 
 def run_backends(arguments: Sequence[str]) -> int:
+    """Print the installed backends. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="podium backends", description="List the backends installed here.")
     parser.parse_args(arguments)
     for point in sorted(backends().values(), key=lambda point: point.name):
@@ -24,21 +27,14 @@ def run_backends(arguments: Sequence[str]) -> int:
 
 def _describe(point: EntryPoint) -> str:
     try:
-        backend = point.load()
+        backend: Any = point.load()
     except ImportError as error:  # a backend whose extra is not installed is still worth naming
         return f"not usable here: {error}"
-    capabilities = dataclasses.asdict(_capabilities(backend))
+    if hasattr(backend, "capabilities"):
+        capabilities = dataclasses.asdict(backend.capabilities)
+    else:  # only an instance knows
+        with contextlib.closing(backend()) as made:
+            capabilities = dataclasses.asdict(made.capabilities)
     can = [name for name, able in capabilities.items() if able]
     cannot = [name for name, able in capabilities.items() if not able]
     return f"can: {', '.join(can) or 'only the basics'}" + (f"; cannot: {', '.join(cannot)}" if cannot else "")
-
-
-def _capabilities(cls: type[Backend]) -> Capabilities:
-    """What the class says of itself; where only an instance knows, one is made, and closed."""
-    if hasattr(cls, "capabilities"):
-        return cls.capabilities
-    backend = cls()
-    try:
-        return backend.capabilities
-    finally:
-        backend.close()

@@ -1,4 +1,4 @@
-"""``--backend NAME`` and ``--backend.OPTION VALUE``: where workers run, for every command that starts some."""
+"""The arguments ``--backend NAME`` and ``--backend.OPTION VALUE`` of every command that starts workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse_with_backend(
 ) -> tuple[argparse.Namespace, list[str], Backend]:
     """Parse ``arguments`` with ``parser`` and the arguments of the backend.
 
-    Returns what the parser found, the overrides of the configuration, which it does not know, and the backend.
+    Returns the namespace of the parser, the overrides of the configuration, and the backend.
 
     Raises:
         ConfigError: An option of the backend has no name, no value, or a value that is not YAML.

@@ -1,8 +1,9 @@
-"""``podium eval MODEL`` and ``podium sample MODEL``: use a run's final model, a model's directory or a hub name."""
+"""``podium eval MODEL`` and ``podium sample MODEL``. MODEL is a run with a final model, a directory, or a hub name."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,7 +107,7 @@ def _connect(backend: Backend) -> podium.Cluster:
 
 
 def _check_model(path: Path) -> None:
-    """A hub name looks like a path; one below a directory that is here is meant as a path."""
+    """Refuse a path without a model. A hub name looks like a path; below a directory that exists it is meant as one."""
     if path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise ConfigError(f"{path} is no run (it has no config.yaml) and no model (it has no config.json)")
@@ -115,14 +116,9 @@ def _check_model(path: Path) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Lines from stdin until it ends, with a prompt on a terminal."""
-    person = sys.stdin.isatty()
-    while True:
-        if person:
-            sys.stdout.write("> ")
-            sys.stdout.flush()
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.rstrip("\n")
+    """Give the lines of stdin that are not empty. A terminal shows ``> `` before each."""
+    with contextlib.suppress(EOFError):
+        while True:
+            line = input("> " if sys.stdin.isatty() else "")
+            if line.strip():
+                yield line

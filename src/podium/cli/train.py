@@ -1,4 +1,4 @@
-"""``podium train grpo|ppo|sft``: a configuration, a backend, and the trainer does the rest."""
+"""``podium train grpo|ppo|sft`` reads a configuration, chooses a backend and calls the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: all that the next step depends on. A checkpoint is complete, or it is not there.
+"""Checkpoints of a run hold all that the next step depends on. A checkpoint is complete, or it is not there.
 
 checkpoints/step-000012/
   trainer.json      step, place in the data, coefficients, evaluations so far, time spent
@@ -35,13 +35,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """What the controller itself must remember. What is drawn at a step depends on the seed and the step alone.
+    """The state of the controller. Seeds need no state: what is drawn at a step depends on the seed and the step alone.
 
     Attributes:
         step: The last step that is finished.
         prompts: Place in the stream of prompts or examples, after those of ``step``.
         kl_coef: Coefficient of the KL, from its controller.
-        first, last: Evaluations; they may be the same one.
+        first, last: Evaluations, which may be the same one.
         wall_s: Seconds of training so far.
         stage_s, stage_tokens: Totals by stage, for the speeds in the summary.
         given: Names of the functions and classes that a script gave the run beside its configuration.
@@ -63,7 +63,8 @@ class TrainerState:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             for name in ("first", "last"):
-                values[name] = None if values[name] is None else _evaluation(values[name])
+                if (found := values[name]) is not None:
+                    values[name] = Evaluation(**{**found, "samples": tuple(Sample(**one) for one in found["samples"])})
             return TrainerState(**values)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not the state of a training run: {error}") from error
@@ -77,7 +78,7 @@ class Checkpoint:
     path: Path
 
     def load(self, roles: Roles) -> TrainerState:
-        """Bring the roles to where they were, and return the controller's own state.
+        """Restore the roles, and return the controller's own state.
 
         Raises:
             CheckpointError: The checkpoint does not fit the roles, or belongs to another kind of run.
@@ -91,7 +92,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints in ``folder``, which is made if it is not there."""
+    """The checkpoints in ``folder``, which is created if it is missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,7 +103,8 @@ class Checkpoints:
         """Write a checkpoint of ``state.step``, then remove all but the ``keep`` newest (0: none is removed).
 
         Raises:
-            CheckpointError: The disk refuses, or it is not the disk that the workers write to.
+            CheckpointError: A worker on another machine wrote to a disk that this process does not see.
+            OSError: The disk refuses.
         """
         with self.writing(state.step, keep=keep) as folder:
             whole = folder.absolute()  # a worker has a working directory of its own
@@ -117,9 +119,9 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int, *, keep: int = 0) -> Iterator[Path]:
-        """Give a folder to write the checkpoint of ``step`` into. It is complete and ``latest`` after the block.
+        """Give a folder to write the checkpoint of ``step`` into, which is complete and ``latest`` after the block.
 
-        If the block raises, nothing remains of it.
+        If the block raises, nothing remains of the folder.
         """
         aside = self.folder / f".{step_name(step)}.tmp"
         remove(aside)
@@ -137,12 +139,12 @@ class Checkpoints:
                 remove(old.path)
 
     def all(self) -> list[Checkpoint]:
-        """The complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         found = [(step_of(entry.name), entry) for entry in self.folder.iterdir()]
         return sorted((Checkpoint(step, entry) for step, entry in found if step is not None), key=lambda one: one.step)
 
     def latest(self) -> Checkpoint | None:
-        """The checkpoint that ``latest`` names; if it was deleted, the newest that is there; None if there is none."""
+        """Return the checkpoint that ``latest`` names, or the newest one if that was deleted; None if there is none."""
         link = self.folder / "latest"
         there = self.all()
         if link.is_symlink():
@@ -186,7 +188,3 @@ def _commit(aside: Path, final: Path) -> None:
     link.replace(final.with_name("latest"))
     sync_folder(final.parent)
     remove(replaced)
-
-
-def _evaluation(values: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(**{**values, "samples": tuple(Sample(**sample) for sample in values["samples"])})

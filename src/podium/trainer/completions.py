@@ -1,7 +1,7 @@
 """A step's completions with their prompts and grades, and the Parquet files that keep them.
 
-Tokens and texts of a step may be more than this process should hold. They stay with the workers that made them, and
-come here a chunk at a time: to be graded, and again to be written once the advantages are known.
+The tokens and texts of a step may take more memory than the controller should use. They stay with the workers that made
+them. The controller fetches them a chunk at a time, to grade them and, once the advantages are known, to write them.
 
 Legend: B rows (completions), prompt-major, n a prompt.
 """
@@ -9,14 +9,12 @@ Legend: B rows (completions), prompt-major, n a prompt.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
@@ -28,10 +26,10 @@ from podium.data import Batch, Jagged, fields
 from podium.rewards import Grade, Grader
 from podium.telemetry import Sample, metrics as names
 from podium.trainer.files import step_name
-from podium.trainer.prompts import Prompts
+from podium.trainer.prompts import Prompt
 from podium.workers import completion_texts, sampled_tokens
 
-__all__ = ["CompletionsLog", "ScoredBatch"]
+__all__ = ["CompletionsLog", "ScoredBatch", "write_completions"]
 
 _GRADED_TOKENS: Final = 1 << 19  # of the rows whose texts are here together: enough to keep all graders busy
 _WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be written; prompts count, too
@@ -39,40 +37,40 @@ _WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be wri
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch:
-    """The completions of one step: what ``collect`` returns and ``learn`` consumes.
+    """The completions of one step, which ``collect`` returns and ``learn`` consumes.
 
     Attributes:
         step: The training step that they are for.
-        batch: The generator's columns for B rows. ``group`` is here, and ``rewards`` once graded; the other tensors
-            are wherever they were made.
+        batch: The generator's columns for B rows. ``group`` is fetched, and ``rewards`` once graded; the other tensors
+            are references.
         prompts: The step's prompts. Row i answers prompt ``group[i]``.
-        tokenizer: Decodes completions whose generator sent no text.
-        grades: One a row; None until ``graded``.
+        tokenizer: The decoder of completions whose generator sent no text.
+        grades: One for each row; None until ``graded``.
     """
 
     step: int
     batch: Batch
-    prompts: Prompts
+    prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
     grades: Sequence[Grade] | None = None
 
     def graded(self, grader: Grader, data: Sequence[str] = ()) -> ScoredBatch:
-        """The same with grades, ``rewards``, the rewards' parts and the columns ``data`` of the data.
+        """Return this with grades, ``rewards``, the rewards' parts and the columns ``data`` of the data.
 
         Raises:
-            RewardError: As the grader raises it.
+            RewardError: The reward failed.
         """
         grades: list[Grade] = []
+        examples = [self.prompts[group].example for group in self.groups]
         for rows in self.chunks(_GRADED_TOKENS):
-            examples = [self.prompts.examples[group].row for group in self.groups[rows.start : rows.stop]]
-            grades += grader.grade(self.texts(rows), examples)
+            grades += grader.grade(self.texts(rows), [example.row for example in examples[rows.start : rows.stop]])
         rewards_B = torch.tensor([grade.score for grade in grades], dtype=torch.float32)
         columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B}
         for name in sorted({name for grade in grades for name in grade.parts}):
             parts = [grade.parts.get(name, math.nan) for grade in grades]
             columns[fields.PART + name] = torch.tensor(parts, dtype=torch.float32)
         for name in data:
-            columns[fields.DATA + name] = [self.prompts.examples[group].row[name] for group in self.groups]
+            columns[fields.DATA + name] = [example.row[name] for example in examples]
         return replace(self, grades=grades, batch=self.batch.with_columns(columns))
 
     @cached_property
@@ -105,15 +103,12 @@ class ScoredBatch:
     def samples(self, count: int) -> tuple[Sample, ...]:
         """The first completion of each of the first ``count`` prompts."""
         firsts = [row for row, group in enumerate(self.groups) if row == 0 or group != self.groups[row - 1]][:count]
-        return tuple(
-            Sample(
-                self.prompts.texts[self.groups[row]],
-                self.texts(range(row, row + 1))[0],
-                self.grades[row].score if self.grades else math.nan,
-                self.prompts.examples[self.groups[row]].answer,
-            )
-            for row in firsts
-        )
+        samples: list[Sample] = []
+        for row in firsts:
+            prompt, text = self.prompts[self.groups[row]], self.texts(range(row, row + 1))[0]
+            score = self.grades[row].score if self.grades else math.nan
+            samples.append(Sample(prompt.text, text, score, prompt.example.answer))
+        return tuple(samples)
 
     def chunks(self, most: int) -> Iterator[range]:
         """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""
@@ -133,30 +128,24 @@ class ScoredBatch:
 
 
 class CompletionsLog:
-    """Writes each step's completions to a Parquet file in ``folder``, in a thread of its own.
+    """Writes each step's completions to ``folder`` in a thread of its own, by :func:`write_completions`.
 
-    At most one step waits to be written: its tokens are kept by their workers until then. ``flush()`` waits until all
-    is written and raises what went wrong; a checkpoint is taken only after it.
+    At most one step waits to be written, because the workers keep its tokens until then. A checkpoint is taken only
+    after ``flush()``.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="completions")
         self._pending: Future[None] | None = None
-        self._lock = threading.Lock()
 
     def write(self, scored: ScoredBatch, advantages: Jagged | None) -> None:
-        """Write ``scored`` with the mean advantage of each completion's tokens, in place of a file of the same step."""
-        with self._lock:
-            self._wait()
-            self._pending = self._thread.submit(_write, self._folder, scored, advantages)
+        """Start to write ``scored``, once the step before is written. Raises what the writing of that step raised."""
+        self.flush()
+        self._pending = self._thread.submit(write_completions, self.folder, scored, advantages)
 
     def flush(self) -> None:
         """Wait until everything is written. Raises what the writing raised."""
-        with self._lock:
-            self._wait()
-
-    def _wait(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -164,15 +153,17 @@ class CompletionsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self._thread.shutdown(wait=True)
-        if error is None:
+        if kind is None:
             self.flush()
 
 
-def _write(folder: Path, scored: ScoredBatch, advantages: Jagged | None) -> None:
+def write_completions(folder: Path, scored: ScoredBatch, advantages: Jagged | None) -> None:
+    """Write ``scored`` to the Parquet file of its step in ``folder``, with each completion's mean advantage.
+
+    A file of the same step is replaced.
+    """
     import pyarrow.parquet as pq  # a third of a second, which a dry run need not wait
 
     path = folder / f"{step_name(scored.step)}.parquet"
@@ -189,7 +180,7 @@ def _write(folder: Path, scored: ScoredBatch, advantages: Jagged | None) -> None
 
 
 def _table(scored: ScoredBatch, advantages: Jagged | None, rows: range, parts: Sequence[str]) -> Any:
-    """A pyarrow.Table of some of the rows."""
+    """Some of the rows as a pyarrow.Table."""
     import pyarrow as pa
 
     columns = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.FINISH_REASON)
@@ -197,14 +188,15 @@ def _table(scored: ScoredBatch, advantages: Jagged | None, rows: range, parts: S
     tokens = sampled_tokens(batch)
     lasts = (batch.jagged(fields.TOKENS).offsets[1:] - 1).clamp(min=0)
     groups = scored.groups[rows.start : rows.stop]
+    prompts = [scored.prompts[group] for group in groups]
     grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
     part_of = [grade.parts if grade else {} for grade in grades]
     table: Mapping[str, Any] = {
         "step": pa.array([scored.step] * len(rows), pa.int64()),
         "group": pa.array(groups, pa.int64()),
-        "prompt": pa.array([_utf8(scored.prompts.texts[group]) for group in groups], pa.string()),
+        "prompt": pa.array([_utf8(prompt.text) for prompt in prompts], pa.string()),
         "completion": pa.array([_utf8(text) for text in scored.texts(rows)], pa.string()),
-        "expected": pa.array([_utf8(scored.prompts.examples[group].answer) for group in groups], pa.string()),
+        "expected": pa.array([_utf8(prompt.example.answer) for prompt in prompts], pa.string()),
         "correct": pa.array([grade.correct if grade else None for grade in grades], pa.bool_()),
         "reward": pa.array([float(grade.score) if grade else math.nan for grade in grades], pa.float64()),
         "advantage": pa.array(_means(advantages, tokens, rows), pa.float64()),

@@ -1,9 +1,9 @@
-"""Held-out evaluation: the generator answers, the grader judges."""
+"""Evaluation on held-out prompts: the generator answers, and the grader judges the answers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -20,7 +20,7 @@ from podium.telemetry import Sample
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.config import InferenceConfig
 from podium.trainer.preflight import with_stop_tokens
-from podium.trainer.prompts import Prompts, completion_seeds, encoded, load_held_out
+from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
 from podium.trainer.roles import started_generator
 from podium.workers import Generator, completion_texts, load_tokenizer
 
@@ -68,7 +68,7 @@ def gain_interval(before: Evaluation, after: Evaluation) -> tuple[float, float]:
 def score_held_out(
     config: InferenceConfig,
     generator: Generator,
-    prompts: Prompts,
+    prompts: Sequence[Prompt],
     grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
@@ -81,7 +81,7 @@ def score_held_out(
     """
     sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
     seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
-    batch = generator.generate(prompts.batch(seeds), sampling).fetch(fields.GROUP)
+    batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
     scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer).graded(grader)
     return Evaluation(
         step=step,
@@ -120,6 +120,6 @@ def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable
         def sample(prompt: str, number: int = 0) -> list[str]:
             prompts = encoded([Example(prompt, None, {"prompt": prompt})], tokenizer, config.data, "typed")
             seeds = completion_seeds(config.run.seed, number, 1, sampling.n)
-            return completion_texts(generator.generate(prompts.batch(seeds), sampling), tokenizer)
+            return completion_texts(generator.generate(prompt_batch(prompts, seeds), sampling), tokenizer)
 
         yield sample

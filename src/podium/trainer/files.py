@@ -1,4 +1,4 @@
-"""Files that stay whole: a reader finds the old content or the new, at whatever moment the writer is killed."""
+"""Names of files and directories, their lock, and writes that leave the old content or the new at any moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP: Final = re.compile(r"step-(\d+)")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at ``path``: a reader finds the old content or the new, also after a power cut."""
+    """Replace the file at ``path``, also if the power fails in between: a reader finds the old content or the new."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:

@@ -1,15 +1,13 @@
-"""GRPO, PPO and their kin: one training step, whole.
+"""One training step of GRPO, PPO and their kin.
 
     collect   take prompts ─▶ generate ─▶ grade                                              generator, grader
     learn     log-probabilities ─▶ values ─▶ advantages ─▶ update ─▶ sync weights            policy, reference, critic,
                                                                                              estimator
-Each stage is a call to workers, and a method that a subclass may replace. Which half runs when is the schedule's:
-podium.trainer.schedules.
+Each stage is a call to workers, and a method that a subclass may replace. A schedule says when each half runs
+(podium.trainer.schedules).
 
-A value for each token stays with the worker that made it: the batch here holds references to it, lengths and rewards
-of rows, and lists. Only texts come here, a chunk at a time, to be graded and written down.
-
-Legend: B rows (completions) of a step, P prompts, n completions a prompt.
+Tensors with a value for each token stay with the workers that made them. The batch in this process holds references to
+them, lengths and rewards of rows, and lists.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from podium.rollout.tasks import PromptStream
 from podium.runtime import Call
 from podium.telemetry import CompletionsSampled, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
-from podium.trainer.completions import CompletionsLog, ScoredBatch
+from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
 from podium.trainer.config import PPOConfig
 from podium.trainer.preflight import check_columns, check_lengths
-from podium.trainer.prompts import Prompts, completion_seeds, load_prompts, row_order
+from podium.trainer.prompts import Prompt, completion_seeds, load_prompts, prompt_batch, row_order
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
 
@@ -48,7 +46,7 @@ _UPDATE_INPUTS = (
 )
 
 
-class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
+class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     """Trains a policy by reinforcement: GRPO and its kin, or PPO where the advantage estimator reads a critic.
 
     >>> PPOTrainer(GRPOConfig(model=..., data=...), cluster="local").fit().accuracy_after  # doctest: +SKIP
@@ -56,11 +54,9 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
     Args:
         config: A :class:`GRPOConfig` or :class:`PPOConfig`.
         cluster: The name of a backend to connect to for this run, or a connected cluster, which stays open.
-        backend_options: Options of :func:`podium.connect`, where ``cluster`` is a name: ``{"address": "auto"}`` for
-            Ray's.
+        backend_options: Options of :func:`podium.connect` where ``cluster`` is a name, such as ``{"address": "auto"}``.
         workers: A class for any role ("policy", "reference", "critic", "estimator", "generator") in place of the
-            role's own. It is given what the role's own class is given. ``Mine.bind(...)`` has all its arguments
-            already, and gets no others.
+            role's own. It gets the arguments of the role's own class. ``Mine.bind(...)`` gets no others than its own.
         reward: A function to use in place of ``config.reward.name``.
         show: Whether the terminal shows progress.
         report: Whether, with ``show``, a summary of the run is printed when it ends.
@@ -73,10 +69,10 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
     # -- the two halves of a step ----------------------------------------------------------------------------------
 
     def collect(self, step: int) -> ScoredBatch:
-        """Take prompts, draw completions and grade them. Uses the generator and the grader alone."""
+        """Take prompts, draw completions and grade them. Only the generator and the grader take part."""
         stage = self.stage_of(step, "collect")
         with stage("prompts"):
-            prompts = self.prompts.at(self.stream.take(self.config.batch.prompts))
+            prompts = self.stream.take(self.config.batch.prompts)
         with stage("generate"):
             batch = self.generate(prompts, step)
         with stage("score"):
@@ -111,19 +107,18 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
 
     # -- the stages of collect -------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompts, step: int) -> Batch:
-        """Draw ``sampling.n`` completions of each prompt. The batch refers to tensors that the generator keeps."""
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
+        """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
-        return self.generator.generate(prompts.batch(seeds), self.sampling)
+        return self.generator.generate(prompt_batch(prompts, seeds), self.sampling)
 
-    def score(self, batch: Batch, prompts: Prompts, step: int) -> ScoredBatch:
+    def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Grade the completions. If the reward fails, they are written before the error ends the run."""
         ungraded = ScoredBatch(step=step, batch=batch.fetch(fields.GROUP), prompts=prompts, tokenizer=self.tokenizer)
         try:
             scored = ungraded.graded(self.grader, self._declared.data)
         except RewardError:
-            self.completions.write(ungraded, None)
-            self.completions.flush()
+            write_completions(self.completions.folder, ungraded, None)
             raise
         if self.config.run.show_samples:
             emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
@@ -156,7 +151,7 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
     def update(self, batch: Batch, step: int, meanwhile: Callable[[], None] | None = None) -> list[Mapping[str, float]]:
         """Take ``epochs x minibatches`` optimizer steps of the policy, and of the critic if there is one.
 
-        ``meanwhile`` is called here while the workers are at the first of them.
+        ``meanwhile`` is called in this process while the workers take the first of them.
         """
         updates: list[Mapping[str, float]] = []
         pending: list[Call[dict[str, float]]] = []
@@ -183,7 +178,7 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
     def describe(self, scored: ScoredBatch, batch: Batch) -> dict[str, float]:
         """Metrics of a step's completions; ``batch`` has their columns from before the update."""
         needed = (fields.LOSS_MASK, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
-        # Without old log-probabilities the update itself tells of the mismatch: no policy has moved yet.
+        # Without old log-probabilities the update itself reports the mismatch, since no policy has moved yet.
         return {**scored.metrics(), **self.estimator.describe(batch.select(*needed))}
 
     def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -197,7 +192,7 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
 
     @property
     def estimator(self) -> Estimator:
-        """The estimator, which every run by reinforcement has."""
+        """The estimator."""
         assert self.roles.estimator is not None
         return self.roles.estimator
 
@@ -214,8 +209,8 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
     def _needs_old_logprobs(self) -> bool:
         """Whether log-probabilities from before the update are computed in a stage of their own.
 
-        With one optimizer step a batch the policy does not change before it, so the update's own log-probabilities,
-        detached, are the old ones: a forward pass saved. A KL in the reward needs them earlier; an advantage may, too.
+        With one optimizer step a batch, the update's own log-probabilities, detached, are the old ones. That saves a
+        forward pass. A KL in the reward needs them earlier, and an advantage may, too.
         """
         declared = {fields.OLD_LOGPROBS, fields.ENTROPY} & set(self._declared.columns)
         return self.config.algorithm.updates > 1 or self.config.algorithm.kl_in == "reward" or bool(declared)
@@ -225,7 +220,7 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
         return advantage_declaration(self.config.algorithm.advantage)
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Tokens that each stage of a step dealt with; "generate" counts the sampled ones."""
+        """Return the number of tokens that each stage processed; "generate" counts the sampled ones."""
         stages = ["update", "step"]
         stages += ["logprobs"] if self._needs_old_logprobs or self.roles.reference is not None else []
         stages += ["values"] if self.roles.critic is not None else []
@@ -234,12 +229,12 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
             **dict.fromkeys(stages, metrics[names.TOKENS]),
         }
 
-    def load_data(self) -> PromptStream[int]:
+    def load_data(self) -> PromptStream[Prompt]:
         config = self.config
-        self.prompts = load_prompts(config.data, self.tokenizer, seed=config.run.seed)
-        check_columns(self.prompts, self._declared.data, config.algorithm.advantage)
-        check_lengths(config.model, self.sampling.max_new_tokens, "training", self.prompts)
-        return PromptStream(range(len(self.prompts)), config.run.seed)
+        prompts = load_prompts(config.data, self.tokenizer, seed=config.run.seed)
+        check_columns(prompts, self._declared.data, config.algorithm.advantage)
+        check_lengths(config.model, self.sampling.max_new_tokens, "training", prompts)
+        return PromptStream(prompts, config.run.seed)
 
     def prepare(self, stack: ExitStack) -> None:
         super().prepare(stack)
@@ -259,7 +254,7 @@ class PPOTrainer(Trainer[PPOConfig, int, ScoredBatch]):
 
 
 def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value a metric over a step's optimizer steps: the mean, or the largest of what is a maximum already."""
+    """Join the metrics of a step's optimizer steps: the mean of each, or the largest where it is a maximum already."""
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         found = [update[name] for update in updates if name in update]

@@ -27,7 +27,7 @@ from podium.workers import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from podium.trainer.prompts import Prompts
+    from podium.trainer.prompts import Prompt
     from podium.trainer.roles import RoleWorkers
 
 __all__ = [
@@ -112,7 +112,7 @@ def accelerators_each(nodes: Sequence[Node], processes: int) -> int:
 # -- data, model and functions, once they are loaded -----------------------------------------------------------------
 
 
-def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, prompts: Prompts) -> None:
+def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, prompts: Sequence[Prompt]) -> None:
     """Check that the longest of the ``what`` prompts and a completion fit into the model's positions.
 
     Raises:
@@ -120,7 +120,7 @@ def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, prompts: P
     """
     from podium.workers.models import longest_text
 
-    most, longest = longest_text(model), max(map(len, prompts.token_ids))
+    most, longest = longest_text(model), max(len(prompt.token_ids) for prompt in prompts)
     if most is not None and longest + max_new_tokens > most:
         room = most - max_new_tokens
         shorter = f", or data.max_prompt_tokens to {room} (data.overlong says what becomes of longer ones)"
@@ -130,17 +130,17 @@ def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, prompts: P
         )
 
 
-def check_columns(prompts: Prompts, columns: Iterable[str], advantage: str) -> None:
+def check_columns(prompts: Sequence[Prompt], columns: Iterable[str], advantage: str) -> None:
     """Check that every prompt has the ``columns`` of the data that the advantage estimator declares.
 
     Raises:
         ConfigError: A prompt lacks a column. The message names the columns that it has.
     """
-    for example in prompts.examples:
-        if missing := [name for name in columns if name not in example.row]:
+    for row in (prompt.example.row for prompt in prompts):
+        if missing := [name for name in columns if name not in row]:
             raise ConfigError(
                 f"algorithm.advantage = {advantage!r} reads the column {missing[0]!r} of the data, and a training "
-                f"prompt has {', '.join(example.row)}"
+                f"prompt has {', '.join(row)}"
             )
 
 

@@ -19,7 +19,17 @@ from podium.data import Batch, Jagged, fields
 from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts, load_examples
 from podium.telemetry import Note, emit
 
-__all__ = ["Pair", "Prompts", "completion_seeds", "encoded", "load_held_out", "load_pairs", "load_prompts", "row_order"]
+__all__ = [
+    "Pair",
+    "Prompt",
+    "completion_seeds",
+    "encoded",
+    "load_held_out",
+    "load_pairs",
+    "load_prompts",
+    "prompt_batch",
+    "row_order",
+]
 
 Pair = tuple[Tensor, Tensor]
 """The tokens of a prompt with its answer, and their loss mask."""
@@ -28,46 +38,35 @@ _EVALUATION = -1
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """P prompts with their token ids, their texts and their examples, side by side."""
+class Prompt:
+    """An encoded prompt: its token ids, the text that they decode to, and the example that it was made from."""
 
-    token_ids: Sequence[Tensor]
-    texts: Sequence[str]
-    examples: Sequence[Example]
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def at(self, places: Sequence[int]) -> Prompts:
-        """The prompts at ``places``, in that order."""
-        return Prompts(
-            [self.token_ids[place] for place in places],
-            [self.texts[place] for place in places],
-            [self.examples[place] for place in places],
-        )
-
-    def batch(self, seeds: Tensor) -> Batch:
-        """The batch that a generator takes, which asks for texts beside the tokens. Prompt i is group i.
-
-        Args:
-            seeds: One for each completion, int64 ``[P, n]``.
-        """
-        return Batch(
-            {
-                fields.PROMPT_TOKENS: Jagged.from_rows(list(self.token_ids)),
-                fields.SEED: seeds,
-                fields.GROUP: torch.arange(len(self)),
-            },
-            {"text": True},
-        )
+    token_ids: Tensor
+    text: str
+    example: Example
 
 
-def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Prompts:
+def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:
+    """The batch that a generator takes, which asks for texts beside the tokens. Prompt i is group i.
+
+    Args:
+        prompts: P prompts.
+        seeds: A seed for each completion, int64 ``[P, n]``.
+    """
+    columns = {
+        fields.PROMPT_TOKENS: Jagged.from_rows([prompt.token_ids for prompt in prompts]),
+        fields.SEED: seeds,
+        fields.GROUP: torch.arange(len(prompts)),
+    }
+    return Batch(columns, {"text": True})
+
+
+def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> list[Prompt]:
     """Load the training prompts. Raises ConfigError or DataError as ``load_examples`` and ``encode_prompts`` do."""
     return encoded(load_examples(config.train, config, "train", seed), tokenizer, config, "training")
 
 
-def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> Prompts:
+def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> list[Prompt]:
     """Load ``items`` held-out prompts, the same ones in every run. Raises as :func:`load_prompts`."""
     return encoded(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out")
 
@@ -78,7 +77,9 @@ def load_pairs(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: 
     return [(torch.tensor(tokens), torch.tensor(mask)) for tokens, mask in pairs]
 
 
-def encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str) -> Prompts:
+def encoded(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str
+) -> list[Prompt]:
     """Encode ``examples``. A note says how many were too long; ``what`` names them there."""
     found = encode_prompts(examples, tokenizer, config)
     if found.dropped or found.cut:
@@ -88,11 +89,10 @@ def encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, con
                 f"dropped, {found.cut} cut, of {len(examples)}"
             )
         )
-    return Prompts(
-        token_ids=[torch.tensor(ids) for ids in found.token_ids],
-        texts=[str(tokenizer.decode(ids)) for ids in found.token_ids],
-        examples=[examples[place] for place in found.kept],
-    )
+    return [
+        Prompt(torch.tensor(ids), str(tokenizer.decode(ids)), examples[place])
+        for ids, place in zip(found.token_ids, found.kept, strict=True)
+    ]
 
 
 def completion_seeds(seed: int, step: int | None, prompts: int, n: int) -> Tensor:

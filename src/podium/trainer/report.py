@@ -1,4 +1,4 @@
-"""The report at the end of a run: accuracy before and after, completions side by side, the learning curve, paths."""
+"""The report at the end of a run has accuracies, completions before and after, the learning curve and paths."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def render(
     paths: Mapping[str, Path | str],
     console: Console,
 ) -> None:
-    """Print the report. Completions are shown as text, whatever they contain; ``paths`` in their order."""
+    """Print the report. Completions are shown as text, whatever they contain, and ``paths`` in their order."""
     width = min(console.width, 120)
     console.print()
     heading = Text.assemble((title, "bold"), f"  {summary.steps} steps in {duration(summary.wall_s)}")

@@ -1,16 +1,16 @@
-"""A run's directory: what is written where, and how it stays whole when the run is killed.
+"""A run's directory: its files, its sinks and its summary.
 
     runs/2026-11-21-grpo/
-      config.yaml                       as resolved; config.1.yaml, … are those from before a resume
-      metrics.jsonl                     a row a step and a row an evaluation
-      completions/step-000012.parquet   what the policy wrote, and what it got for it
+      config.yaml                       the resolved configuration; config.1.yaml, … are from before a resume
+      metrics.jsonl                     a row for each step and each evaluation
+      completions/step-000012.parquet   the completions of a step and their rewards
       trace.json                        for https://ui.perfetto.dev; trace-1.json, … after a resume
-      logs/                             controller.log and one file a worker
+      logs/                             controller.log and one file for each worker
       checkpoints/step-000012/          complete, or not there
       checkpoints/latest                a link to the newest
       summary.json                      written last
 
-A file that is replaced is written aside and renamed over the old one.
+A file that is replaced is written aside and renamed over the old one, so that it stays whole when the run is killed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OURS: Final = re.compile(r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|metrics\.jso
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of Python and of the installed libraries that shape a run's result."""
+    """Return the versions of Python and of the installed libraries that a run's result depends on."""
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
@@ -55,7 +55,7 @@ def library_versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of a run. Accuracies are held-out, in 0..1, over ``items`` prompts; None was never measured.
+    """The result of a run. Accuracies are held-out, in 0..1, over ``items`` prompts; None means not measured.
 
     ``tokens_per_s`` is by stage, over the whole run. ``finished`` is False when somebody stopped the run early.
     """
@@ -84,7 +84,7 @@ def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
 
 
 class RunDirectory:
-    """Creates the directory at ``path``, or with ``resume`` opens the one that is there; holds it until ``close()``.
+    """Creates the directory at ``path``, or with ``resume`` opens the existing one. Holds it until ``close()``.
 
     Raises:
         ConfigError: ``path`` holds another run (and ``resume`` is False), no run (and it is True), foreign files, or a

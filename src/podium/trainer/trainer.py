@@ -1,4 +1,4 @@
-"""The frame of every recipe's run: open, resume, drive the schedule, evaluate, save, report.
+"""The parts of a run that all recipes share: open, resume, drive the schedule, evaluate, save, report.
 
 fit ─▶ prepare: directory, cluster, data, grader, roles ─▶ resume ─▶ schedule: collect, learn, … ─▶ finish
 """
@@ -48,7 +48,7 @@ ECHO_S: Final = 1.0
 
 
 class Trainer(ABC, Generic[C, E, R]):
-    """The frame of a recipe; a recipe says what the halves of a step are. See :class:`PPOTrainer` for the arguments."""
+    """The base of recipes, which define the two halves of a step. See :class:`PPOTrainer` for the arguments."""
 
     roles: Roles
     steps: Steps
@@ -76,7 +76,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self.clock = StageClock()
         self.state = TrainerState()
 
-    # -- what a recipe says ----------------------------------------------------------------------------------------
+    # -- what a recipe defines -------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -89,15 +89,15 @@ class Trainer(ABC, Generic[C, E, R]):
 
     @abstractmethod
     def collect(self, step: int) -> R:
-        """The first half of a step. It may run beside ``learn`` of the step before, in another thread."""
+        """Run the first half of a step. It may run beside ``learn`` of the step before, in another thread."""
 
     @abstractmethod
     def learn(self, rollout: R, /) -> Mapping[str, float]:
-        """The second half of a step. Returns the step's metrics."""
+        """Run the second half of a step. Returns the step's metrics."""
 
     @abstractmethod
     def stage_tokens(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Tokens that each stage of the step dealt with."""
+        """Return the number of tokens that each stage of the step processed."""
 
     @property
     def keeps_apart(self) -> str:
@@ -105,7 +105,7 @@ class Trainer(ABC, Generic[C, E, R]):
         return ""
 
     def stage_of(self, step: int, half: str) -> Callable[[str], AbstractContextManager[None]]:
-        """A function from a stage's name to a block that is timed as that stage of ``step``."""
+        """Return a function from a stage's name to a block that is timed as that stage of ``step``."""
         return lambda name: self.clock.stage(name, step, half)
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Trainer(ABC, Generic[C, E, R]):
             return self.finish(self.steps.done)
 
     def prepare(self, stack: ExitStack) -> None:
-        """Open everything; what is opened goes on ``stack``. Data and reward come first: their mistakes are cheap."""
+        """Open all parts of the run and put them on ``stack``. Workers come last, so that other mistakes are quick."""
         config = self.config
         check_settings(config, reward=self._reward is None)
         self._schedule = load_schedule(config.run.schedule)
@@ -181,12 +181,12 @@ class Trainer(ABC, Generic[C, E, R]):
         return self.state.step
 
     def restore(self, state: TrainerState) -> None:
-        """Take up what ``state`` remembers."""
+        """Continue from ``state``."""
         self.stream.restore(state.prompts)
         self.clock.totals_s, self.clock.totals_tokens = dict(state.stage_s), dict(state.stage_tokens)
 
     def remember(self, step: int) -> TrainerState:
-        """Return the state to write down after ``step``."""
+        """Return the state that a checkpoint after ``step`` keeps."""
         now = time.monotonic()
         spent, self._began = now - self._began, now
         return replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from podium.runtime import Worker, endpoint, first
 from podium.telemetry import Sample, metrics
 from podium.trainer import completions
 from podium.trainer.completions import CompletionsLog, ScoredBatch
-from podium.trainer.prompts import Prompts
+from podium.trainer.prompts import Prompt
 from podium.workers import char_tokenizer
 
 
@@ -40,9 +41,10 @@ def rollouts() -> Batch:
     )
 
 
-PROMPTS = Prompts(
-    [torch.tensor([5]), torch.tensor([1, 2])], ["p", "q"], [Example("p", "x", {"worth": 1.0}), Example("q", None, {})]
-)
+PROMPTS = [
+    Prompt(torch.tensor([5]), "p", Example("p", "x", {"worth": 1.0})),
+    Prompt(torch.tensor([1, 2]), "q", Example("q", None, {})),
+]
 
 
 def scored(grades: list[Grade] | None, batch: Batch | None = None, step: int = 1) -> ScoredBatch:
@@ -135,7 +137,7 @@ def test_completions_are_written_with_tokens_grades_and_the_mean_advantage(tmp_p
 
 
 def test_text_without_utf_8_is_written_nevertheless(tmp_path: Path) -> None:
-    odd = Prompts(PROMPTS.token_ids, ["p\ud800", "q"], PROMPTS.examples)
+    odd = [replace(PROMPTS[0], text="p\ud800"), PROMPTS[1]]
     batch = ScoredBatch(step=1, batch=rollouts(), prompts=odd, tokenizer=char_tokenizer("abcdef"))
     with CompletionsLog(tmp_path) as log:
         log.write(batch, None)

@@ -303,9 +303,9 @@ def test_a_schedule_is_a_name_or_a_function_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("async def mine(steps): ...", "'mine' is a coroutine function; write a plain one"),
-        ("def mine(steps): yield", "'mine' is a generator function; write a plain one"),
-        ("async def mine(steps): yield", "'mine' is an asynchronous generator function; write a plain one"),
+        ("async def mine(steps): ...", "'mine' is a coroutine function; write a plain function"),
+        ("def mine(steps): yield", "'mine' is a generator function; write a plain function"),
+        ("async def mine(steps): yield", "'mine' is an asynchronous generator function; write a plain function"),
         ("class mine:\n    def __init__(self, steps): ...", "'mine' is a class; write a plain function"),
         ("def mine(): ...", "'mine' must take exactly one argument, the steps"),
         ("def mine(steps, depth): ...", "'mine' must take exactly one argument, the steps"),

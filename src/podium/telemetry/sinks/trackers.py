@@ -101,7 +101,9 @@ class WandbSink(_RunSink):
     package = "wandb"
 
     def __init__(self, project: str, *, folder: str | Path | None = None, **options: Any) -> None:
-        super().__init__(project, **options, **({} if folder is None else {"dir": str(folder)}))
+        if folder is not None:
+            options["dir"] = str(folder)
+        super().__init__(project, **options)
 
     def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
         rows = [[sample.prompt, sample.completion, sample.reward, sample.expected] for sample in samples]

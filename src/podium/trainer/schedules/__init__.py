@@ -21,23 +21,22 @@ _WRONG_KINDS: Final = (
     (inspect.iscoroutinefunction, "a coroutine function"),
     (inspect.isgeneratorfunction, "a generator function"),
     (inspect.isasyncgenfunction, "an asynchronous generator function"),
+    (inspect.isclass, "a class"),
 )
 
 
 def load_schedule(name: str) -> Schedule:
-    """The schedule that ``run.schedule`` names: a known name, ``module:function`` or ``path/file.py:function``.
+    """Return the schedule that ``run.schedule`` names: ``sync``, ``module:function`` or ``path/file.py:function``.
 
     Raises:
-        ConfigError: There is no such function, with the nearest name that exists; or what has the name is not a plain
-            function that can be called with one argument.
+        ConfigError: There is no such function, and the message has the nearest name that exists; or the name is not
+            that of a plain function that can be called with one argument.
     """
     found = load_function(name, key="run.schedule", known=SCHEDULES)
     subject = f"run.schedule = {name!r}: {name.rpartition(':')[2]!r}"
     for is_kind, kind in _WRONG_KINDS:
         if is_kind(found):
-            raise ConfigError(f"{subject} is {kind}; write a plain one")
-    if inspect.isclass(found):
-        raise ConfigError(f"{subject} is a class; write a plain function")
+            raise ConfigError(f"{subject} is {kind}; write a plain function")
     try:
         inspect.signature(found).bind(None)
     except (TypeError, ValueError):  # ValueError: a built-in function without a signature

@@ -87,7 +87,7 @@ class Rollout(Protocol):
 
 
 class Steps:
-    """The steps from ``first`` to ``last``.
+    """The steps from ``first`` to ``last``, which a schedule collects and learns.
 
     Args:
         trainer: The trainer whose halves are driven.
@@ -113,7 +113,7 @@ class Steps:
         self._given = self.done  # the step that the loop is at
 
     def __iter__(self) -> Iterator[int]:
-        """Give each step, until the last or until the run ends earlier: somebody asked, or ``eval.stop_at`` is reached.
+        """Give each step. The loop ends after the last one, when somebody asks to stop, or at ``eval.stop_at``.
 
         Raises:
             ConfigError: The schedule did not learn the step that it was given.
