@@ -1,12 +1,12 @@
-"""The process between a grader and its grading processes: it loads the reward, hands out items and keeps time.
+"""The process between a grader and its grading processes. It loads the reward, hands out items and keeps deadlines.
 
     grader ──pickled items──▶ dispatcher ──chunks──▶ grading process, a fork of the dispatcher
            ◀─lines of JSON───            ◀─lines───
 
-A grading process has one chunk at a time; each line that it sends moves its deadline on. A process that passes its
-deadline, ends, or writes anything but the line that is due, is killed for the item that it is at. What it had answered
-is kept; what lay behind that item goes to another process. The dispatcher never waits for one party: one poll covers
-the grader, the grading processes, their ends and the nearest deadline.
+A grading process has one chunk of items at a time. Each line that it sends gives it a new deadline. It is killed if it
+passes the deadline, ends, or writes anything but the line of the item that it is at, and this item has then failed. Its
+earlier lines are kept, and its later items go to another process. The dispatcher never waits for one party: one poll
+covers the grader, the grading processes, their ends and the nearest deadline.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ __all__ = ["MAX_LINE_BYTES", "Settings", "main"]
 
 MAX_LINE_BYTES: Final = 1 << 20
 
-_MOST_ITEMS: Final = 64  # in a chunk: enough to make a message's cost vanish, few enough to share out evenly
-_HOLD_S: Final = 0.001  # lines wait this long for the next one, so that the grader does not wake for each
+_MOST_ITEMS: Final = 64  # in a chunk: enough to make the cost of a message vanish, few enough to balance processes
 
 
 class Settings(NamedTuple):
-    """What the grader tells the dispatcher first. ``reward`` is a name, or a pickled function."""
+    """The first message to the dispatcher. ``reward`` is a name, or a pickled function."""
 
     reward: str | bytes
     time_limit_s: float
@@ -46,7 +45,7 @@ class Settings(NamedTuple):
 
 
 def main(fd: int) -> None:
-    """Dispatch until the grader's end of the socket ``fd`` is closed. The result of item 0 is that of the loading."""
+    """Dispatch until the grader closes its end of the socket ``fd``. The result of item 0 is the reward's import."""
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     supervisor = Supervisor(connection)
@@ -76,7 +75,7 @@ def _load(source: str | bytes) -> tuple[RewardFn | None, Result]:
 
 
 class _Stream:
-    """A socket that never blocks: what it does not take at once waits in memory."""
+    """A socket that never blocks. Bytes that it does not take at once wait in memory."""
 
     def __init__(self, sock: socket.socket, poller: select.poll) -> None:
         sock.setblocking(False)
@@ -96,7 +95,7 @@ class _Stream:
             self._poller.modify(self.sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
 
     def receive(self) -> bool:
-        """Take what has arrived. Returns whether the other side may send more."""
+        """Read the bytes that have arrived. Returns whether the other side may send more."""
         try:
             data = self.sock.recv(1 << 18)
         except BlockingIOError:
@@ -118,9 +117,9 @@ class _Child:
     """A grading process.
 
     Attributes:
-        pending: Numbers of the items that it was given and has not answered, in its order.
+        pending: The numbers of the items that it was given and has not answered, in its order.
         answered: The number of the item that it answered last; 0 if it has answered none.
-        deadline: Of the item that it is at, on time.monotonic's clock.
+        deadline: The end of the time for the first pending item, on time.monotonic's clock.
     """
 
     pid: int
@@ -136,15 +135,14 @@ class _Dispatcher:
         self._grader = _Stream(connection, supervisor.poller)
         self._reward = reward
         self._settings = settings
-        self._items: dict[int, bytes] = {}  # all that have no result yet, by number
-        self._waiting: deque[int] = deque()  # their numbers, but for those given to a child; and dropped ones
+        self._items: dict[int, bytes] = {}  # all items without a result, by number
+        self._waiting: deque[int] = deque()  # numbers of items that no child has; dropped items may be among them
         self._children: dict[int, _Child] = {}  # by process id
         self._lines = bytearray()
-        self._chunk_answered = False
 
     def run(self) -> None:
-        """Serve the grader until it closes its end."""
-        while (ready := self._supervisor.wait(_HOLD_S if self._lines else self._patience())) is not None:
+        """Serve the grader until it closes its end of the socket."""
+        while (ready := self._supervisor.wait(self._patience())) is not None:
             if self._grader.sock.fileno() in ready and not self._receive():
                 return
             for child in [child for child in self._children.values() if child.stream.sock.fileno() in ready]:
@@ -155,10 +153,8 @@ class _Dispatcher:
                     self._bury(self._children[pid], os.waitstatus_to_exitcode(status))
             self._expire()
             self._hand_out()
-            if self._chunk_answered or not ready:
-                self._grader.send(self._lines)
-                self._lines.clear()
-                self._chunk_answered = False
+            self._grader.send(self._lines)
+            self._lines.clear()
 
     def _patience(self) -> float:
         """Return the seconds until the first deadline."""
@@ -166,7 +162,7 @@ class _Dispatcher:
         return max(0.0, min(busy) - time.monotonic()) if busy else float("inf")
 
     def _receive(self) -> bool:
-        """Take items, and orders to drop one: those have no data. Returns False when the grader has closed."""
+        """Read items, and orders to drop an item, which have no data. Returns False when the grader has closed."""
         if not self._grader.receive():
             return False
         data, start, dropped = self._grader.incoming, 0, False
@@ -189,7 +185,7 @@ class _Dispatcher:
         return True
 
     def _hand_out(self) -> None:
-        """Give chunks to idle children, smaller towards the end, so that all finish at about the same time."""
+        """Give chunks to idle children. The last chunks are smaller, so that all finish at about the same time."""
         while True:
             while self._waiting and self._waiting[0] not in self._items:
                 self._waiting.popleft()
@@ -223,7 +219,7 @@ class _Dispatcher:
         return child
 
     def _hear(self, child: _Child) -> None:
-        """Take what a child has sent, and end a child that sent anything but what was due."""
+        """Read a child's lines, and end the child if it sent anything but the line of its item."""
         if not child.stream.receive() and not child.pending:
             return self._end(child)
         *lines, rest = child.stream.incoming.split(b"\n")
@@ -234,7 +230,6 @@ class _Dispatcher:
                 child.deadline = time.monotonic() + self._settings.time_limit_s
                 if self._items.pop(child.answered, None) is not None:  # else it was dropped
                     self._lines += line + b"\n"
-                self._chunk_answered |= not child.pending
             elif child.answered and line.startswith(b"%d " % child.answered):
                 return self._end(child)  # the reward had answered by itself: no other item is to blame
             else:
@@ -245,7 +240,7 @@ class _Dispatcher:
         return None
 
     def _bury(self, child: _Child, code: int) -> None:
-        """Settle what a child left that has ended by itself: its last lines, and the item at which it ended."""
+        """Read the last lines of a child that has ended, and fail the item at which it ended."""
         self._hear(child)
         if child.pid in self._children:
             replaced = code == REPLACE and child.answered
@@ -259,7 +254,7 @@ class _Dispatcher:
                 self._end(child, Result(problem=f"ran over {self._settings.time_limit_s:g} s", limit="time"))
 
     def _end(self, child: _Child, result: Result | None = None) -> None:
-        """Kill a child. ``result`` is for the item that it is at; without one, that item is graded anew."""
+        """Kill a child. ``result`` is that of its first pending item. Without a result the item is graded anew."""
         del self._children[child.pid]
         child.stream.stop_polling()
         child.stream.sock.close()

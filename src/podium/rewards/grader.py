@@ -1,9 +1,9 @@
 """Run a reward over completions, in processes that can be killed.
 
-    submit() ──item──▶ dispatcher ──chunks of items──▶ grading processes
-    Future   ◀─grade─  (reader thread)  ◀─one line an item──
+    submit(), grade() ──items──▶ dispatcher ──chunks of items──▶ grading processes
+    reader thread     ◀─lines──             ◀─one line an item──
 
-The caller's thread sends, and never waits for a result. A thread of the grader reads results and settles futures.
+The caller's thread sends items. A thread of the grader reads the lines and settles futures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The near side of a grader's processes: start the dispatcher, send it items, settle each item when its line comes."""
+"""The controller's side of a grader: start the dispatcher, send it items, settle each item when its line comes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SECRET: Final = re.compile(
 
 
 class Pending(Future[Any]):
-    """The grades of items that were sent together. The result is a list of them, or the only one if not ``batch``.
+    """The future of items that were sent together: a list of grades, or one grade if not ``batch``.
 
     Cancelling ends the work on the items, and so does the first error.
     """
@@ -58,7 +58,7 @@ class Pending(Future[Any]):
             self.set_result([])
 
     def name(self, number: int) -> str:
-        """What errors call an item."""
+        """Return what errors call an item."""
         index = number - self.numbers.start
         return f"item {index}, " * self._batch + f"completion {self._completions[index][:80]!r}"
 
@@ -94,8 +94,8 @@ class GradingProcesses:
     def __init__(self, source: str | RewardFn, label: str, config: RewardConfig, log_path: Path | None) -> None:
         self._label = label
         self._config = config
-        self._loading = Pending(self, 0, [label], batch=False)
-        self._pending = {0: self._loading}  # by the item's number
+        loading = Pending(self, 0, [label], batch=False)
+        self._pending = {0: loading}  # by the item's number; item 0 is the reward's import
         self._next = 1
         self._sending = threading.Lock()
         self._stopping = False
@@ -118,7 +118,7 @@ class GradingProcesses:
         self._reader.start()
         self._write(ITEM.pack(0, len(settings)) + settings)
         try:
-            self._loading.result(START_LIMIT_S)
+            loading.result(START_LIMIT_S)
         except BaseException as error:
             self.stop()
             if not isinstance(error, TimeoutError):
@@ -133,7 +133,7 @@ class GradingProcesses:
         return self._process.poll() is None and self._reader.is_alive()
 
     def send(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], *, batch: bool) -> Pending:
-        """Have completions graded. Calls must not overlap. Raises RewardError if a row cannot be sent."""
+        """Send completions to be graded. Calls must not overlap. Raises RewardError if a row cannot be sent."""
         pending = Pending(self, self._next, completions, batch=batch)
         self._next = pending.numbers.stop
         try:
@@ -155,12 +155,14 @@ class GradingProcesses:
         except BaseException:
             pending.cancel()
             raise
+        if pending.done():  # an item has failed already, and those sent after it are dropped as well
+            self.drop(pending.numbers)
         if self._error is not None:  # the reader has ended, perhaps before it could see these
             self._settle_all(self._error)
         return pending
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Grade these items no more."""
+        """Stop the work on those of these items that have no grade yet."""
         known = [number for number in numbers if self._pending.pop(number, None) is not None]
         self._write(b"".join(ITEM.pack(number, 0) for number in known))
 
@@ -200,10 +202,10 @@ class GradingProcesses:
         config, problem = self._config, result.problem
         if result.score is not None:
             return Grade(result.score, result.parts, result.score >= config.correct_at)
-        if pending is self._loading:
+        if number == 0 and result.limit == "configuration":
+            return ConfigError(problem)
+        if number == 0:
             text = f"the reward {self._label} cannot be imported in a grading process: {problem}"
-            if result.limit == "configuration":
-                return ConfigError(problem)
         else:
             if over_memory := result.limit == "memory" and config.memory_gib is not None:
                 problem = f"ran over {config.memory_gib:g} GiB of memory (reward.memory_gib)"
