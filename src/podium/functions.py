@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 
-__all__ = ["check_function_name", "load_function"]
+__all__ = ["check_function_name", "load_function", "nearest"]
 
 Known = Mapping[str, "str | Callable[..., Any]"]
 
@@ -33,7 +33,7 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> N
     if spec in known or (place and all(part.isidentifier() for part in attribute.split("."))):
         return
     forms = ", ".join([*known, "module:function"])
-    message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function{_nearest(spec, known)}"
+    message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function{nearest(spec, known)}"
     if spec.isidentifier():
         message += f"; your own function is path/file.py:{spec} or module:{spec}"
     raise ConfigError(message)
@@ -82,7 +82,7 @@ def _import(name: str, attribute: str, subject: str) -> ModuleType:
         near = {path.stem for path in Path.cwd().glob("*.py")}.union(sys.modules) - {name, error.name}
         file = Path(*name.split(".")).with_suffix(".py")
         raise ConfigError(
-            f"{subject}: there is no module {error.name!r} on sys.path{_nearest(name, sorted(near))}; "
+            f"{subject}: there is no module {error.name!r} on sys.path{nearest(name, sorted(near))}; "
             f"a file goes by its path: {file}:{attribute}"
         ) from None
 
@@ -93,7 +93,7 @@ def _load_file(path: Path, subject: str) -> ModuleType:
         folder = path.parent
         if not folder.is_dir():
             raise ConfigError(f"{subject}: there is no file {path}, and no directory {folder}")
-        raise ConfigError(f"{subject}: there is no file {path}{_nearest(str(path), map(str, folder.glob('*.py')))}")
+        raise ConfigError(f"{subject}: there is no file {path}{nearest(str(path), map(str, folder.glob('*.py')))}")
     # The checksum keeps two files of one name apart.
     name = f"podium_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
@@ -112,7 +112,8 @@ def _load_file(path: Path, subject: str) -> ModuleType:
     return module
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of an error message that suggests the nearest of ``names``; "" if none is near."""
     found = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
@@ -120,4 +121,4 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 def _defined(module: ModuleType, wanted: str) -> str:
     named = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     own = [name for name, value in named.items() if getattr(value, "__module__", None) == module.__name__]
-    return _nearest(wanted, own) or (f"; it defines {', '.join(own)}" if own else "; it defines no function")
+    return nearest(wanted, own) or (f"; it defines {', '.join(own)}" if own else "; it defines no function")

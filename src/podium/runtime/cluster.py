@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import inspect
 import itertools
 import logging
@@ -16,14 +15,15 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
+from podium.functions import nearest
 from podium.runtime.backend import Backend
+from podium.runtime.calls import Watch
 from podium.runtime.endpoint import Returns
 from podium.runtime.group import Colocated, Replicas, WorkerGroup, WorkerHandle
 from podium.runtime.mesh import Mesh
 from podium.runtime.messages import Capabilities, Node
 from podium.runtime.pool import Inventory, ResourcePool
 from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
-from podium.runtime.watch import Watch
 from podium.runtime.worker import Bound, Worker
 
 __all__ = ["Cluster", "backend_class", "backends", "colocate", "connect"]
@@ -90,9 +90,7 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
     """
     scheme, found = backend.partition("://")[0], backends()
     if scheme not in found:
-        near = difflib.get_close_matches(scheme, found, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{hint}")
+        raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{nearest(scheme, found)}")
     try:
         cls: type[Backend] = found[scheme].load()
     except ImportError as error:

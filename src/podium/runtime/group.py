@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
 
-from podium.errors import ConfigError
-from podium.runtime.calls import Call, Pipeline
+from podium.errors import ConfigError, DeadlineExceeded
+from podium.runtime.calls import Call, CallArgument
 from podium.runtime.dispatch import World
 from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of
 from podium.runtime.mesh import Mesh
@@ -25,6 +26,19 @@ T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
 
 
+class _Waiting(NamedTuple):
+    """A call that waits for its arguments, or for the calls that were submitted before it."""
+
+    call: Call[Any]
+    spec: EndpointSpec
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def unfinished(self) -> list[Call[Any]]:
+        """The calls among the arguments that have not ended."""
+        return [v.call for v in (*self.args, *self.kwargs.values()) if type(v) is CallArgument and not v.call.done()]
+
+
 class WorkerGroup:
     """The workers of one class on all ranks, at ``handle.group``. Endpoints are attributes of the handle itself.
 
@@ -39,7 +53,9 @@ class WorkerGroup:
         self.cls: type = role.bound.cls
         self.world = World(processes.size, role.meshes)
         self.timeout_s = role.timeout_s
-        self._pipeline = Pipeline(processes.watch)
+        self._waiting: deque[_Waiting] = deque()
+        self._lock = threading.RLock()
+        processes.watch.register(self)
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.world_size}]"
@@ -75,12 +91,12 @@ class WorkerGroup:
     def _run(self, ranks: Sequence[int], function: Callable[..., T], args: Any, kwargs: Any) -> list[T]:
         shared = {"worker": self.name, "function": function, "args": args, "kwargs": kwargs}
         label = f"{self.name}.{getattr(function, '__name__', 'run')}"
-        return self.processes.calls.request(label, "run", self.timeout_s, shared, ranks=ranks, results=True)
+        return self.processes.calls.request(label, "run", self.timeout_s, shared, ranks=ranks)
 
     def stores(self) -> list[Usage | None]:
         """For each rank, how much it keeps by reference, or None if it never kept anything."""
         label, calls = f"{self.name}.stores", self.processes.calls
-        return calls.request(label, "store", self.timeout_s, {}, results=True, concurrent=True)
+        return calls.request(label, "store", self.timeout_s, {}, concurrent=True)
 
     def restart(self) -> None:
         """Kill the processes, start new ones in the same slots, and make all their workers again, colocated ones too.
@@ -105,19 +121,61 @@ class WorkerGroup:
     def submit(
         self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
     ) -> Call[Any]:
-        """Submit one call of an endpoint."""
+        """Submit one call of an endpoint. It is sent when no argument is an unfinished call, and no earlier call waits.
+
+        What sending raises is raised here if the call is sent at once. Otherwise it fails the call.
+        """
         call: Call[Any] = Call(f"{self.name}.{spec.name}", timeout_s or self.timeout_s, self.processes.backend)
-        self._pipeline.submit(call, args, kwargs, partial(self._send, call, spec))
+        new = _Waiting(call, spec, args, kwargs)
+        unfinished = new.unfinished() if args or kwargs else ()
+        if not unfinished and not self._waiting:
+            self._send(new)
+            return call
+        with self._lock:
+            self._waiting.append(new)
+        for awaited in (call, *unfinished):
+            awaited.when_done(self._advance)
+        if not unfinished:
+            self._advance()
         return call
 
-    def _send(self, call: Call[Any], spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _send(self, waiting: _Waiting) -> None:
+        """Replace calls among the arguments by their results, and send. An error of such a call fails this one."""
+        call, spec, args, kwargs = waiting
+        try:
+            args = tuple(v.call.result() if type(v) is CallArgument else v for v in args)
+            kwargs = {k: v.call.result() if type(v) is CallArgument else v for k, v in kwargs.items()}
+        except Exception as error:  # noqa: BLE001 - whatever an argument's call failed with is this call's error
+            call.fail(error)
+            return
         split = spec.dispatch.split(spec.arguments(call.label, args, kwargs), self.world)
+        self.processes.calls.send(call, self.name, spec.name, split, spec.collect, spec.concurrent)
 
-        def join(results: list[Any]) -> Any:
-            return spec.collect.collect(call.label, results, split)
+    def _advance(self) -> None:
+        """Send what can be sent, from a new thread: packing takes time, and the caller may be taking in replies."""
+        threading.Thread(target=self._drain, name="podium-pipeline", daemon=True).start()
 
-        wanted = spec.collect.ranks(split)
-        self.processes.calls.send(call, self.name, spec.name, split, wanted, join, spec.concurrent)
+    def _drain(self) -> None:
+        with self._lock:
+            while self._waiting:
+                first = self._waiting[0]
+                if not first.call.done():
+                    if first.unfinished():
+                        return
+                    try:
+                        self._send(first)
+                    except Exception as error:  # noqa: BLE001 - nobody waits here: whatever it is belongs to the call
+                        first.call.fail(error)
+                self._waiting.popleft()  # only now: submit() sends at once where nothing waits, and would overtake it
+
+    def tick(self, now: float) -> None:
+        """End calls whose deadline passes while they wait for their arguments: a deadline counts from submission."""
+        for waiting in list(self._waiting):
+            call = waiting.call
+            if now >= call.deadline and not call.done():
+                waits_for = ", ".join(producer.label for producer in waiting.unfinished()) or "the calls before it"
+                what = f"{call.label} passed its deadline of {call.timeout_s:g} s while it waited for {waits_for}"
+                call.fail(DeadlineExceeded(what, method=waiting.spec.name))
 
 
 class WorkerHandle:

@@ -36,7 +36,11 @@ class Mesh:
         for axis, size in self.axes.items():
             if size < 1:
                 raise ConfigError(f"mesh axis {axis!r} has size {size}; sizes start at 1")
-        self.output = {axis: self._output_at(axis, at) for axis, at in (output or {}).items()}
+        self.output: dict[str, int] = {}
+        for axis, at in (output or {}).items():
+            if not -self.axis_size(axis) <= at < self.axis_size(axis):
+                raise ConfigError(f"output of axis {axis!r} is at {at}, but the axis has {self.axes[axis]} coordinates")
+            self.output[axis] = at % self.axes[axis]
         self.size = math.prod(self.axes.values())
         grid = itertools.product(*(range(size) for size in self.axes.values()))
         self._places = [dict(zip(self.axes, place, strict=True)) for place in grid]
@@ -46,12 +50,10 @@ class Mesh:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.axes.items())})"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mesh):
-            return False
-        return (list(self.axes.items()), self.output) == (list(other.axes.items()), other.output)
+        return isinstance(other, Mesh) and (repr(self), self.output) == (repr(other), other.output)
 
     def __hash__(self) -> int:
-        return hash(tuple(self.axes.items()))
+        return hash(repr(self))
 
     def axis_size(self, axis: str) -> int:
         """Number of coordinates along ``axis``; ConfigError names the axes there are."""
@@ -74,16 +76,8 @@ class Mesh:
     def collectors(self, axis: str) -> tuple[int, ...]:
         """One rank for each coordinate of ``axis``, in that order: the ranks whose results are taken."""
         if axis not in self._collectors:
-            along = self.along(axis)
+            self.axis_size(axis)
             others = {name: self.output.get(name, 0) for name in self.axes if name != axis}
-            chosen = [rank for rank, place in enumerate(self._places) if others.items() <= place.items()]
-            if [along[rank] for rank in chosen] != list(range(self.axes[axis])):
-                raise ConfigError(f"{self} does not give one collecting rank for each coordinate of {axis!r}: {chosen}")
+            chosen = (rank for rank, place in enumerate(self._places) if others.items() <= place.items())
             self._collectors[axis] = tuple(chosen)
         return self._collectors[axis]
-
-    def _output_at(self, axis: str, at: int) -> int:
-        size = self.axis_size(axis)
-        if not -size <= at < size:
-            raise ConfigError(f"output of axis {axis!r} is at {at}, but the axis has {size} coordinates")
-        return at % size

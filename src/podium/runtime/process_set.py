@@ -9,12 +9,11 @@ from typing import Any, cast
 from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
-from podium.runtime.calls import ProcessCalls
+from podium.runtime.calls import ProcessCalls, Watch
 from podium.runtime.endpoint import Returns
 from podium.runtime.mesh import Mesh
 from podium.runtime.messages import Place, ProcessSpec
 from podium.runtime.pool import Reservation, ResourcePool
-from podium.runtime.watch import Watch
 from podium.runtime.worker import Bound, WorkerContext
 
 __all__ = ["BUSY_END_S", "START_TIMEOUT_S", "ProcessSet", "Record", "Role", "StartOptions"]
@@ -80,7 +79,7 @@ class ProcessSet:
         self.backend = backend
         self.watch = watch
         self._threads = threads
-        self._contexts: list[WorkerContext] = []
+        self._rendezvous = ""
         self._attached = attached is not None
         self.calls = attached or self._boot()
         for reservation in pool.reservations:
@@ -97,7 +96,7 @@ class ProcessSet:
         calls.handles = backend.attach(name, calls.on_death)
         record = None
         if calls.handles:
-            (record,) = calls.request(f"{name}.attach", "kept", ATTACH_S, {}, ranks=(0,), results=True, concurrent=True)
+            (record,) = calls.request(f"{name}.attach", "kept", ATTACH_S, {}, ranks=(0,), concurrent=True)
         if not isinstance(record, Record):
             calls.end("")
             found = "is still starting, or its start failed" if calls.handles else "runs here"
@@ -122,13 +121,25 @@ class ProcessSet:
         """
         if self._attached:
             raise ConfigError(f"group {self.name} is another controller's: no worker can be added to it")
-        own = [{"context": replace(context, role=name, meshes=role.meshes)} for context in self._contexts]
-        shared = {
-            "name": name,
-            "bound": role.bound,
-            "distributed": self.options.distributed,
-            "returns": role.returns,
-        }
+        nodes = [slot.node for slot in self.pool]
+        visible = self.backend.capabilities.processes
+        contexts = [
+            WorkerContext(
+                rank=rank,
+                world_size=self.size,
+                local_rank=nodes[:rank].count(slot.node),
+                local_world_size=nodes.count(slot.node),
+                node=slot.node,
+                devices=tuple(range(len(slot.devices))) if visible else slot.devices,
+                role=name,
+                threads=self._threads[rank],
+                rendezvous=self._rendezvous,
+                meshes=role.meshes,
+            )
+            for rank, slot in enumerate(self.pool)
+        ]
+        own = [{"context": context} for context in contexts]
+        shared = {"name": name, "bound": role.bound, "distributed": self.options.distributed, "returns": role.returns}
         label = f"{role.bound.cls.__name__}.__init__"
         try:
             self.calls.request(label, "construct", self.options.start_timeout_s, shared, own)
@@ -200,9 +211,8 @@ class ProcessSet:
         self.calls.kill(shut_down_s)
 
     def _boot(self) -> ProcessCalls:
-        """Start the processes, and find each one's place."""
+        """Start the processes."""
         slots = list(self.pool)
-        nodes = [slot.node for slot in slots]
         specs = [
             ProcessSpec(
                 label=f"{self.name}-{rank}",
@@ -217,26 +227,13 @@ class ProcessSet:
             )
             for rank, slot in enumerate(slots)
         ]
-        calls = ProcessCalls(self.backend, self.watch, self.name, nodes)
+        calls = ProcessCalls(self.backend, self.watch, self.name, [slot.node for slot in slots])
         try:
             calls.handles = self.backend.start_processes(specs, calls.on_death)
         except BaseException:
             calls.end("")
             raise
-        rendezvous = self.backend.rendezvous(calls.handles) if self.options.distributed is not False else ""
-        self._contexts = [
-            WorkerContext(
-                rank=rank,
-                world_size=self.size,
-                local_rank=nodes[:rank].count(slot.node),
-                local_world_size=nodes.count(slot.node),
-                node=slot.node,
-                devices=tuple(range(len(slot.devices))) if self.backend.capabilities.processes else slot.devices,
-                threads=self._threads[rank],
-                rendezvous=rendezvous,
-            )
-            for rank, slot in enumerate(slots)
-        ]
+        self._rendezvous = self.backend.rendezvous(calls.handles) if self.options.distributed is not False else ""
         for rank, handle in enumerate(calls.handles):
-            telemetry.emit(telemetry.WorkerStarted(role=self.name, rank=rank, node=nodes[rank], pid=handle.pid))
+            telemetry.emit(telemetry.WorkerStarted(role=self.name, rank=rank, node=slots[rank].node, pid=handle.pid))
         return calls

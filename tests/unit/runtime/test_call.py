@@ -14,7 +14,7 @@ from podium.backends.inline import InlineBackend
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError
 from podium.runtime import Call
 from podium.runtime.backend import Backend
-from podium.runtime.watch import Watch
+from podium.runtime.calls import Watch
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
     endpoint.submit(...)                                       the controller, any thread
       │
       ▼
-    Pipeline      waits until the arguments that are calls     pipeline.py
+    WorkerGroup   waits until the arguments that are calls     group.py
       │           themselves have their results
       ▼
     ProcessCalls  packs the arguments, keeps an InFlight,      process_calls.py
@@ -34,8 +34,7 @@ until it restarts. Until then it is open which collectives the siblings are in, 
 all ranks raise alike (a bad argument, say), nobody waits and nothing breaks.
 """
 
-from podium.runtime.calls.call import Call
-from podium.runtime.calls.pipeline import Pipeline
+from podium.runtime.calls.call import Call, CallArgument, Watch
 from podium.runtime.calls.process_calls import ProcessCalls
 
-__all__ = ["Call", "Pipeline", "ProcessCalls"]
+__all__ = ["Call", "CallArgument", "ProcessCalls", "Watch"]

@@ -1,25 +1,28 @@
-"""A call as its caller holds it: wait for it, await it, cancel it, or pass it to another call."""
+"""A call as its caller holds it, and the thread that watches the deadlines of all calls."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
+from weakref import WeakSet
 
 from podium.errors import CallCancelled, DeadlineExceeded, PodiumError
 
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call", "CallArgument"]
+__all__ = ["Call", "CallArgument", "Watch"]
 
 T = TypeVar("T")
 
 FIRST_NAP_S, LAST_NAP_S = 0.0005, 0.1  # between two offers to deliver replies for the backend
+TICK_S = 0.1
 
 
 class Call(Generic[T]):
@@ -188,3 +191,42 @@ def _copy_of(error: BaseException) -> BaseException:
     again = copy.copy(error)
     again.__cause__ = error.__cause__
     return again
+
+
+class Ticking(Protocol):
+    """An object that looks at the time now and then."""
+
+    def tick(self, now: float) -> None:
+        """Return quickly. ``now`` is in seconds of ``time.monotonic()``."""
+        ...
+
+
+class Watch:
+    """Calls ``tick(now)`` of every registered object ten times a second, for as long as the object exists."""
+
+    def __init__(self) -> None:
+        self._ticking: WeakSet[Ticking] = WeakSet()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="podium-watch", daemon=True)
+        self._thread.start()
+
+    def register(self, ticking: Ticking) -> None:
+        with self._lock:
+            self._ticking.add(ticking)
+
+    def close(self) -> None:
+        """Stop. No tick runs after this returns."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(TICK_S):
+            with self._lock:
+                ticks = [ticking.tick for ticking in self._ticking]
+            while ticks:  # no name here keeps an object until the next round
+                try:
+                    ticks.pop()(time.monotonic())
+                except Exception:
+                    logging.getLogger("podium").exception("the watch of a cluster met an error; it goes on")

@@ -23,10 +23,10 @@ from podium.errors import (
     WorkerDied,
 )
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.calls.call import Call
+from podium.runtime.calls.call import Call, Watch
+from podium.runtime.collect import Collect, Gather
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
-from podium.runtime.watch import Watch
 
 __all__ = ["ProcessCalls"]
 
@@ -37,7 +37,6 @@ STALL_S = 60.0
 NAP_S = 0.005  # between two offers to deliver replies for the backend
 
 _log = logging.getLogger("podium")
-_call_ids = itertools.count()
 _new_numbers = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)  # two controllers may call one process
 _free_numbers: list[int] = []
 
@@ -58,10 +57,7 @@ class InFlight:
     Attributes:
         target: Name of the worker; "" for a method of the worker process itself.
         wanted: The ranks whose results count, in the order in which to join them.
-        join: Makes the call's result of theirs.
-        concurrent: The call runs beside others.
-        ranks: The ranks that are called.
-        open: Those of them that have not replied.
+        open: The ranks that have not replied.
         replies: Good replies by rank.
         call_id: Telemetry's name for the call, which is never used again.
         held: An error that waits for its cause to arrive.
@@ -74,14 +70,13 @@ class InFlight:
     call: Call[Any]
     target: str
     method: str
+    split: Split
+    collect: Collect[Any, Any]
     wanted: Sequence[int]
-    join: Callable[[list[Any]], Any]
-    concurrent: bool
-    ranks: Sequence[int]
     open: set[int]
-    number: int
-    call_id: int
-    submitted_ns: int
+    number: int = field(default_factory=_take_number)
+    call_id: int = field(default_factory=itertools.count().__next__)
+    submitted_ns: int = field(default_factory=time.monotonic_ns)
     replies: dict[int, Reply] = field(default_factory=dict[int, Reply])
     held: PodiumError | None = None
     expired: bool = False
@@ -91,12 +86,14 @@ class InFlight:
 
 
 class ProcessCalls:
-    """Args:
-    name: Name of the group, for messages.
-    nodes: Name of each rank's node; empty while that is not known.
+    """The calls to the processes of one set, from their start to their end.
 
-    ``handles`` are the processes, in rank order; whoever starts them sets them, and passes :meth:`on_death` to the
-    backend. ``lost`` are the ranks whose process has ended. ``broken`` says why no call can succeed before a restart.
+    Attributes:
+        name: Name of the group, for messages.
+        nodes: Name of each rank's node; empty while that is not known.
+        handles: The processes in rank order. Whoever starts them sets them, and passes :meth:`on_death` to the backend.
+        lost: The ranks whose process has ended.
+        broken: Why no call can succeed before a restart; "" if calls can.
     """
 
     def __init__(self, backend: Backend, watch: Watch, name: str, nodes: Sequence[str]) -> None:
@@ -123,15 +120,13 @@ class ProcessCalls:
         own: Sequence[Mapping[str, Any]] | None = None,
         *,
         ranks: Sequence[int] | None = None,
-        results: bool = False,
         concurrent: bool = False,
     ) -> list[Any]:
-        """Call a method of the worker processes themselves, of all unless ``ranks`` are given, and wait. Returns their
-        results in order if ``results``. Raises what a call raises."""
+        """Call a method of the worker processes themselves, of all unless ``ranks`` are given, and wait for their
+        results. Raises what a call raises."""
         call: Call[list[Any]] = Call(label, timeout_s, self._backend)
         ranks = range(len(self.handles)) if ranks is None else ranks
-        wanted = ranks if results else ()
-        self.send(call, "", method, Split(ranks, shared, own, wanted), wanted, list, concurrent)
+        self.send(call, "", method, Split(ranks, shared, own, ranks), Gather(), concurrent)
         return call.result()
 
     def send(
@@ -140,11 +135,10 @@ class ProcessCalls:
         target: str,
         method: str,
         split: Split,
-        wanted: Sequence[int],
-        join: Callable[[list[Any]], Any],
+        collect: Collect[Any, Any],
         concurrent: bool = False,
     ) -> None:
-        """Send ``call``. ``join`` makes its result of those of the ranks in ``wanted``.
+        """Send ``call`` to the ranks of ``split``. ``collect`` makes its result of theirs.
 
         Raises:
             SerializationError: An argument does not pickle.
@@ -158,19 +152,17 @@ class ProcessCalls:
             own = None if split.own is None else self._pack_own(split.own)
         except SerializationError as error:
             raise SerializationError(f"{call.label}: {error}") from error.__cause__
-        number, call_id, now = _take_number(), next(_call_ids), time.monotonic_ns()
-        ranks = split.ranks
-        flight = InFlight(call, target, method, wanted, join, concurrent, ranks, set(ranks), number, call_id, now)
-        self._in_flight[number] = flight  # from here on a death fails it; one while it was packed shows now
+        flight = InFlight(call, target, method, split, collect, collect.ranks(split), set(split.ranks))
+        self._in_flight[flight.number] = flight  # from here on a death fails it; one while it was packed shows now
         try:
             self._refuse_if_unusable(call.label)
         except PodiumError:
-            self._in_flight.pop(number, None)
+            self._in_flight.pop(flight.number, None)
             raise
         call.on_cancel = partial(self._tell_cancelled, flight)
         try:
             with self._sending:  # every rank sees two callers' calls in the same order, or collectives would deadlock
-                self._send_to_all(flight, shared, own)
+                self._send_to_all(flight, shared, own, concurrent)
         except (SerializationError, StoreFullError) as error:  # no room for an argument: some ranks may have begun
             call.fail(type(error)(f"{call.label}: {error}"))
             self._tell_cancelled(flight)
@@ -178,14 +170,14 @@ class ProcessCalls:
             for rank, death in list(self.lost.items()):  # it died just now, and may have missed this call
                 self._lose(flight, rank, death)
 
-    def _send_to_all(self, flight: InFlight, shared: Packed, own: Sequence[Packed] | None) -> None:
+    def _send_to_all(self, flight: InFlight, shared: Packed, own: Sequence[Packed] | None, concurrent: bool) -> None:
         common: dict[bool, Request] = {}
-        for place, rank in enumerate(flight.ranks):
+        for place, rank in enumerate(flight.split.ranks):
             wants = rank in flight.wanted
             request = common.get(wants) if own is None else None
             if request is None:
                 mine = None if own is None else own[place]
-                request = Request(flight.number, flight.target, flight.method, shared, mine, wants, flight.concurrent)
+                request = Request(flight.number, flight.target, flight.method, shared, mine, wants, concurrent)
                 common[wants] = request
             self.handles[rank].invoke(request, partial(self._on_reply, flight, rank))
 
@@ -246,13 +238,14 @@ class ProcessCalls:
             _free_numbers.append(flight.number)
         if flight.held is not None:
             flight.call.fail(flight.held)
-        elif len(flight.replies) == len(flight.ranks):
-            flight.call.succeed(partial(self._read, flight.join, [flight.replies[rank] for rank in flight.wanted]))
+        elif len(flight.replies) == len(flight.split.ranks):
+            replies = [flight.replies[rank] for rank in flight.wanted]
+            flight.call.succeed(partial(self._read, flight.call.label, flight.collect, flight.split, replies))
         if not flight.breaking:
             self._settle(flight)
 
-    def _read(self, join: Callable[[list[Any]], Any], replies: list[Reply]) -> Any:
-        return join([self._backend.unpack(reply.payload) for reply in replies])
+    def _read(self, label: str, collect: Collect[Any, Any], split: Split, replies: Sequence[Reply]) -> Any:
+        return collect.collect(label, [self._backend.unpack(reply.payload) for reply in replies], split)
 
     def _on_failure(self, flight: InFlight, rank: int, failure: Failure) -> None:
         error = EndpointError(
@@ -342,7 +335,7 @@ class ProcessCalls:
             waited = now - call.deadline + call.timeout_s
             if now >= call.deadline and not flight.expired:
                 flight.expired = True
-                threading.Thread(target=self._expire, args=(flight,), name="podium-deadline", daemon=True).start()
+                _later(0.0, self._expire, flight)
             elif waited > flight.next_stall:
                 flight.next_stall *= 2
                 ranks = tuple(sorted(flight.open))
@@ -359,7 +352,7 @@ class ProcessCalls:
         lines = [f"  rank {rank} ({self._node(rank)}): {self._status(answers.get(rank))}" for rank in stuck]
         message = (
             f"{call.label} passed its deadline of {call.timeout_s:g} s; "
-            f"{len(stuck)} of {len(flight.ranks)} ranks have not answered:\n" + "\n".join(lines)
+            f"{len(stuck)} of {len(flight.split.ranks)} ranks have not answered:\n" + "\n".join(lines)
         )
         if call.fail(DeadlineExceeded(message, method=flight.method, running=stuck)):
             self._tell_cancelled(flight)
