@@ -73,7 +73,7 @@ def test_the_scripts_of_the_page_on_ray_run_as_printed_one_after_the_other(tmp_p
 
 
 def test_the_requests_of_the_page_on_engines_are_served(tmp_path: Path) -> None:
-    script, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engines.md").read_text(), re.DOTALL)
+    script, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engines.md").read_text(), re.DOTALL)
     path = tmp_path / "script.py"
     path.write_text(script)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)

@@ -16,7 +16,7 @@ from podium.algorithms import check_functions
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
 from podium.rewards import NAMED_REWARDS, RewardFn, resolve_reward
-from podium.rollout.engines import check_installed
+from podium.rollout.engines import check_engine
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import check_data
 from podium.runtime import Bound, Capabilities, Node, backend_class
@@ -71,7 +71,7 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
     if reward and name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
         resolve_reward(name)
     load_schedule(config.run.schedule)
-    check_installed(config.engine.name)
+    check_engine(config.engine)
     for tracker in config.run.trackers:
         if find_spec(tracker) is None:
             raise ConfigError(f"run.trackers names {tracker}, which is not installed: pip install 'podium[trackers]'")

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from podium.rollout.engines.base import Engine as Engine
     from podium.rollout.engines.config import (
         EngineConfig as EngineConfig,
-        check_installed as check_installed,
+        check_engine as check_engine,
         installed_engines as installed_engines,
+        make_engine as make_engine,
     )
-    from podium.rollout.engines.factory import make_engine as make_engine
     from podium.rollout.engines.model import ModelEngine as ModelEngine
     from podium.rollout.engines.requests import (
         Aborted as Aborted,

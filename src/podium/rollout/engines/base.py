@@ -21,12 +21,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.engines.config import EngineConfig
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.requests import (
     Aborted,
@@ -41,6 +40,9 @@ from podium.rollout.engines.requests import (
     check_prompt,
 )
 from podium.rollout.sampling import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from podium.rollout.engines.config import EngineConfig
 
 __all__ = ["Engine"]
 
@@ -74,6 +76,8 @@ class Engine(ABC):
 
     auto_rank: ClassVar[int] = 0
     """``engine.name=auto`` takes the engine of the highest rank that supports the model; none of rank 0."""
+    options: ClassVar[type | None] = None
+    """The class, under ``@section("engine.options")``, of options that the engine reads by ``config.read_options``."""
 
     vocabulary: int
     positions: int | None = None

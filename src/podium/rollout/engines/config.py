@@ -1,52 +1,34 @@
-"""Configuration of generation engines, and which engines are installed. Imports no torch."""
+"""Configuration of generation engines, and the way from an engine's name to the engine.
+
+This module imports no torch before an engine is made, or the class of an engine is loaded that is not Podium's own.
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic import Field
+from pydantic.dataclasses import is_pydantic_dataclass
 
-from podium.config import section
+from podium.config import build_config, section
 from podium.errors import ConfigError
 
-__all__ = ["AUTO", "EngineConfig", "check_installed", "installed_engines"]
+if TYPE_CHECKING:
+    from torch import nn
 
-AUTO = "auto"
+    from podium.rollout.engines.base import Engine
 
+__all__ = ["EngineConfig", "VllmOptions", "check_engine", "engine_class", "installed_engines", "make_engine"]
 
-@functools.cache
-def installed_engines() -> Mapping[str, EntryPoint]:
-    """The entry points of the group ``podium.engines``, by name.
-
-    Raises:
-        ConfigError: There is none, because the installation's metadata is older than its code.
-    """
-    found = {entry.name: entry for entry in entry_points(group="podium.engines")}
-    if not found:
-        raise ConfigError(
-            "this installation of podium has no entry points in the group 'podium.engines', so its metadata is older "
-            "than its code; install it again, in a checkout by: pip install -e ."
-        )
-    return found
-
-
-def check_installed(name: str) -> None:
-    """Check that the package of an engine that is an extra, and is named after that package, can be imported.
-
-    Raises:
-        ConfigError: The package is not installed. The message names the extra.
-    """
-    entry = installed_engines().get(name)
-    extras = entry.dist.metadata.get_all("Provides-Extra") or [] if entry and entry.dist else []
-    if name in extras and find_spec(name) is None:
-        raise ConfigError(
-            f"engine.name = {name!r}: {name} is not installed: pip install 'podium[{name}]', or use engine.name=auto"
-        )
+AUTO: Final = "auto"
+S = TypeVar("S")
 
 
 @section("engine")
@@ -66,6 +48,8 @@ class EngineConfig:
     """The engine computes in this data type. null means model.dtype. Another type needs a copy of the weights."""
     prefill_tokens: int = Field(default=8192, ge=1, le=10**9)
     """One forward pass of the engine takes at most this many prompt tokens."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """These options belong to the engine that engine.name names, which declares them."""
 
     def __post_init__(self) -> None:
         if self.name != AUTO and self.name not in installed_engines():
@@ -75,3 +59,142 @@ class EngineConfig:
                 f"engine.name = {self.name!r}: expected {AUTO} or an installed engine: "
                 f"{', '.join(sorted(installed_engines()))}{hint}"
             )
+
+    def read_options(self, section: type[S]) -> S:
+        """Return ``options`` as ``section``, which an engine declares as ``Engine.options``.
+
+        Raises:
+            ConfigError: An option is unknown, which names the nearest, has the wrong type or is out of its range.
+        """
+        try:
+            return build_config(section, self.options, key="engine.options")
+        except ConfigError as error:
+            raise ConfigError(f"engine.name = {self.name!r}: {error}") from None
+
+
+@section("engine.options")
+class VllmOptions:
+    """Options of the engine vllm."""
+
+    enforce_eager: bool | None = None
+    """vLLM runs without CUDA graphs, which start slowly and take memory. null means true on a CPU, which has none, and
+    false elsewhere."""
+    max_model_len: int | None = Field(default=None, ge=1, le=10**9)
+    """A prompt and its completion have at most this many tokens together. null means the model's positions, or as many
+    as fit into the cache."""
+
+
+OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
+    {AUTO: None, "native": None, "transformers": None, "vllm": VllmOptions}
+)
+"""What Podium's own engines declare as ``Engine.options``, so that they are checked without importing torch."""
+
+
+@functools.cache
+def installed_engines() -> Mapping[str, EntryPoint]:
+    """The entry points of the group ``podium.engines``, by name.
+
+    Raises:
+        ConfigError: There is none, because the installation's metadata is older than its code.
+    """
+    found = {entry.name: entry for entry in entry_points(group="podium.engines")}
+    if not found:
+        raise ConfigError(
+            "this installation of podium has no entry points in the group 'podium.engines', so its metadata is older "
+            "than its code; install it again, in a checkout by: pip install -e ."
+        )
+    return found
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Check that the engine is installed, and its options. The class is loaded only if it is not Podium's own.
+
+    Raises:
+        ConfigError: As :func:`engine_class`; or an option is unknown, has the wrong type or is out of its range.
+    """
+    if config.name in OWN_OPTIONS:
+        _check_package(config.name)
+        declared = OWN_OPTIONS[config.name]
+    else:
+        declared = engine_class(config.name).options
+    if declared is not None:
+        config.read_options(declared)
+    for name, value in config.options.items() if declared is None else ():
+        reason = "set engine.name to the engine that has it" if config.name == AUTO else "this engine has no options"
+        raise ConfigError(
+            f"engine.name = {config.name!r}: unknown key engine.options.{name} (value {value!r}): {reason}"
+        )
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Load the class of an installed engine.
+
+    Raises:
+        ConfigError: A package is not installed, the class does not exist, or it is not a whole engine.
+    """
+    from podium.rollout.engines.base import Engine
+
+    _check_package(name)
+    entry = installed_engines()[name]
+    subject = f"engine.name = {name!r}: {entry.value}"
+    try:
+        found: Any = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{subject} cannot be loaded: {error}; mend that, or use engine.name=auto") from error
+    if not (inspect.isclass(found) and issubclass(found, Engine)):
+        raise ConfigError(f"{subject} is no engine: expected a subclass of podium.rollout.engines.Engine")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"{subject} does not implement {', '.join(missing)}, which every engine does")
+    if found.options is not None and not is_pydantic_dataclass(found.options):
+        raise ConfigError(
+            f"{subject} has options = {found.options!r}, which is no section: decorate the class with "
+            '@section("engine.options") from podium.config'
+        )
+    return found
+
+
+def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
+    """Make the engine that ``config`` names, reading ``model``.
+
+    Where ``model`` is unsharded and of the dtype to generate in, the engine shares its parameters: whoever trains them
+    calls ``refresh(version)`` after each update. Otherwise the engine holds a copy that ``refresh`` fills.
+
+    Raises:
+        ConfigError: As :func:`check_engine`; or the engine cannot run this model, which says why.
+    """
+    check_engine(config)
+    reasons: dict[str, str] = {}
+    for name, cls in _automatic() if config.name == AUTO else [(config.name, engine_class(config.name))]:
+        reason = cls.supports(model)
+        if reason is None:
+            return cls(config, model)
+        reasons[name] = reason
+    if config.name == AUTO:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ConfigError(f"engine.name is 'auto', and no installed engine can run this model: {listed}")
+    others = ", ".join(name for name in installed_engines() if name != config.name)
+    raise ConfigError(
+        f"engine.name is {config.name!r}, which cannot run this model: {reasons[config.name]}; use engine.name=auto or "
+        f"one of {others}"
+    )
+
+
+def _check_package(name: str) -> None:
+    """Check that the package of an engine that is an extra, and is named after that package, can be imported."""
+    entry = installed_engines().get(name)
+    extras = entry.dist.metadata.get_all("Provides-Extra") or [] if entry and entry.dist else []
+    if name in extras and find_spec(name) is None:
+        raise ConfigError(
+            f"engine.name = {name!r}: {name} is not installed: pip install 'podium[{name}]', or use engine.name=auto"
+        )
+
+
+def _automatic() -> list[tuple[str, type[Engine]]]:
+    """The engines that "auto" chooses from, the first choice first."""
+    found: list[tuple[str, type[Engine]]] = []
+    for name in installed_engines():
+        try:
+            found.append((name, engine_class(name)))
+        except ConfigError:  # an engine without its packages is none to choose from
+            continue
+    return sorted((one for one in found if one[1].auto_rank > 0), key=lambda one: -one[1].auto_rank)

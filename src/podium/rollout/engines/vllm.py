@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import itertools
 import math
 import os
@@ -37,12 +36,9 @@ from torch import Tensor, nn
 
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.engines.config import EngineConfig
+from podium.rollout.engines.config import EngineConfig, VllmOptions
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, Tokens, conclude
-
-if importlib.util.find_spec("vllm") is None:  # only an engine that is made spends the seconds of importing it
-    raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
 __all__ = ["VllmEngine"]
 
@@ -91,6 +87,7 @@ class VllmEngine(ModelEngine):
     """
 
     converts_dtype = True
+    options = VllmOptions
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)
@@ -277,6 +274,7 @@ def _make_engine(config: EngineConfig, model: Any, dtype: torch.dtype) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     _register_transfer()
+    options = config.read_options(VllmOptions)
     device = next(model.parameters()).device
     settings: dict[str, Any] = {}
     if device.type == "cuda":  # the share of the device's memory that vLLM refuses to start without
@@ -293,10 +291,10 @@ def _make_engine(config: EngineConfig, model: Any, dtype: torch.dtype) -> Any:
             skip_tokenizer_init=True,
             load_format="dummy",
             dtype=str(dtype).removeprefix("torch."),
-            enforce_eager=device.type == "cpu",
+            enforce_eager=device.type == "cpu" if options.enforce_eager is None else options.enforce_eager,
             max_num_seqs=config.max_sequences + 1,  # and the probe
             max_num_batched_tokens=max(config.prefill_tokens, config.max_sequences + 1),
-            max_model_len=-1,  # the model's positions, or what fits into memory
+            max_model_len=options.max_model_len or -1,  # -1: the model's positions, or what fits into memory
             max_logprobs=-1,
             logprobs_mode="processed_logprobs",
             async_scheduling=False,

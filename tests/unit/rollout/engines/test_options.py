@@ -1,0 +1,139 @@
+"""Engines by name: which class a name stands for, and the options that the class declares."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError
+from podium.functions import load_function
+from podium.rollout.engines import EngineConfig, check_engine, installed_engines, make_engine
+from podium.rollout.engines.config import OWN_OPTIONS, VllmOptions, engine_class
+from podium.rollout.engines.vllm import VllmEngine
+from podium.trainer import GRPOConfig
+from podium.trainer.preflight import check_settings
+
+from .conftest import MakeModel
+
+MODULE = """
+from podium.config import section
+from podium.rollout.engines import ModelEngine
+from podium.rollout.engines.transformers import TransformersEngine
+
+@section("engine.options")
+class Options:
+    depth: int = 3
+    \"\"\"How far it looks.\"\"\"
+
+class Deep(TransformersEngine):
+    options = Options
+
+    def __init__(self, config, model):
+        super().__init__(config, model)
+        self.depth = config.read_options(Options).depth
+
+class Unready(ModelEngine):
+    pass
+
+class Plain(TransformersEngine):
+    options = dict
+
+def function(config, model): ...
+"""
+Install = Callable[[str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``install("Deep")`` registers that object of MODULE as the engine "mine"."""
+    (tmp_path / "engine_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = dict(installed_engines())
+
+    def register(attribute: str) -> None:
+        mine = EntryPoint("mine", f"engine_of_mine:{attribute}", "podium.engines")
+        engines = {**own, "mine": mine}
+        monkeypatch.setattr("podium.rollout.engines.config.installed_engines", lambda: engines)
+
+    return register
+
+
+def test_an_engine_reads_the_options_that_its_class_declares(install: Install, make_model: MakeModel) -> None:
+    install("Deep")
+    engine: Any = make_engine(EngineConfig(name="mine", options={"depth": 7}), make_model("gpt2"))
+    assert engine.depth == 7
+    assert make_engine(EngineConfig(name="mine"), make_model("gpt2")).config.options == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mine", {"dept": 1}, "unknown key engine.options.dept (value 1): did you mean engine.options.depth?"),
+        ("mine", {"depth": "far"}, "engine.options.depth = 'far': expected an integer"),
+        ("native", {"depth": 1}, "unknown key engine.options.depth (value 1): this engine has no options"),
+        ("auto", {"depth": 1}, "unknown key engine.options.depth (value 1): set engine.name to the engine that has it"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_the_engine_and_the_key(
+    install: Install, make_model: MakeModel, name: str, options: dict[str, Any], message: str
+) -> None:
+    install("Deep")
+    config = EngineConfig(name=name, options=options)
+    for check in (lambda: check_engine(config), lambda: make_engine(config, make_model("gpt2"))):
+        with pytest.raises(ConfigError) as refused:
+            check()
+        assert str(refused.value) == f"engine.name = {name!r}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("function", "engine_of_mine:function is no engine: expected a subclass of podium.rollout.engines.Engine"),
+        ("Options", "engine_of_mine:Options is no engine"),
+        ("Missing", "engine_of_mine:Missing cannot be loaded: module 'engine_of_mine' has no attribute 'Missing'"),
+        ("Unready", "engine_of_mine:Unready does not implement advance, supports, which every engine does"),
+        ("Plain", 'which is no section: decorate the class with @section("engine.options")'),
+    ],
+)
+def test_what_is_no_engine_is_refused_before_anything_starts(install: Install, attribute: str, message: str) -> None:
+    install(attribute)
+    config = GRPOConfig(engine=EngineConfig(name="mine"))
+    with pytest.raises(ConfigError) as refused:
+        check_settings(GRPOConfig(**{**vars(config), "data": type(config.data)(train="reasoning_gym:chain_sum")}))
+    assert str(refused.value).startswith("engine.name = 'mine': engine_of_mine:")
+    assert message in str(refused.value)
+
+
+def test_the_options_of_the_page_on_engines_are_read(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs" / "engines.md").read_text()
+    _, example, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "plain_of_the_page.py").write_text(example)
+    engine = load_function(f"{tmp_path}/plain_of_the_page.py:PlainEngine", key="engine.name")
+    options: Any = EngineConfig(options={"chunk": 4}).read_options(vars(engine)["options"])
+    assert options.chunk == 4
+
+
+def test_options_of_vllm_are_typed() -> None:
+    assert EngineConfig(name="vllm", options={"max_model_len": 99}).read_options(VllmOptions).max_model_len == 99
+    with pytest.raises(ConfigError, match=r"'vllm': unknown key engine.options.enforce_eagr .*options.enforce_eager\?"):
+        EngineConfig(name="vllm", options={"enforce_eagr": True}).read_options(VllmOptions)
+
+
+def test_podiums_own_engines_are_checked_without_importing_torch() -> None:
+    own: dict[str, Any] = {"native": engine_class("native"), "transformers": engine_class("transformers")}
+    declared = {name: cls.options for name, cls in {**own, "vllm": VllmEngine}.items()}
+    assert declared == {name: options for name, options in OWN_OPTIONS.items() if name != "auto"}
+    script = (
+        "import sys; from podium.rollout.engines import EngineConfig, check_engine;"
+        "[check_engine(EngineConfig(name=name)) for name in ('auto', 'native', 'transformers')];"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
