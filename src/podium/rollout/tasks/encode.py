@@ -1,8 +1,8 @@
-"""From examples to token ids: system prompt, chat template, and prompts that are too long."""
+"""Encode examples as token ids: system prompt, chat template, and prompts that are too long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -17,20 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["EncodedPrompts", "encode_pairs", "encode_prompts"]
 
-_CUTS: Final = 5  # attempts to cut a prompt to length: cutting text seldom shortens its tokens by exactly as much
-
-Encode = Callable[[list[str]], list[list[int]]]
+_CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts as the model takes them.
+    """Prompts as token ids.
 
     Attributes:
-        token_ids: one list a kept prompt, each of 1 to ``max_prompt_tokens`` ids.
-        kept: for each of them the index of its example.
-        dropped: how many examples were left out for their length.
-        cut: how many were shortened.
+        token_ids: One list of 1 to ``max_prompt_tokens`` ids for each kept prompt.
+        kept: The index of each kept prompt's example.
+        dropped: Number of examples that were left out for their length.
+        cut: Number of examples whose text was shortened.
     """
 
     token_ids: list[list[int]]
@@ -44,16 +42,16 @@ def encode_prompts(
 ) -> EncodedPrompts:
     """Write each prompt as ``config`` says and encode it.
 
-    With a chat template the prompt becomes a user's message (or is the conversation itself), the system prompt goes
-    before it, and the model's turn is opened. Without, system prompt and prompt are plain text, an empty line between
-    them, after the tokenizer's beginning-of-sequence token if it uses one.
+    With a chat template a text becomes a user's message, a conversation is taken as it is, the system prompt goes
+    before it, and the model's turn is opened. Without a template, system prompt and prompt are plain text with an empty
+    line between them, after the tokenizer's beginning-of-sequence token if the tokenizer uses one.
 
-    A prompt of more than ``config.max_prompt_tokens`` is dropped, or its own text is cut from the front: the system
+    A prompt of more than ``config.max_prompt_tokens`` is dropped, or its own text is cut from the front. The system
     prompt and the template stay whole.
 
     Raises:
-        ConfigError: the template cannot be read or used; or prompts are conversations and there is no template.
-        DataError: a prompt is empty, or none is short enough.
+        ConfigError: The template cannot be read or used, or a prompt is a conversation and there is no template.
+        DataError: A prompt is empty, or every prompt is too long.
     """
     writer = _Writer(tokenizer, config)
     ids = writer.encode([writer.write(example.prompt) for example in examples])
@@ -85,15 +83,15 @@ def encode_prompts(
 def encode_pairs(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[tuple[list[int], list[bool]]]:
-    """Prompts with their answers, for supervised fine-tuning: ``(token_ids, loss_mask)`` of equal length.
+    """Encode prompts with their answers for supervised fine-tuning: ``(token_ids, loss_mask)`` of equal length.
 
-    The prompt is encoded exactly as for generation; the answer's tokens and the end-of-sequence token follow, and on
-    these the mask is True. Prompts that are too long are dropped or cut as in :func:`encode_prompts`, and a note tells
+    The prompt is encoded exactly as for generation. The answer's tokens and the end-of-sequence token follow, and the
+    mask is True on these. Prompts that are too long are dropped or cut as in :func:`encode_prompts`, and a note says
     how many.
 
     Raises:
-        ConfigError: as :func:`encode_prompts`; or the tokenizer has no end-of-sequence token.
-        DataError: as :func:`encode_prompts`; or an example has no answer.
+        ConfigError: As :func:`encode_prompts`, or the tokenizer has no end-of-sequence token.
+        DataError: As :func:`encode_prompts`, or an example has no answer.
     """
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
@@ -117,7 +115,7 @@ def encode_pairs(
 
 
 class _Writer:
-    """Prompts to the text that is encoded, as one tokenizer and one configuration want it."""
+    """Writes prompts as text and encodes them, for one tokenizer and one configuration."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self._tokenizer = tokenizer
@@ -125,7 +123,7 @@ class _Writer:
         self._template = _template(tokenizer, config)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """A template writes special tokens itself; plain text gets those that the tokenizer begins with."""
+        """Encode texts. A template writes special tokens itself; plain text gets the tokenizer's first ones."""
         if self._template is not None:
             return _encode(self._tokenizer, texts, special=False)
         eos = self._tokenizer.eos_token_id
@@ -156,7 +154,7 @@ class _Writer:
         return written
 
     def cut(self, prompt: str | Messages, tokens: list[int]) -> list[int] | None:
-        """The prompt's ids, its own text (the last message's) cut from the front until it fits; None if it cannot."""
+        """Cut the prompt's own text, or the last message's, from the front until it fits. None: nothing is left."""
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         (ids,) = _encode(self._tokenizer, [text], special=False)
         excess = len(tokens) - self._config.max_prompt_tokens
@@ -174,15 +172,12 @@ class _Writer:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
-    if not texts:
-        return []
-    return cast(
-        "list[list[int]]", tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
-    )
+    encoded: Any = tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
+    return encoded.get("input_ids", [])
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str | None:
-    """The Jinja text to use, None for plain text."""
+    """Return the Jinja text of the chat template, or None for plain text."""
     if config.chat_template == "none":
         return None
     if config.chat_template == "auto":

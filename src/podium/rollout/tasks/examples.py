@@ -1,11 +1,11 @@
-"""From a specification to examples: rows are read, columns are mapped, and held-out items are kept apart.
+"""Load examples: rows are read, columns are mapped, and held-out examples are kept apart.
 
     files ─┐
     hub ───┼─▶ (place, row) ─▶ Example ─▶ training side or held-out side ─▶ at most `limit`
     gym ───┘
 
-Which side an example is on depends on its prompt's text alone: on no seed, no order and no other row. So the sides are
-disjoint however often, in whatever run, and with whatever seed either is loaded, and equal prompts are on one side.
+The side of an example depends on the text of its prompt alone: on no seed, no order and no other row. The sides are
+therefore disjoint in every run and with every seed, and equal prompts are on one side.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,7 @@ Messages = list[dict[str, str]]
 
 GENERATED_ITEMS: Final = 10_000  # training examples of a generated task, unless data.train_items says otherwise
 _SPECS: Final = "expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK"
-_PATIENCE: Final = 200  # so many problems of a side without a new one among them: the task is exhausted
+_PATIENCE: Final = 200  # a task is exhausted when this many problems of a side bring no new one
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Example:
     """One prompt and what is known about it.
 
     Attributes:
-        prompt: text, or chat messages.
-        answer: the answer as text, None where there is none.
-        row: all columns of the data, with "prompt" and "answer" beside them: what a reward gets.
+        prompt: Text, or chat messages.
+        answer: The answer as text. None means that there is none.
+        row: All columns of the data, and "prompt" and "answer" beside them. A reward gets this row.
     """
 
     prompt: str | Messages
@@ -57,20 +57,20 @@ def load_examples(
     seed: int = 0,
     limit: int | None = None,
 ) -> list[Example]:
-    """The examples of one side of the data.
+    """Load the examples of one side of the data.
 
     Args:
-        spec: what to load, written as ``config.train`` is.
-        config: columns, template, options, and what is held out.
-        split: "train", or "test" for held-out examples. These come from ``config.eval`` where that is set; else from
-            ``config.eval_split`` of a hub dataset that has it; else they are the share ``config.holdout`` of ``spec``,
-            which "train" leaves out.
-        seed: of generated tasks. Other data come in their own order.
-        limit: at most so many: the first of "train", a fixed pseudo-random choice of "test".
+        spec: The data, written as in ``config.train``.
+        split: "train", or "test" for held-out examples. Held-out examples come from ``config.eval`` if that is set,
+            else from ``config.eval_split`` of a hub dataset that has it. Otherwise they are the share
+            ``config.holdout`` of ``spec``, which "train" leaves out.
+        seed: Seed of generated tasks. Other data come in their own order.
+        limit: Largest number of examples: the first ones of "train", a fixed pseudo-random choice of "test".
 
     Raises:
-        ConfigError: the specification or the options are wrong.
-        DataError: a file, a column or a row is missing or malformed, or nothing is left; names file and line.
+        ConfigError: The specification or the options are wrong.
+        DataError: A file, a column or a row is missing or malformed, or nothing is left. The message names the file
+            and the line.
     """
     held_out = split == "test"
     source = config.eval if held_out and config.eval else spec
@@ -85,17 +85,22 @@ def load_examples(
         examples = _generated(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
     else:
         examples = _stored(source, config, held_out, limit)
-    if not examples:
-        raise DataError(_nothing(source, config, held_out))
-    return examples
+    if examples:
+        return examples
+    if held_out and not config.eval:
+        raise DataError(
+            f"{source} leaves no held-out examples with data.holdout = {config.holdout:g}; set data.eval to held-out "
+            "data, raise data.holdout, or set eval.items to 0"
+        )
+    raise DataError(f"{source} holds no examples" + ("" if held_out else " to train on"))
 
 
 def check_data(config: DataConfig) -> None:
-    """Find at once what is wrong with ``config.train`` and ``config.eval``, without loading anything.
+    """Check ``config.train`` and ``config.eval`` without loading anything.
 
     Raises:
-        ConfigError: there is nothing to train on.
-        DataError: a file, or a pattern's files, are not there; names the nearest.
+        ConfigError: ``config.train`` is not set.
+        DataError: A file, or every file of a pattern, is missing. The message names the nearest.
     """
     if not config.train:
         raise ConfigError(f"data.train is not set: {_SPECS}")
@@ -105,7 +110,7 @@ def check_data(config: DataConfig) -> None:
 
 
 def _generated(spec: str, config: DataConfig, held_out: bool, side: float, seed: int, wanted: int) -> list[Example]:
-    """Different problems of a side that takes the share ``side`` of all, until ``wanted`` or no new ones come."""
+    """Draw different problems of a side, which takes the share ``side`` of all, until there are ``wanted`` of them."""
     found: dict[str, Example] = {}
     since = 0
     for place, row in gym.generated_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
@@ -130,7 +135,7 @@ def _stored(spec: str, config: DataConfig, held_out: bool, limit: int | None) ->
     rows, shared = _open(spec, config, held_out)
     examples = (_map_columns(place, row, config) for place, row in rows)
     if not shared:
-        return _first(examples, limit) if not held_out else _choice(list(examples), limit)
+        return _choice(list(examples), limit) if held_out else list(islice(examples, limit))
     everything = list(examples)
     mine = [e for e in everything if _is_held_out(_text(e.prompt), config.holdout) == held_out]
     if held_out:
@@ -141,11 +146,11 @@ def _stored(spec: str, config: DataConfig, held_out: bool, limit: int | None) ->
             "(data.eval names other data, data.holdout another share)"
         )
     )
-    return _first(mine, limit)
+    return mine[:limit]
 
 
 def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[PlacedRow], bool]:
-    """The rows, and whether training and held-out examples are both among them."""
+    """Return the rows, and whether they contain both training and held-out examples."""
     shared = not config.eval and (held_out or config.holdout > 0)
     if _means_files(spec):
         return (row for file in find_files(spec) for row in read_rows(file)), shared
@@ -162,22 +167,15 @@ def _means_files(spec: str) -> bool:
 
 
 def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
-    columns = list(row)
-    answer = None
-    if config.answer_column is not None:
-        if config.answer_column not in row:
-            raise DataError(
-                f"{place}: no column {config.answer_column!r} for the answer; "
-                f"{columns_hint(config.answer_column, columns)}; set data.answer_column (null if there is no answer)"
-            )
-        answer = row[config.answer_column]
+    wanted = {"answer": config.answer_column, "prompt": None if config.template else config.prompt_column}
+    for part, column in wanted.items():
+        if column is not None and column not in row:
+            none = " (null if there is no answer)" if part == "answer" else ""
+            hint = columns_hint(column, list(row))
+            raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}")
+    answer = None if config.answer_column is None else row[config.answer_column]
     if config.template:
         return _example(_fill(config.template, row, place), answer, row)
-    if config.prompt_column not in row:
-        raise DataError(
-            f"{place}: no column {config.prompt_column!r} for the prompt; {columns_hint(config.prompt_column, columns)}"
-            "; set data.prompt_column"
-        )
     prompt = row[config.prompt_column]
     if not isinstance(prompt, str) and not _is_conversation(prompt):
         raise DataError(
@@ -188,8 +186,7 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
 
 
 def _example(prompt: str | Messages, answer: Any, row: dict[str, Any]) -> Example:
-    whole = {**row, "prompt": prompt, "answer": answer}
-    return Example(prompt, None if answer is None else str(answer), whole)
+    return Example(prompt, None if answer is None else str(answer), {**row, "prompt": prompt, "answer": answer})
 
 
 def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
@@ -225,22 +222,9 @@ def _is_held_out(text: str, share: float) -> bool:
     return _digest(text) < share * 2**64
 
 
-def _first(examples: Iterable[Example], limit: int | None) -> list[Example]:
-    return list(islice(examples, limit))
-
-
 def _choice(examples: list[Example], limit: int | None) -> list[Example]:
-    """At most ``limit``, spread over all of them, the same ones each time, in their own order."""
+    """Choose at most ``limit`` of all examples, the same ones each time, in their own order."""
     if limit is None or limit >= len(examples):
         return examples
     salted = ((_digest(f"choice/{_text(example.prompt)}"), place) for place, example in enumerate(examples))
     return [examples[place] for place in sorted(place for _, place in heapq.nsmallest(limit, salted))]
-
-
-def _nothing(source: str, config: DataConfig, held_out: bool) -> str:
-    if not held_out or config.eval:
-        return f"{source} holds no examples" + ("" if held_out else " to train on")
-    return (
-        f"{source} leaves no held-out examples with data.holdout = {config.holdout:g}; set data.eval to held-out data, "
-        "raise data.holdout, or set eval.items to 0"
-    )

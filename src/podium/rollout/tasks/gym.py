@@ -1,4 +1,4 @@
-"""Tasks that reasoning-gym generates: as many different problems as are asked for, or as there are."""
+"""Tasks that reasoning-gym generates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final
 
@@ -19,19 +20,19 @@ __all__ = ["PREFIX", "generated_rows"]
 
 PREFIX: Final = "reasoning_gym:"
 _RESERVED: Final = ("seed", "size")
-_BLOCK: Final = 1000  # problems a dataset object: some tasks prepare all of theirs when made
-_PATIENCE_S: Final = 10.0  # of generating, before a note says what takes so long
+_BLOCK: Final = 1000  # problems of a dataset object; some tasks prepare all of them when the object is made
+_PATIENCE_S: Final = 10.0  # seconds of generating before a note says what takes so long
 
 
 def generated_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[PlacedRow]:
-    """Problems without end, the same for the same seed; repeated ones come as the task repeats them.
+    """Yield problems without end, the same ones for the same seed. Problems repeat as often as the task repeats them.
 
-    What was generated once in this process is not generated again, so that training and held-out sides can be picked
-    from one series. A row has the task's question, answer and metadata, and "task_options".
+    A process generates each problem once, so that training and held-out sides can be picked from one series. A row has
+    the task's question, answer and metadata, and "task_options".
 
     Raises:
-        ConfigError: no such task or option, named with the nearest; or the task refuses its options; or reasoning-gym
-            is not installed.
+        ConfigError: There is no such task or option (the message names the nearest), the task refuses its options, or
+            reasoning-gym is not installed.
     """
     _check(spec, options)
     try:
@@ -71,12 +72,12 @@ def _series(spec: str, options: str, seed: int) -> _Series:
 
 
 class _Series:
-    """The problems of one task, one set of options and one seed, as far as they were asked for."""
+    """The problems that were drawn so far of one task, one set of options and one seed."""
 
     def __init__(self, spec: str, options: dict[str, Any], seed: int) -> None:
         self._spec = spec
         self._options = options
-        # Problem i of seed s is problem i + 1 of seed s - 1 in most tasks, so neighbouring seeds are sent far apart.
+        # Problem i of seed s is problem i + 1 of seed s - 1 in most tasks, so neighboring seeds are sent far apart.
         self._start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest())
         self._drawn: list[dict[str, Any]] = []
         self._fresh = self._draw()
@@ -118,10 +119,7 @@ class _Series:
             except (AssertionError, TypeError, ValueError) as error:
                 reason = str(error) or type(error).__name__
                 raise ConfigError(f"data.options = {self._options!r}: {self._spec} refuses them: {reason}") from error
-            for index in range(_BLOCK):
-                try:
-                    problem = dataset[index]
-                except IndexError:  # word_ladder, for one, ends a dataset at a problem that it cannot make
-                    break
-                yield {**problem, "task_options": self._options}
+            with suppress(IndexError):  # word_ladder, for one, ends a dataset at a problem that it cannot make
+                for index in range(_BLOCK):
+                    yield {**dataset[index], "task_options": self._options}
             block += 1

@@ -13,7 +13,7 @@ __all__ = ["dataset_rows", "split_names"]
 
 
 def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:
-    """The splits of the dataset. Raises DataError if there is no such dataset or it cannot be reached."""
+    """Return the dataset's splits. Raises DataError if there is no such dataset or it cannot be reached."""
     import datasets
 
     try:
@@ -23,11 +23,7 @@ def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[PlacedRow]:
-    """The rows of one split.
-
-    Raises:
-        DataError: there is no such dataset or split, or it cannot be reached.
-    """
+    """Yield the rows of one split. Raises DataError if there is no such dataset or split, or it cannot be reached."""
     import datasets
 
     names = split_names(spec, options)

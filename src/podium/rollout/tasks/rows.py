@@ -14,18 +14,18 @@ from podium.errors import DataError
 __all__ = ["SUFFIXES", "PlacedRow", "columns_hint", "find_files", "is_file_spec", "read_rows"]
 
 PlacedRow = tuple[str, dict[str, Any]]
-"""Where a row stands ("train.jsonl, line 3"), and its columns."""
+"""The place of a row, as in "train.jsonl, line 3", and its columns."""
 
 SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
 def is_file_spec(spec: str) -> bool:
-    """Whether ``spec`` means files: by its ending, by being a pattern, or because a file is there."""
+    """Whether ``spec`` means files: it has the ending of one, is a pattern, or names a file that exists."""
     return spec.lower().endswith(SUFFIXES) or glob.has_magic(spec) or Path(spec).expanduser().is_file()
 
 
 def find_files(spec: str) -> list[Path]:
-    """The file, or the files that a pattern matches, sorted. Raises DataError if there is none; names the nearest."""
+    """Return the file, or a pattern's files, sorted. Raises DataError, which names the nearest, if none exists."""
     path = Path(spec).expanduser()
     if path.is_file():
         return [path]
@@ -42,17 +42,15 @@ def _nearest(path: Path) -> str:
         path, folder = folder, folder.parent
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in SUFFIXES)
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    where = f"{folder.resolve()}"
-    if near:
-        return f"; {where} has {', '.join(near)}"
-    return f"; {where} has {', '.join(names[:8])}" if names else f"; {where} has no data files"
+    return f"; {folder.resolve()} has {', '.join(near or names[:8]) or 'no data files'}"
 
 
 def read_rows(path: Path) -> Iterator[PlacedRow]:
-    """The rows of one file.
+    """Yield the rows of one file.
 
     Raises:
-        DataError: it cannot be read, or a line of it is no JSON object; names file, line, column and what was expected.
+        DataError: The file cannot be read, or a line is no JSON object. The message names the file, the line and the
+            column, and what was expected there.
     """
     return _parquet(path) if path.suffix.lower() == ".parquet" else _json_lines(path)
 
@@ -119,6 +117,6 @@ def _parquet(path: Path) -> Iterator[PlacedRow]:
 
 
 def columns_hint(wanted: str, columns: Sequence[str]) -> str:
-    """For an error about a column that is not there: those that are, and the nearest."""
+    """Say for an error about a missing column which columns exist, and which is the nearest."""
     near = difflib.get_close_matches(wanted, columns, n=1, cutoff=0.5)
     return f"the columns are {', '.join(map(repr, columns))}" + (f" (nearest: {near[0]!r})" if near else "")

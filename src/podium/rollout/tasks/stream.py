@@ -1,4 +1,4 @@
-"""The order in which a run takes its examples, and the place it has reached."""
+"""The order in which a run takes its examples, and the place that the run has reached."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class PromptStream(Generic[T]):
-    """Endless epochs over ``examples``, each shuffled anew, all of them determined by ``seed``.
+    """Endless epochs over ``examples``. Each epoch is shuffled anew, and ``seed`` determines all of them.
 
-    Every example comes once an epoch; what is taken at once may reach over the end of one.
+    Every example comes once an epoch. The examples of one :meth:`take` may belong to two epochs.
 
     >>> stream = PromptStream("abc", seed=0)
     >>> sorted(stream.take(3)), len(stream.take(7))
@@ -31,7 +31,7 @@ class PromptStream(Generic[T]):
         self._go_to(0, 0)
 
     def __len__(self) -> int:
-        """Examples an epoch."""
+        """Number of examples in an epoch."""
         return len(self._examples)
 
     @property
@@ -40,7 +40,7 @@ class PromptStream(Generic[T]):
         return self._epoch + (self._position == len(self._order))
 
     def take(self, count: int) -> list[T]:
-        """The next ``count`` examples."""
+        """Return the next ``count`` examples."""
         taken: list[T] = []
         while len(taken) < count:
             if self._position == len(self._order):
@@ -51,14 +51,14 @@ class PromptStream(Generic[T]):
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON can hold it."""
+        """Return the stream's place as values that JSON can hold."""
         return {"seed": self._seed, "items": len(self), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state` was taken, in that stream's order.
 
         Raises:
-            CheckpointError: the state is of a stream over another number of examples.
+            CheckpointError: That stream had another number of examples.
         """
         if state["items"] != len(self):
             raise CheckpointError(
