@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from podium.workers.generator import Generator as Generator
     from podium.workers.learner import Learner as Learner
     from podium.workers.models import load_model as load_model
-    from podium.workers.optim import learning_rate as learning_rate
     from podium.workers.policy import Policy as Policy
     from podium.workers.reference import Reference as Reference
     from podium.workers.texts import completion_texts as completion_texts, sampled_tokens as sampled_tokens

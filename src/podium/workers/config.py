@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -105,6 +106,23 @@ class OptimConfig:
                 f"optim.lr_schedule={self.lr_schedule!r} ends at optim.total_steps={self.total_steps}, which must "
                 f"exceed warmup_steps={self.warmup_steps}"
             )
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step ``step``, counted from 0.
+
+        Raises:
+            ConfigError: The schedule ends, and there is no ``total_steps``.
+        """
+        if self.lr_schedule != "constant" and not self.total_steps:
+            raise ConfigError(
+                f"optim.lr_schedule={self.lr_schedule!r} needs optim.total_steps, at which the rate reaches 0"
+            )
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.lr_schedule == "constant":
+            return self.lr
+        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return self.lr * (1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
 @section("parallel")

@@ -19,16 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from podium.algorithms import Aggregation, PartialMetrics, TokenLoss, loss_weights, partial_metrics
+from podium.algorithms import PartialMetrics, TokenLoss, partial_metrics
 from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, compute_dtype
 from podium.errors import DataError, PodiumError
 from podium.workers.config import OptimConfig, ParallelConfig
 from podium.workers.micro_batches import MicroBatch, cut, empty_micro_batch
-from podium.workers.optim import build_optimizer, learning_rate
 from podium.workers.parallel import make_parallel
 from podium.workers.scoring import run_model
-from podium.workers.texts import sampled_counts
 
 __all__ = ["StepResult", "TrainEngine"]
 
@@ -78,8 +76,8 @@ class TrainEngine:
         self.optim = optim
         self.optimizer = None
         if optim is not None:
-            learning_rate(optim, 0)  # a schedule without an end fails here, not at the first step
-            self.optimizer = build_optimizer(self.model, optim)
+            optim.learning_rate(0)  # a schedule without an end fails here, not at the first step
+            self.optimizer = _make_optimizer(self.model, optim)
         self.step_count = 0
         self.skipped_count = 0
 
@@ -139,7 +137,7 @@ class TrainEngine:
             parts.append((loss.detach(), partial_metrics(token_loss, weights)))
         self.model.eval()
         norm = float(self.parallel.reduce())
-        rate = learning_rate(self.optim, self.step_count)
+        rate = self.optim.learning_rate(self.step_count)
         skipped = not math.isfinite(norm)
         if skipped and self.optim.non_finite == "error":
             raise PodiumError(f"the gradients of step {self.step_count} are not finite (norm {norm})")
@@ -154,20 +152,6 @@ class TrainEngine:
         self.skipped_count += skipped
         total, metrics = self._gather(parts)
         return StepResult(total, norm, rate, skipped, metrics)
-
-    def loss_weights(self, batch: Batch, mode: Aggregation, constant: float | None = None) -> Jagged:
-        """Return weights over the global minibatch for this rank's rows; all ranks call together.
-
-        Raises:
-            ConfigError: see :func:`podium.algorithms.loss_weights`.
-        """
-        mask = batch.jagged(fields.LOSS_MASK)
-        counts = sampled_counts(mask)
-        own = torch.stack([counts.sum(), (counts > 0).sum()]).to(self.device)
-        tokens, rows = self.parallel.gather(own).sum(0).to(mask.offsets.device)
-        return mask.like(
-            loss_weights(mask.values.bool(), mask.offsets, mode, constant=constant, tokens=tokens, rows=rows)
-        )
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str]) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them."""
@@ -203,3 +187,22 @@ class TrainEngine:
         largest = table[:, 2 + len(sums) :].amax(0)
         joined = PartialMetrics(weight, dict(zip(sums, added, strict=True)), dict(zip(maxima, largest, strict=True)))
         return float(loss), joined.means()
+
+
+def _make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Make AdamW with its state, so that a checkpoint can be read into it before the first step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+    for parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer

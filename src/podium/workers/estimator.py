@@ -6,7 +6,6 @@ Legend: N tokens over all rows (completions) of a step.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from podium.algorithms import (
     AdvantageInputs,
@@ -26,12 +25,11 @@ __all__ = ["Estimator"]
 
 
 class Estimator(Worker):
-    """Advantages and figures of the whole batch of a step. Holds no model.
+    """Computes advantages and metrics of the whole batch of a step. It holds no model.
 
     Only the first rank is called, with all rows: groups, whitening and a user's own advantage look at the whole batch
-    and cost a few operations a token. Spreading them over ranks would take a collective for each, which costs more than
-    it saves. Tensors come by reference and results stay here, so that what passes through the controller grows with
-    rows, not with tokens.
+    and cost a few operations a token, less than collectives would. Tensors come by reference and results stay here, so
+    that what passes through the controller grows with rows, not with tokens.
 
     Args:
         algorithm: The estimator of advantages and its constants.
@@ -43,12 +41,12 @@ class Estimator(Worker):
 
     @endpoint(dispatch=only(0), collect=first(), returns="ref")
     def advantages(self, batch: Batch, kl_coef: float = 0.0) -> Batch:
-        """``advantages``, and ``returns`` where a critic is trained: token columns.
+        """Compute the token columns ``advantages`` and, where a critic is trained, ``returns``.
 
         Args:
             batch: ``loss_mask``, ``rewards`` and ``group``; ``values`` where there is a critic; ``old_logprobs`` and
-                ``ref_logprobs`` where the KL counts in the reward; what the advantage estimator declares; and, if they
-                are known, ``finish_reason`` and columns of parts and of data.
+                ``ref_logprobs`` where the KL counts in the reward; what the advantage estimator declares; and, where
+                recorded, ``finish_reason`` and the columns of reward parts and of data.
             kl_coef: The coefficient of the KL in the reward.
 
         Raises:
@@ -61,6 +59,9 @@ class Estimator(Worker):
             old_N, ref_N = batch.jagged(fields.OLD_LOGPROBS).values, batch.jagged(fields.REF_LOGPROBS).values
             kl_N = kl_estimate(old_N, ref_N, self.algorithm.kl_estimator)
             token_rewards_N = penalize(old_N.new_zeros(len(old_N)), kl_N, mask.values, kl_coef)
+        truncated_B = None
+        if fields.FINISH_REASON in batch:
+            truncated_B = torch.tensor([reason == "length" for reason in batch.python(fields.FINISH_REASON)])
         inputs = AdvantageInputs(
             rewards_B=batch.dense(fields.REWARDS),
             group_B=batch.dense(fields.GROUP),
@@ -68,7 +69,7 @@ class Estimator(Worker):
             offsets_B1=mask.offsets,
             token_rewards_N=token_rewards_N,
             values_N=batch.jagged(fields.VALUES).values if fields.VALUES in batch else None,
-            truncated_B=_truncated(batch.python(fields.FINISH_REASON)) if fields.FINISH_REASON in batch else None,
+            truncated_B=truncated_B,
             parts_B={
                 name.removeprefix(fields.PART): batch.dense(name) for name in batch if name.startswith(fields.PART)
             },
@@ -83,10 +84,10 @@ class Estimator(Worker):
 
     @endpoint(dispatch=only(0), collect=first(), concurrent=True, readonly=True)
     def describe(self, batch: Batch) -> dict[str, float]:
-        """How long the completions are, and how far the generator's log-probabilities lie from the trainer's, in nats.
+        """Return the lengths of completions, and how far the generator's log-probabilities are from the trainer's.
 
         Args:
-            batch: ``loss_mask``; for the latter also ``old_logprobs`` and ``rollout_logprobs``.
+            batch: ``loss_mask``; for the latter, in nats, also ``old_logprobs`` and ``rollout_logprobs``.
         """
         mask = batch.jagged(fields.LOSS_MASK)
         lengths_B = sampled_counts(mask).float()
@@ -97,7 +98,3 @@ class Estimator(Worker):
             apart_N = (old_N - rollout_N).abs()
             figures |= {metrics.MISMATCH_MEAN: float(apart_N.mean()), metrics.MISMATCH_MAX: float(apart_N.max())}
         return figures
-
-
-def _truncated(reasons: list[str]) -> Tensor:
-    return torch.tensor([reason == "length" for reason in reasons])

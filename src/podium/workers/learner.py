@@ -1,23 +1,41 @@
-"""The base of the workers that are trained: a model, its optimizer, and checkpoints."""
+"""The base of the workers that are trained: a model, its optimizer, and checkpoints of both."""
 
 from __future__ import annotations
 
-from torch import nn
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from podium.algorithms import AlgorithmConfig
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from podium.algorithms import AlgorithmConfig, loss_weights
 from podium.data import Batch, fields
-from podium.devices import choose_device
+from podium.devices import choose_device, random_state, set_random_state
+from podium.errors import CheckpointError
 from podium.runtime import Worker, endpoint, nothing
-from podium.workers.checkpoints import load_checkpoint, save_checkpoint
 from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
 from podium.workers.models import load_model
+from podium.workers.texts import sampled_counts
 
 __all__ = ["Learner"]
+
+_RANDOM = "random."
 
 
 class Learner(Worker):
     """A model, its optimizer, and its checkpoints on all ranks of the group.
+
+    A checkpoint has parameters, optimizer state, step counts and each rank's random state, written by
+    torch.distributed.checkpoint. It can be read on another number of ranks than it was written on, replicated or
+    sharded.
 
     Args:
         model: The model to train.
@@ -55,28 +73,96 @@ class Learner(Worker):
 
     @endpoint(collect=nothing())
     def save(self, path: str) -> None:
-        """Write a checkpoint to resume from: model, optimizer, step and random state, into the directory ``path``.
+        """Write a checkpoint to resume from into the directory ``path``. The caller renames the directory, so that it
+        appears at once.
 
         Raises:
-            CheckpointError: The directory cannot be written.
+            CheckpointError: The directory cannot be written, or is not the same one for all ranks.
         """
-        save_checkpoint(self.engine, path, rank=self.ctx.rank)
+        elsewhere: set[str] = set()
+        try:
+            with _single_process_is_fine() as alone:
+                state_dict_saver.save(self._state(), checkpoint_id=path, no_dist=alone)
+            if self.ctx.rank == 0:
+                stored: Any = FileSystemReader(path).read_metadata().storage_data
+                elsewhere = {one.relative_path for one in stored.values()} - {
+                    file.name for file in Path(path).iterdir()
+                }
+        except (OSError, CheckpointException) as error:
+            raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
+        if elsewhere:
+            raise CheckpointError(
+                f"the checkpoint {path} lacks {', '.join(sorted(elsewhere))}, which other ranks wrote on their own "
+                "nodes: a run's directory must be on a file system that all nodes share"
+            )
 
     @endpoint(collect=nothing())
     def load(self, path: str) -> None:
-        """Read what :meth:`save` wrote, on this or another number of ranks.
+        """Read what :meth:`save` wrote. A rank that did not exist then keeps its random state.
 
         Raises:
             CheckpointError: There is no finished checkpoint, or it is one of another model.
         """
-        load_checkpoint(self.engine, path, rank=self.ctx.rank)
+        try:
+            stored = FileSystemReader(path).read_metadata().state_dict_metadata
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"no finished checkpoint at {path}: {error}") from error
+        state = self._state()
+        absent = sorted(name for name in state if name not in stored and not name.startswith(_RANDOM))
+        extra = sorted(name for name in stored if name not in state and not name.startswith(_RANDOM))
+        if absent or extra:
+            raise CheckpointError(
+                f"the checkpoint {path} is of another model: it lacks {absent[:3]} and has {extra[:3]}"
+            )
+        wanted = {name: value for name, value in state.items() if name in stored}
+        try:
+            with _single_process_is_fine() as alone:
+                state_dict_loader.load(wanted, checkpoint_id=path, no_dist=alone)
+        except (OSError, ValueError, CheckpointException) as error:
+            raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+        self.engine.step_count, self.engine.skipped_count = (int(count) for count in wanted["counts"])
+        for name, device in self._random_names().items():
+            if name in wanted:
+                set_random_state(device, wanted[name])
 
     def weighted(self, batch: Batch) -> Batch:
         """Return ``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
 
         ``batch.meta["max_new_tokens"]`` is the constant of the aggregation ``sequence-sum-constant``.
+
+        Raises:
+            ConfigError: see :func:`podium.algorithms.loss_weights`.
         """
         if fields.LOSS_WEIGHTS in batch:
             return batch
-        weights = self.engine.loss_weights(batch, self.algorithm.aggregation, batch.meta.get("max_new_tokens"))
-        return batch.with_columns({fields.LOSS_WEIGHTS: weights})
+        mask, mode = batch.jagged(fields.LOSS_MASK), self.algorithm.aggregation
+        counts = sampled_counts(mask)
+        own = torch.stack([counts.sum(), (counts > 0).sum()]).to(self.device)
+        tokens, rows = self.engine.parallel.gather(own).sum(0).to(mask.offsets.device)
+        constant = batch.meta.get("max_new_tokens")
+        weights = loss_weights(mask.values.bool(), mask.offsets, mode, constant=constant, tokens=tokens, rows=rows)
+        return batch.with_columns({fields.LOSS_WEIGHTS: mask.like(weights)})
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return the engine's own tensors by flat names, so that reading into them is loading."""
+        named = dict(self.model.named_parameters())
+        state = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        if self.engine.optimizer is not None:
+            for name, parameter in named.items():
+                for key, value in self.engine.optimizer.state.get(parameter, {}).items():
+                    state[f"optimizer.{name}.{key}"] = value
+        state["counts"] = torch.tensor([self.engine.step_count, self.engine.skipped_count])
+        return state | {name: random_state(device) for name, device in self._random_names().items()}
+
+    def _random_names(self) -> dict[str, torch.device]:
+        """Return this rank's generators of random numbers, by the names of their states."""
+        devices = {"cpu": torch.device("cpu")} | ({} if self.device.type == "cpu" else {"device": self.device})
+        return {f"{_RANDOM}{self.ctx.rank}.{kind}": device for kind, device in devices.items()}
+
+
+@contextmanager
+def _single_process_is_fine() -> Iterator[bool]:
+    """Yield whether there is no process group, of which torch would warn although that is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield not dist.is_initialized()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from podium.data import Batch, Jagged, fields
 from podium.errors import DataError
+from podium.workers.texts import sampled_counts
 
 __all__ = ["MicroBatch", "PackedRows", "cut", "empty_micro_batch", "plan"]
 
@@ -93,17 +94,17 @@ def cut(batch: Batch, max_tokens: int, *, packed: bool, columns: Sequence[str] =
             nothing predicts.
     """
     tokens, mask = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values.bool()
-    values = {name: _aligned(batch, name, tokens) for name in columns}
-    starts = tokens.offsets[:-1]
-    nonempty = starts[tokens.lengths > 0]
-    if bool(mask[nonempty].any()):
+    values: dict[str, Tensor] = {}
+    for name in columns:
+        column = batch.jagged(name)
+        if not torch.equal(column.offsets, tokens.offsets):
+            raise DataError(f"token column {name!r} has not the row lengths of {fields.TOKENS!r}")
+        values[name] = column.values
+    if bool(mask[tokens.offsets[:-1][tokens.lengths > 0]].any()):
         raise DataError(f"{fields.LOSS_MASK} is set at a row's first token, which no earlier token predicts")
-    counts = torch.zeros(len(mask) + 1, dtype=torch.int64, device=mask.device)
-    torch.cumsum(mask, 0, out=counts[1:])
-    losses_B = counts[tokens.offsets[1:]] - counts[starts]
-    losses = losses_B.tolist()
+    losses_B = sampled_counts(tokens.like(mask))
     lengths = tokens.lengths.tolist()
-    live = [row for row, loss in enumerate(losses) if loss]
+    live = [row for row, losses in enumerate(losses_B.tolist()) if losses]
     for group in plan([lengths[row] - 1 for row in live], max_tokens, packed=packed):
         rows = torch.tensor([live[place] for place in group], device=mask.device)
         offsets = torch.nn.functional.pad(losses_B[rows].cumsum(0), (1, 0))
@@ -145,10 +146,3 @@ def _micro_batch(
         columns={name: column[index] for name, column in values.items()},
         offsets=offsets,
     )
-
-
-def _aligned(batch: Batch, name: str, tokens: Jagged) -> Tensor:
-    column = batch.jagged(name)
-    if not torch.equal(column.offsets, tokens.offsets):
-        raise DataError(f"token column {name!r} has not the row lengths of {fields.TOKENS!r}")
-    return column.values

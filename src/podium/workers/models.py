@@ -1,9 +1,9 @@
-"""Models: from a directory or the hub, or from scratch; adapters; and back to Hugging Face's format."""
+"""Models: loaded from a directory or the hub, or made from scratch; adapters; and Hugging Face's format to save."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +23,13 @@ __all__ = ["load_model", "longest_text", "plain_model", "save_pretrained"]
 
 
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The model on ``device``, in eval mode; with adapters if asked, then only they require gradients.
+    """Load or make the model on ``device``, in eval mode. Where it has adapters, only they require gradients.
 
-    Ranks that load the same config hold the same weights, from scratch too: ``config.seed`` decides, and torch's own
+    Ranks with the same config hold the same weights, also those from scratch: ``config.seed`` decides, and torch's own
     generator is left as it was.
 
     Raises:
-        ConfigError: no such model, an unknown ``model_type`` or field, or adapters that match no layer.
+        ConfigError: There is no such model, ``model_type`` or field, or the adapters match no layer.
     """
     model = _from_scratch(config) if config.config else _from_path(config)
     if config.lora is not None:
@@ -41,17 +41,23 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTr
 
 
 def longest_text(config: ModelConfig) -> int | None:
-    """The most tokens, prompt and completion together, that the model has positions for; None: it does not say.
+    """Return the most tokens, prompt and completion together, that the model has positions for; None if unknown.
 
     Raises:
-        ConfigError: no such model, or an unknown ``model_type`` or field.
+        ConfigError: There is no such model, ``model_type`` or field.
     """
-    settings = _architecture(config) if config.config else _settings(config)
+    if config.config:
+        settings = _architecture(config)
+    else:
+        try:
+            settings = AutoConfig.from_pretrained(config.path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path={config.path!r}: its configuration cannot be read: {error}") from error
     return getattr(settings.get_text_config(), "max_position_embeddings", None)
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, without peft's wrapper."""
+    """Return the transformers model itself, without peft's wrapper."""
     inner = cast(Any, model)
     return cast(PreTrainedModel, inner.get_base_model() if hasattr(inner, "peft_config") else inner)
 
@@ -62,7 +68,7 @@ def save_pretrained(
     """Write ``weights`` so that transformers' Auto classes load them.
 
     Raises:
-        CheckpointError: the directory cannot be written.
+        CheckpointError: The directory cannot be written.
     """
     inner = plain_model(model)
     try:
@@ -72,13 +78,6 @@ def save_pretrained(
             tokenizer.save_pretrained(str(path))
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {path}: {error}") from error
-
-
-def _settings(config: ModelConfig) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(config.path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={config.path!r}: its configuration cannot be read: {error}") from error
 
 
 def _from_path(config: ModelConfig) -> PreTrainedModel:
@@ -112,9 +111,9 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
     fields = dict(config.config)
     kind = fields.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"model.config.model_type={kind!r} is none that transformers knows{hint}")
+        raise ConfigError(
+            f"model.config.model_type={kind!r} is none that transformers knows{_nearest(str(kind), CONFIG_MAPPING)}"
+        )
     tokenizer = load_tokenizer(config.tokenizer_source)
     known = {"bos_token_id", "eos_token_id", "pad_token_id"}
     fields = {
@@ -125,9 +124,7 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
     defaults = CONFIG_MAPPING[kind]()
     for name in fields:
         if not hasattr(defaults, name):
-            near = difflib.get_close_matches(name, list(defaults.to_dict()), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"model.config.{name} is no field of {kind!r}{hint}")
+            raise ConfigError(f"model.config.{name} is no field of {kind!r}{_nearest(name, defaults.to_dict())}")
     try:
         settings = AutoConfig.for_model(kind, **fields)
     except (TypeError, ValueError) as error:
@@ -139,6 +136,11 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
             f"model.config.num_key_value_heads = {shared}{origin}: expected a divisor of num_attention_heads = {heads}"
         )
     return settings
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
@@ -161,7 +163,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTr
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Transformers draws bars while it reads and writes; the terminal has one bar, the trainer's."""
+    """Switch off the progress bars of transformers: the terminal has one bar, the trainer's."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,6 +1,6 @@
-"""From tokens to text: what a reward judges and a person reads. The way back is never taken.
+"""The text of sampled tokens: rewards grade it and people read it. Text is never tokenized again.
 
-Text travels as the bytes of a token column's like, a Jagged of UTF-8: it can stay with the worker that made it.
+Text is a column of UTF-8 bytes, laid out like tokens, so that it can stay with the worker that made it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from podium.data import Batch, Jagged, fields
 
 __all__ = ["completion_texts", "decode_sampled", "sampled_counts", "sampled_tokens", "text_column"]
 
-# A tokenizer's bytes may decode to lone surrogates, which plain UTF-8 has no place for.
+# A tokenizer's bytes may decode to lone surrogates, which plain UTF-8 cannot encode.
 _CODING = ("utf-8", "surrogatepass")
 
 
 def sampled_counts(mask: Jagged) -> Tensor:
-    """How many tokens of each row are set in ``mask``, a token column of bool: int64 ``[B]``."""
+    """Return how many tokens of each row are set in ``mask``, a token column of bool: int64 ``[B]``."""
     return torch.nn.functional.pad(mask.values.cumsum(0), (1, 0))[mask.offsets].diff()
 
 
 def sampled_tokens(batch: Batch) -> Jagged:
-    """The tokens that were sampled, without the prompts."""
+    """Return the tokens that were sampled, without the prompts."""
     mask = batch.jagged(fields.LOSS_MASK)
     return Jagged.from_lengths(batch.jagged(fields.TOKENS).values[mask.values], sampled_counts(mask))
 
 
 def decode_sampled(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of each completion, without special tokens, from ``tokens`` and ``loss_mask``."""
+    """Decode each completion, without special tokens, from ``tokens`` and ``loss_mask``."""
     rows = [row.tolist() for row in sampled_tokens(batch).unbind()]
     return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
 def text_column(texts: list[str]) -> Jagged:
-    """``texts [B]`` as bytes: uint8, B rows."""
+    """Encode ``texts [B]`` as a column of bytes: uint8, B rows."""
     rows = [text.encode(*_CODING) for text in texts]
     joined = bytearray(b"".join(rows))
     values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
@@ -45,8 +45,7 @@ def text_column(texts: list[str]) -> Jagged:
 
 
 def completion_texts(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of each completion, wherever its tensors are: the column ``text``, or if there is none, the decoded
-    tokens."""
+    """Return the text of each completion, wherever its tensors are: the column ``text``, or the decoded tokens."""
     if fields.TEXT not in batch:
         return decode_sampled(batch.select(fields.TOKENS, fields.LOSS_MASK).fetch(), tokenizer)
     text = batch.jagged(fields.TEXT).fetch()

@@ -1,4 +1,4 @@
-"""Tokenizers: those of a model directory, and a small one of our own with one token a character."""
+"""Tokenizers: those that transformers loads, and a small one of Podium with one token a character."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from podium.errors import ConfigError
 __all__ = ["CHARACTERS_PREFIX", "char_tokenizer", "load_tokenizer"]
 
 CHARACTERS_PREFIX: Final = "chars:"
-"""A tokenizer setting that begins so names an alphabet instead of a path: ``chars:0123456789+=``."""
+"""A tokenizer setting with this prefix has an alphabet instead of a path: ``chars:0123456789+=``."""
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub name, or ``chars:ALPHABET`` for :func:`char_tokenizer`.
+    """Load the tokenizer of a directory or hub name, or make one of ``chars:ALPHABET`` by :func:`char_tokenizer`.
 
     A tokenizer without a padding token gets its end-of-sequence token as one.
 
     Raises:
-        ConfigError: nothing there that transformers reads.
+        ConfigError: There is nothing that transformers reads.
     """
     if source.startswith(CHARACTERS_PREFIX):
         return char_tokenizer(source.removeprefix(CHARACTERS_PREFIX))
@@ -43,26 +43,18 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def char_tokenizer(
-    alphabet: str,
-    *,
-    chat_template: str | None = None,
-    bos: str = "<bos>",
-    eos: str = "<eos>",
-    pad: str = "<pad>",
-    unknown: str = "<unk>",
-) -> PreTrainedTokenizerFast:
-    """One token a character: ids 0 to 3 are pad, bos, eos and unknown, then the alphabet in order.
+def char_tokenizer(alphabet: str, *, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of one token a character: ids 0 to 3 are <pad>, <bos>, <eos> and <unk>, then the alphabet.
 
     Encoding adds no special token, so that prompt and completion encode to the same ids apart and together. A character
-    outside the alphabet becomes ``unknown``. ``save_pretrained`` writes what ``AutoTokenizer`` loads.
+    outside the alphabet becomes <unk>. ``AutoTokenizer`` loads what ``save_pretrained`` writes.
 
     Args:
-        alphabet: the characters, white space included; repeated ones count once.
-        chat_template: a Jinja template, as transformers has them.
+        alphabet: The characters, white space included. Repeated ones count once.
+        chat_template: A Jinja template, as transformers has them.
 
     Raises:
-        ConfigError: the alphabet is empty.
+        ConfigError: The alphabet is empty.
 
     >>> tokenizer = char_tokenizer("0123456789+=")
     >>> tokenizer.encode("1+2="), tokenizer.decode([5, 14, 6])
@@ -72,18 +64,13 @@ def char_tokenizer(
         raise ConfigError(
             "the alphabet of a character tokenizer is empty; list its characters, e.g. 'chars:0123456789'"
         )
-    vocabulary = {token: place for place, token in enumerate([pad, bos, eos, unknown, *dict.fromkeys(alphabet)])}
-    core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    vocabulary = {token: place for place, token in enumerate([*special.values(), *dict.fromkeys(alphabet)])}
+    core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
     core.pre_tokenizer = cast(Any, pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated"))
     core.decoder = cast(Any, decoders.Fuse())
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        unk_token=unknown,
-        clean_up_tokenization_spaces=False,
-        padding_side="right",
+        tokenizer_object=core, clean_up_tokenization_spaces=False, padding_side="right", **special
     )
     tokenizer.chat_template = chat_template
     return tokenizer

@@ -1,8 +1,8 @@
 """Attention over rows packed end to end, as an attention implementation that transformers' models can use.
 
-Registered under :data:`NAME`. It is switched on for one forward pass at a time, so that generation with the same model
-keeps its own implementation. Half precision on CUDA goes through torch's variable-length flash kernel; everything else
-goes row by row through scaled dot product attention, which is slower and the same.
+It is switched on for one forward pass at a time, so that generation with the same model keeps its own implementation.
+Half precision on CUDA uses torch's variable-length flash kernel. Everything else goes row by row through scaled dot
+product attention, which is slower and gives the same results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from podium.errors import ConfigError
 from podium.workers.micro_batches import PackedRows
 from podium.workers.models import plain_model
 
-__all__ = ["NAME", "packed_attention"]
+__all__ = ["packed_attention"]
 
 NAME: Final = "podium_varlen"
 _OWN_PACKING: Final = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -28,10 +28,10 @@ _OWN_PACKING: Final = ("flash_attention_2", "flash_attention_3", "flash_attentio
 
 @contextmanager
 def packed_attention(model: nn.Module, rows: PackedRows) -> Iterator[dict[str, Any]]:
-    """While open, the model attends within packed rows; yields the keyword arguments its forward pass needs.
+    """Let the model attend within packed rows, and yield the keyword arguments that its forward pass needs.
 
-    The caller passes ``position_ids``, ``use_cache=False`` and no attention mask: with a mask, transformers would take
-    the packed rows for a single one, without a word.
+    The caller passes ``position_ids``, ``use_cache=False`` and no attention mask: with a mask, transformers silently
+    takes the packed rows for a single one.
     """
     config = plain_model(model).config
     before = config._attn_implementation
@@ -73,15 +73,10 @@ def _attend(
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         out = _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
         return out[None], None
-    parts = [
-        _one_row(q, k, v, dropout, scaling, sliding_window)
-        for q, k, v in zip(*(_rows(x, cu_seq_lens_q) for x in (query, key, value)), strict=True)
-    ]
+    lengths = cu_seq_lens_q.diff().tolist()
+    rows = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
+    parts = [_one_row(q, k, v, dropout, scaling, sliding_window) for q, k, v in rows]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _rows(states: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(states, offsets.diff().tolist(), dim=2)
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | None, window: int | None) -> Tensor:
@@ -99,18 +94,11 @@ def _flash(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = (x[0].transpose(0, 1) for x in (q, k, v))
-    left = -1 if window is None else window - 1
+    query, key, value = (states[0].transpose(0, 1) for states in (q, k, v))
     out = varlen_attn(
-        query,
-        key,
-        value,
-        offsets,
-        offsets,
-        longest,
-        longest,
+        *(query, key, value, offsets, offsets, longest, longest),
         scale=scaling,
-        window_size=(left, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(out, Tensor)

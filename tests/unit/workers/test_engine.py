@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.algorithms import TokenLoss, loss_weights
+from podium.algorithms import TokenLoss
 from podium.data import Batch
 from podium.errors import ConfigError, DataError, PodiumError
 from podium.workers import OptimConfig, ParallelConfig, StepResult, TrainEngine, load_model
@@ -137,14 +137,6 @@ def test_evaluation_fills_token_columns_and_leaves_no_gradient() -> None:
     alone = torch.cat([oracle_logprobs(engine.model, row) for row in batch.jagged("tokens").unbind()]) * mask
     assert torch.allclose(out["logprobs"].values, alone, atol=1e-5)
     assert all(p.grad is None for p in engine.model.parameters())
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean", "sequence-sum-constant"])
-def test_weights_made_here_are_those_of_the_algorithm(mode: Any) -> None:
-    batch = recorded()
-    got = make_engine().loss_weights(batch, mode, constant=7.0)
-    expected = loss_weights(batch.jagged("loss_mask").values, batch.jagged("tokens").offsets, mode, constant=7.0)
-    assert torch.allclose(got.values, expected)
 
 
 @pytest.mark.slow

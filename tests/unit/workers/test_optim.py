@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from podium.errors import ConfigError
-from podium.workers import OptimConfig, Policy, learning_rate, load_model
-from podium.workers.optim import build_optimizer
+from podium.workers import OptimConfig, ParallelConfig, Policy, TrainEngine, load_model
 from tests.unit.workers.tiny import TINY
 
 
 def rates(config: OptimConfig, steps: int) -> list[float]:
-    return [learning_rate(config, step) for step in range(steps)]
+    return [config.learning_rate(step) for step in range(steps)]
 
 
 def test_warm_up_rises_to_the_peak_and_stays_there() -> None:
@@ -34,8 +33,10 @@ def test_a_schedule_that_ends_must_know_where() -> None:
 
 
 def test_weight_decay_spares_norms() -> None:
-    model = load_model(TINY)
-    optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.1))
+    optim = OptimConfig(lr=0.5, weight_decay=0.1)
+    engine = TrainEngine(load_model(TINY), optim=optim, parallel=ParallelConfig(), device=torch.device("cpu"))
+    model, optimizer = engine.model, engine.optimizer
+    assert optimizer is not None
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from podium.algorithms import AlgorithmConfig
+from podium.algorithms import AlgorithmConfig, loss_weights
 from podium.data import Batch, Jagged
 from podium.errors import CheckpointError, ConfigError, DataError
 from podium.rollout.sampling import SamplingParams
@@ -86,6 +86,14 @@ def test_weights_are_made_when_the_batch_has_none() -> None:
     given = Policy(TINY, OPTIM, algorithm=algorithm).update(batch)
     made = Policy(TINY, OPTIM, algorithm=algorithm).update(batch.drop("loss_weights"))
     assert made["loss"] == pytest.approx(given["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "sequence-mean", "sequence-sum-constant"])
+def test_weights_made_here_are_those_of_the_algorithm(mode: Any) -> None:
+    batch = recorded(max_new_tokens=7.0).drop("loss_weights")
+    got = Policy(TINY, algorithm=AlgorithmConfig(aggregation=mode)).weighted(batch).jagged("loss_weights")
+    expected = loss_weights(values_of(batch, "loss_mask"), batch.jagged("tokens").offsets, mode, constant=7.0)
+    assert torch.allclose(got.values, expected)
 
 
 def test_a_missing_column_is_named() -> None:

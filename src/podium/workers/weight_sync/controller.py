@@ -34,7 +34,13 @@ class WeightSync(ABC):
     """Brings the policy's weights to the generators. The controller holds it.
 
     A version is a number that the caller gives to the weights as they are at that moment. A run gives the step.
+
+    Args:
+        generators: The handles of groups or of replicas.
     """
+
+    def __init__(self, generators: Sequence[WeightReceiver]) -> None:
+        self._generators = tuple(generators)
 
     @abstractmethod
     def init(self) -> None:
@@ -56,13 +62,18 @@ class WeightSync(ABC):
             WorkerDied, EndpointError: The policy or a generator failed.
         """
 
-    @abstractmethod
     def is_stale(self, version: int) -> bool:
         """Whether a generator's weights are older than ``version``, or never came because it was restarted."""
+        return any(own is None or own < version for _, versions in self._held() for own in versions)
 
     @abstractmethod
     def close(self) -> None:
         """Drop what is kept between syncs. Idempotent; the workers go on."""
+
+    def _held(self) -> list[tuple[WeightReceiver, list[int | None]]]:
+        """Return the generators, each with the version that each of its ranks holds."""
+        calls = [generator.weights_version.submit() for generator in self._generators]
+        return [(generator, call.result()) for generator, call in zip(self._generators, calls, strict=True)]
 
 
 class ColocatedSync(WeightSync):
@@ -73,16 +84,14 @@ class ColocatedSync(WeightSync):
     """
 
     def __init__(self, generator: WeightReceiver) -> None:
-        self._generator = generator
+        super().__init__([generator])
 
     def init(self) -> None:
         """Check nothing: the engine is made from the policy's own model."""
 
     def sync(self, version: int) -> None:
-        _is_behind(self._generator.refresh(version), version)
-
-    def is_stale(self, version: int) -> bool:
-        return any(held is None or held < version for held in self._generator.weights_version())
+        for generator in self._generators:
+            _is_behind(generator.refresh(version), version)
 
     def close(self) -> None:
         """Drop nothing: nothing is kept."""
@@ -116,8 +125,8 @@ class StreamedSync(WeightSync):
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes = {bucket_bytes}: expected at least 1")
+        super().__init__(generators)
         self._policy = policy
-        self._generators = tuple(generators)
         self._bucket_bytes = bucket_bytes
         self._delta = delta
         self._copied = delta  # whether the policy's weights cannot be read where they are
@@ -130,7 +139,7 @@ class StreamedSync(WeightSync):
         self._prepare(self._generators)
 
     def sync(self, version: int) -> None:
-        held = self._held_versions()
+        held = self._held()
         behind = [generator for generator, versions in held if _is_behind(versions, version)]
         if not behind:
             return
@@ -147,15 +156,8 @@ class StreamedSync(WeightSync):
                     generator.abort_weight_sync(reason)
             raise
 
-    def is_stale(self, version: int) -> bool:
-        return any(own is None or own < version for _, versions in self._held_versions() for own in versions)
-
     def close(self) -> None:
         self._sums, self._refs, self._place = {}, {}, ""
-
-    def _held_versions(self) -> list[tuple[WeightReceiver, list[int | None]]]:
-        calls = [generator.weights_version.submit() for generator in self._generators]
-        return [(generator, call.result()) for generator, call in zip(self._generators, calls, strict=True)]
 
     def _send(self, generators: Sequence[WeightReceiver], version: int) -> None:
         known, self._sums = self._sums, {}

@@ -8,12 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from podium.data import copy_tensor
-from podium.errors import CheckpointError
 from podium.workers.models import plain_model
 from podium.workers.weight_sync.buckets import Piece, WeightInfo, cut
 
-__all__ = ["WholeWeights", "copy_weights", "full_weights"]
+__all__ = ["WholeWeights", "full_weights"]
 
 _BASE_LAYER = ".base_layer."
 _ADAPTER = "lora_"
@@ -80,27 +78,6 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     weights = WholeWeights(model)
     for info in weights.manifest:
         yield info.name, weights.gather(info.name)
-
-
-@torch.no_grad()
-def copy_weights(weights: dict[str, Tensor] | Iterator[tuple[str, Tensor]], model: nn.Module) -> None:
-    """Write ``weights`` into a plain model's own tensors, in place.
-
-    Raises:
-        CheckpointError: The model has no tensor of that name or shape, or a tensor of the model was not given.
-    """
-    own = dict((*model.named_parameters(), *_persistent_buffers(model)))
-    tied = dict(model.named_parameters(remove_duplicate=False))
-    missing = set(own)
-    for name, value in weights.items() if isinstance(weights, dict) else weights:
-        target = own.get(name, tied.get(name))
-        if target is None or target.shape != value.shape:
-            shape = None if target is None else list(target.shape)
-            raise CheckpointError(f"weights do not fit the model: {name} is {list(value.shape)} there and {shape} here")
-        copy_tensor(target, value)
-        missing.discard(name)
-    if missing:
-        raise CheckpointError(f"weights leave out {len(missing)} tensors of the model, e.g. {sorted(missing)[0]}")
 
 
 def _whole(tensor: Tensor) -> Tensor:

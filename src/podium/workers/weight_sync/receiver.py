@@ -16,7 +16,7 @@ from podium.runtime import Worker, endpoint, nothing
 from podium.workers.config import ModelConfig
 from podium.workers.models import load_model
 from podium.workers.weight_sync.buckets import Piece, WeightInfo, checksum, cut
-from podium.workers.weight_sync.gather import copy_weights, full_weights
+from podium.workers.weight_sync.gather import WholeWeights
 
 if TYPE_CHECKING:
     from podium.workers.policy import Policy
@@ -75,14 +75,7 @@ class WeightReceiver(Worker):
             )
         if self._synced is not None and self._synced >= version:
             return self._synced
-        engine = self._ready_engine()
-        if policy.adapted:
-            with engine.gate.changing(version):
-                for name, tensor in full_weights(policy.model):
-                    engine.load(name, 0, tensor)
-                engine.loaded()
-        else:
-            engine.refresh(version)
+        _read(policy, self._ready_engine(), version)
         self._synced = version
         return version
 
@@ -189,14 +182,29 @@ class WeightReceiver(Worker):
 
     def _make_engine(self) -> Engine:
         policy = self._policy
-        if policy is None:
-            model = load_model(self.config, choose_device(self.ctx.devices)).requires_grad_(False)
-        elif policy.adapted:
-            model = load_model(self.config, policy.device).requires_grad_(False)
-            copy_weights(full_weights(policy.model), model)
+        if policy is None or policy.adapted:
+            device = choose_device(self.ctx.devices) if policy is None else policy.device
+            model = load_model(self.config, device).requires_grad_(False)
         else:
             model = policy.model
         engine = make_engine(self.engine_config, model)
         if policy is not None:
-            engine.refresh(0)  # fills the copy of a sharded model
+            _read(policy, engine, 0)
         return engine
+
+
+def _read(policy: Policy, engine: Engine, version: int) -> None:
+    """Bring the policy's weights, as they are now, into the engine. Adapted weights are merged into its copy.
+
+    Raises:
+        ConfigError: The copy is of another model; names the tensor.
+    """
+    if not policy.adapted:
+        engine.refresh(version)
+        return
+    weights = WholeWeights(policy.model)
+    engine.check_weights({info.name: info.shape for info in weights.manifest})
+    with engine.gate.changing(version):
+        for info in weights.manifest:
+            engine.load(info.name, 0, weights.gather(info.name))
+        engine.loaded()
