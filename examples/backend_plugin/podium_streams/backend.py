@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from podium.backends.devices import accelerators, machine
 from podium.backends.files import Files
-from podium.backends.process import THREAD_VARIABLES, Surroundings, command, environment_of
+from podium.backends.process import THREAD_VARIABLES, Surroundings, accelerators, command, environment_of, machine
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode

@@ -1,6 +1,5 @@
 """A worker process: requests come in on its connection, outcomes go out."""
 
-import faulthandler
 import os
 import queue
 import signal
@@ -20,7 +19,6 @@ CONNECTION = 3  # file descriptor
 
 def main(*surroundings: Any) -> None:
     """Run requests in order in this thread, and concurrent ones in threads of its own, until told to shut down."""
-    faulthandler.enable(all_threads=False)
     os.set_inheritable(CONNECTION, False)
     Surroundings(*surroundings).settle_in("lo")
     connection, process, sending = socket.socket(fileno=CONNECTION), WorkerProcess(), threading.Lock()

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podium.backends.devices import machine
+from podium.backends.process import machine
 from podium.data.store import Block, BlockInfo, MemoryStore
 from podium.errors import ConfigError
 from podium.runtime.backend import Backend, ProcessHandle

@@ -1,9 +1,10 @@
-"""What a worker process takes over from its controller, on whatever backend: environment, directory, path, output."""
+"""This machine, and what a worker process takes over from its controller: environment, directory, path, output."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import importlib
 import os
@@ -15,32 +16,64 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from podium.backends.devices import MEMORY, visibility
-from podium.runtime.messages import ProcessSpec
+from podium.errors import ConfigError
+from podium.runtime.messages import Node, ProcessSpec
 
-__all__ = [
-    "THREAD_VARIABLES",
-    "Surroundings",
-    "command",
-    "environment_of",
-    "interface_of",
-    "keep_freed_memory",
-    "log_to",
-    "run_to_the_end",
-]
+__all__ = ["MEMORY", "THREAD_VARIABLES", "Surroundings", "accelerators", "command", "environment_of", "interface_of"]
+__all__ += ["keep_freed_memory", "log_to", "machine", "run_to_the_end", "visibility"]
 
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Bytes of memory that this machine has."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 KEPT_FREE = min((2 << 30) - 1, max(256 << 20, MEMORY // 24))  # bytes; mallopt takes an int
 LARGEST_KEPT = 32 << 20  # bytes: the most that glibc does not map by itself, and gives back by itself
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 _SIOCGIFADDR = 0x8915
+_VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
-def environment_of(spec: ProcessSpec, accelerators: Sequence[str]) -> dict[str, str]:
+def accelerators() -> list[str]:
+    """Ids of the accelerators that this process may use, as its visibility variable spells them."""
+    for variable in _VISIBILITY:
+        given = os.environ.get(variable)
+        if given is not None:
+            return [part.strip() for part in given.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+    for pattern in ("nvidia[0-9]*", "davinci[0-9]*"):
+        if found := list(Path("/dev").glob(pattern)):
+            return [str(at) for at in range(len(found))]
+    return [str(at) for at in range(len(list(Path("/dev/dri").glob("renderD*"))))] if Path("/dev/kfd").exists() else []
+
+
+def visibility(devices: Sequence[int], all_devices: Sequence[str]) -> dict[str, str]:
+    """The environment that shows a worker process its own devices and no others; empty on a machine without any."""
+    if not all_devices:
+        return {}
+    mine = ",".join(all_devices[device] for device in devices)
+    if Path("/dev/kfd").exists():
+        return {"HIP_VISIBLE_DEVICES": mine}
+    if list(Path("/dev").glob("davinci[0-9]*")):
+        return {"ASCEND_RT_VISIBLE_DEVICES": mine}
+    return {"CUDA_VISIBLE_DEVICES": mine}
+
+
+def machine(all_devices: Sequence[str], nodes: int = 1) -> list[Node]:
+    """This machine as a node, or as several nodes that each have all of it.
+
+    Raises:
+        ConfigError: ``nodes`` is below 1.
+    """
+    if nodes < 1:
+        raise ConfigError(f"connect(nodes={nodes}): a backend has at least one node")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    has = {"cpu": float(cores), "gpu": float(len(all_devices)), "memory": float(MEMORY)}
+    return [Node("localhost" if nodes == 1 else f"node-{at}", has) for at in range(nodes)]
+
+
+def environment_of(spec: ProcessSpec, all_devices: Sequence[str]) -> dict[str, str]:
     """The variables to set before anything is imported: numbers of threads, visible devices, and the user's own."""
     threads = dict.fromkeys(THREAD_VARIABLES, spec.env.get("OMP_NUM_THREADS", str(spec.threads)))
-    return {**threads, **visibility(spec.place.devices, accelerators), **spec.env}
+    return {**threads, **visibility(spec.place.devices, all_devices), **spec.env}
 
 
 class Surroundings(NamedTuple):
@@ -63,6 +96,7 @@ class Surroundings(NamedTuple):
 
     def settle_in(self, interface: str) -> None:
         """Work there from now on. gloo listens on ``interface`` unless the environment names another one."""
+        faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
         sys.path[:] = [*self.sys_path, *(path for path in sys.path if path not in self.sys_path)]
         with contextlib.suppress(OSError):
             os.chdir(self.cwd)
@@ -104,7 +138,7 @@ def keep_freed_memory() -> None:
 
 
 def run_to_the_end(run: Callable[[], None]) -> NoReturn:
-    """Call ``run``, and end this process when it returns, or raises in whichever thread: then say why first."""
+    """Call ``run``, and end this process when it has returned. If it raises, print its traceback before."""
     code = 1
     try:
         run()
@@ -118,21 +152,18 @@ def run_to_the_end(run: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-def log_to(path: Path) -> int:
-    """Append this process's output to ``path``, and return the size of that file before. If it cannot be opened,
-    nothing changes."""
+def log_to(path: Path) -> None:
+    """Append this process's output to ``path``. If that file cannot be opened, nothing changes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
-        return 0
-    start = os.fstat(log).st_size
+        return
     for number, name in ((1, "stdout"), (2, "stderr")):
         getattr(sys, name).flush()
         os.dup2(log, number)
         setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115 - for the process's life
     os.close(log)
-    return start
 
 
 def interface_of(address: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.backends import devices
+from podium.backends import process
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -33,29 +33,29 @@ def test_what_this_process_may_use_is_what_its_variable_says(
     monkeypatch: pytest.MonkeyPatch, variable: str, given: str, expected: list[str]
 ) -> None:
     monkeypatch.setenv(variable, given)
-    assert devices.accelerators() == expected
+    assert process.accelerators() == expected
 
 
 def test_a_worker_process_sees_its_own_by_the_names_that_this_process_knows() -> None:
     """Index 1 of a script that may use devices 4 and 6 is device 6 of the machine."""
-    (shown,) = devices.visibility((1,), ["4", "6"]).values()
+    (shown,) = process.visibility((1,), ["4", "6"]).values()
     assert shown == "6"
-    (shown,) = devices.visibility((0, 2), ["GPU-a", "GPU-b", "GPU-c"]).values()
+    (shown,) = process.visibility((0, 2), ["GPU-a", "GPU-b", "GPU-c"]).values()
     assert shown == "GPU-a,GPU-c"
 
 
 def test_a_worker_process_without_accelerators_sees_none_where_there_are_some() -> None:
-    assert set(devices.visibility((), ["0", "1"]).values()) == {""}
-    assert devices.visibility((), []) == {}
+    assert set(process.visibility((), ["0", "1"]).values()) == {""}
+    assert process.visibility((), []) == {}
 
 
 def test_the_variable_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for present, variable in (("/dev/kfd", "HIP_VISIBLE_DEVICES"), ("", "CUDA_VISIBLE_DEVICES")):
         monkeypatch.setattr(Path, "exists", lambda path, present=present: str(path) == present)
         monkeypatch.setattr(Path, "glob", lambda path, pattern: iter(()))
-        assert devices.visibility((0,), ["0"]) == {variable: "0"}
+        assert process.visibility((0,), ["0"]) == {variable: "0"}
     monkeypatch.setattr(
         Path, "glob", lambda path, pattern: iter([Path("/dev/davinci0")] if "davinci" in pattern else [])
     )
-    assert devices.visibility((0,), ["0"]) == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
-    assert devices.accelerators() == ["0"]
+    assert process.visibility((0,), ["0"]) == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
+    assert process.accelerators() == ["0"]

@@ -24,13 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.backends.devices import accelerators, machine
 from podium.backends.files import Files
 from podium.backends.local.io import IoLoop
 from podium.backends.local.process import START_TIMEOUT_S, LocalProcess
 from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.wire import NOTHING, Inbound, Parcel, pack
-from podium.backends.process import THREAD_VARIABLES, command
+from podium.backends.process import THREAD_VARIABLES, accelerators, command, machine
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec

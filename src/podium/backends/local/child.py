@@ -8,7 +8,6 @@ The end of the control socket means that the controller is gone.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
 import signal
@@ -44,7 +43,6 @@ def main(calls_fd: int, control_fd: int, surroundings: tuple[Any, ...], store: t
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
-    faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
     Surroundings(*surroundings).settle_in("lo")
     child = _Child(socket.socket(fileno=calls_fd), socket.socket(fileno=control_fd), store)
     threading.Thread(target=run_to_the_end, args=(child.serve_control,), name="podium-control", daemon=True).start()

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from podium.backends.devices import MEMORY
+from podium.backends.process import MEMORY
 from podium.data.store import Bytes
 from podium.errors import RefLostError, StoreFullError
 
@@ -123,7 +123,7 @@ class SegmentPool:
         try:
             with tempfile.TemporaryFile(dir=directory) as file, self._lock:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
-                lease = Lease(self, self._add(Segment(os.dup(file.fileno()), label, _nothing)))
+                lease = Lease(self, self._add(Segment(os.dup(file.fileno()), label, lambda: None)))
                 _ = lease.segment.mapping
                 return lease
         except OSError as error:
@@ -278,10 +278,6 @@ def _map(segment: Segment, nbytes: int, flags: int, protection: int, what: str) 
 
 def _let_go(lease: Lease) -> None:
     """Drops the last thing that kept a lease: the finalizer's own argument."""
-
-
-def _nothing() -> None:
-    """For a segment that is nobody else's, and is not used again."""
 
 
 def _memfd(nbytes: int) -> int:

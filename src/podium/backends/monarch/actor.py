@@ -12,11 +12,9 @@ it the proc's mailbox, is always free; outcomes leave through a port of the cont
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +27,7 @@ from podium.backends.process import Surroundings, run_to_the_end
 from podium.runtime.codec import decode, encode
 from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
 
-__all__ = ["Message", "Parcel", "ProcessActor", "pack", "read"]
+__all__ = ["Message", "Parcel", "ProcessActor", "pack"]
 
 Parcel = tuple[bytes, list[bytearray]]
 """A value as pickle bytes and buffers. Monarch unpickles a bytearray into fresh memory: the reader's own to change."""
@@ -45,6 +43,12 @@ class Message(NamedTuple):
     concurrent: bool
     shared: Parcel
     own: Parcel | None
+
+    def values(self) -> dict[str, Any]:
+        """The arguments, the reader's own to change. Raises SerializationError."""
+        what = f"an argument of {self.target}.{self.method}"
+        own = {} if self.own is None else decode(*self.own, what)
+        return {**decode(*self.shared, what), **own}
 
 
 class ProcessActor(Actor):
@@ -63,7 +67,6 @@ class ProcessActor(Actor):
     async def settle_in(self, controller: int, surroundings: Surroundings) -> int:
         """Work as the process ``controller`` does, and end with it. Returns this process's id."""
         threading.Thread(target=_end_with, args=(controller,), daemon=True).start()
-        faulthandler.enable(sys.stderr, all_threads=False)  # short, so that it fits into the last words
         surroundings.settle_in("lo")
         return os.getpid()
 
@@ -73,12 +76,10 @@ class ProcessActor(Actor):
         (self._control if message.concurrent else self._calls).put(message)
 
     def _call(self, message: Message) -> None:
-        self._answer(message, self._process.execute(*message[:3], lambda: _values(message)))
+        self._answer(message, self._process.execute(*message[:3], message.values))
 
     def _call_concurrently(self, message: Message) -> None:
-        self._process.execute_concurrently(
-            *message[:3], lambda: _values(message), lambda outcome: self._answer(message, outcome)
-        )
+        self._process.execute_concurrently(*message[:3], message.values, partial(self._answer, message))
 
     def _answer(self, message: Message, outcome: Outcome) -> None:
         outcome, parcel = pack_outcome(outcome, message.wants_result, lambda value: pack(value, "the result"))
@@ -89,17 +90,6 @@ def pack(value: Any, what: str) -> Parcel:
     """``value`` as it travels. Raises SerializationError."""
     data, buffers = encode(value, what)
     return data, [bytearray(buffer.raw()) for buffer in buffers]
-
-
-def read(parcel: Parcel, what: str) -> Any:
-    """The value, the caller's own to change. Raises SerializationError."""
-    return decode(*parcel, what)
-
-
-def _values(message: Message) -> dict[str, Any]:
-    what = f"an argument of {message.target}.{message.method}"
-    own = read(message.own, what) if message.own is not None else {}
-    return {**read(message.shared, what), **own}
 
 
 def _serve(queue: SimpleQueue[Message], run: Callable[[Message], None]) -> None:

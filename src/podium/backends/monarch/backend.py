@@ -23,7 +23,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -35,12 +37,12 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, S
 from monarch.actor import Channel, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
-from podium.backends.devices import accelerators, machine
 from podium.backends.files import Files, Log
-from podium.backends.monarch.actor import Message, Parcel, ProcessActor, pack, read
-from podium.backends.process import Surroundings, environment_of
+from podium.backends.monarch.actor import Message, Parcel, ProcessActor, pack
+from podium.backends.process import Surroundings, accelerators, environment_of, machine
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
+from podium.runtime.codec import decode
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec, Reply, Request
 from podium.supervisor import describe_exit
 
@@ -117,7 +119,7 @@ class MonarchBackend(Backend):
         return pack(value, "an argument")
 
     def unpack(self, payload: Parcel) -> Any:
-        return read(payload, "the result")
+        return decode(*payload, "the result")
 
     def close(self) -> None:
         if self._closed:
@@ -151,10 +153,8 @@ class _MonarchProcess(ProcessHandle):
         self._on_death = on_death
         self._ended = threading.Event()
         self._pending: dict[int, Done] = {}
-        self._tried = threading.Event()
-        self._failure: Exception | None = None
-        self._said = ""
-        self._has_said = threading.Event()
+        self._started: Future[None] = Future()
+        self._said: SimpleQueue[str] = SimpleQueue()
         _by_key[self.key] = self
         name, env = f"{NAME}{self.key}", environment_of(spec, backend.accelerators)
         start = _command(self.log.path).with_env(env)
@@ -166,9 +166,7 @@ class _MonarchProcess(ProcessHandle):
 
     def settled(self) -> None:
         """Wait until the actor works as the controller does, or raise why it does not."""
-        self._tried.wait()
-        if self._failure is not None:
-            raise self._failure
+        self._started.result()
 
     def invoke(self, request: Request, done: Done) -> None:
         if request.wire is None:
@@ -180,7 +178,7 @@ class _MonarchProcess(ProcessHandle):
                 self._actor.invoke.broadcast(request.wire)
 
     def kill(self) -> None:
-        self._tried.wait()
+        self._started.exception()
         if self.pid and not self._ended.is_set():
             self.say("killed by its controller")
             with contextlib.suppress(ProcessLookupError):
@@ -199,9 +197,8 @@ class _MonarchProcess(ProcessHandle):
         self._ended.set()
 
     def say(self, cause: str) -> None:
-        """Monarch's supervision on how it ended."""
-        self._said = cause
-        self._has_said.set()
+        """Hear how the process ended, or why it is about to."""
+        self._said.put(cause)
 
     def _attend(self, surroundings: Surroundings) -> None:
         """From start to end, in a thread: Monarch refuses to wait in one that runs an event loop."""
@@ -210,20 +207,20 @@ class _MonarchProcess(ProcessHandle):
             process = os.pidfd_open(pid)
             self.pid, self.log = pid, Log(self.log.path, self.log.path.stat().st_size)
         except Exception as error:  # noqa: BLE001 - raised again where the start is waited for
-            self._failure = error
             with contextlib.suppress(Exception):
                 self._procs.stop().get(timeout=KILL_S)
+            self._started.set_exception(error)
             return
-        finally:
-            self._tried.set()
+        self._started.set_result(None)
         cause = _end_of(process)
         os.close(process)
         with contextlib.suppress(ProcessLookupError):  # what it started ends with it
             os.killpg(self.pid, signal.SIGKILL)
         time.sleep(LANDING_S)
         if not cause:
-            self._has_said.wait(SAID_S)
-            cause = self._said or "its process ended; how, Monarch has not said"
+            cause = "its process ended; how, Monarch has not said"
+            with contextlib.suppress(Empty):
+                cause = self._said.get(timeout=SAID_S)
         self._answers.send((self.key, cause))
 
 

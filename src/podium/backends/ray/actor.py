@@ -21,9 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podium.backends.devices import accelerators, visibility
-from podium.backends.process import THREAD_VARIABLES, Surroundings, interface_of, log_to
-from podium.backends.ray.untyped import ray
+from podium.backends.process import THREAD_VARIABLES, Surroundings, accelerators, interface_of, log_to, visibility
+from podium.backends.ray.connect import ray
 from podium.backends.ray.wire import Parcel, RayStore, outcome_to_wire, read_bare_name
 from podium.runtime.worker_process import WorkerProcess
 

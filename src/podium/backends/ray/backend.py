@@ -22,11 +22,9 @@ from ray.exceptions import RayActorError, RayError
 from podium.backends.files import Files, Log
 from podium.backends.process import Surroundings
 from podium.backends.ray.actor import GROUPS, ProcessActor, Setting
-from podium.backends.ray.connect import connect, disconnect
+from podium.backends.ray.connect import connect, disconnect, ray
 from podium.backends.ray.placement import Inventory
-from podium.backends.ray.process import RayProcess
-from podium.backends.ray.replies import Replies
-from podium.backends.ray.untyped import ray
+from podium.backends.ray.process import RayProcess, Replies
 from podium.backends.ray.wire import Parcel, pack
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle

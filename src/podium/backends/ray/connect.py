@@ -1,4 +1,4 @@
-"""This process's connection to Ray: one for all open backends, made by the first and ended by the last."""
+"""Ray's API, and this process's connection to Ray: made by the first open backend, and ended by the last."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+import ray as typed
 from ray.exceptions import RayError
 
-from podium.backends.ray.untyped import ray
 from podium.errors import ConfigError
 
-__all__ = ["connect", "disconnect"]
+__all__ = ["connect", "disconnect", "ray"]
+
+ray: Any = typed  # a strict type checker knows few of Ray's own types
 
 KNOCK_S = 10.0
 QUIET = {"configure_logging": False, "log_to_driver": False}
@@ -32,20 +34,21 @@ CLIENT_LOG = (
     "has --temp-dir. If it speaks of epoll_wait, start the head with GRPC_ENABLE_FORK_SUPPORT=0"
 )
 
-_users = [0, 0]  # open backends, and of those that found Ray connected by somebody else
+_users = [0, 0]  # open backends, and whether Ray was connected by somebody else
 
 
 def connect(address: str | None, init: Mapping[str, Any]) -> None:
-    """Connect this process to Ray, unless it is."""
+    """Connect this process to Ray, unless it is connected."""
+    if not _users[0]:
+        _users[1] = ray.is_initialized()  # by the user's own ray.init(): not ours to end
     if not ray.is_initialized():
         debugger = os.environ.get("PYTHONBREAKPOINT")
-        given = {**EMBEDDED, **init} if address is None else {**QUIET, **init}
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # an embedded cluster has a token
         try:
             _knock(address or "")
-            _init("local" if address is None else address, given)
+            _init(address or "local", {**(QUIET if address else EMBEDDED), **init})
         except (OSError, RuntimeError, RayError, ValueError, TypeError) as error:
             where = "an embedded cluster" if address is None else f"address {address!r}"
             unsure = address is not None and "RAY_AUTH_MODE" not in os.environ
@@ -53,10 +56,14 @@ def connect(address: str | None, init: Mapping[str, Any]) -> None:
             raise ConfigError(f"connect('ray'): {where} cannot be had: {error}{hint}") from error
         if debugger is None:  # Ray sets its own for the whole process; the script's breakpoint() shall be Python's
             os.environ.pop("PYTHONBREAKPOINT", None)
-        _users[0] = 0
-    elif not _users[0]:
-        _users[1] = 1  # connected by the user's own ray.init(): not ours to end
     _users[0] += 1
+
+
+def disconnect() -> None:
+    """The last backend ends the connection, and an embedded cluster with it."""
+    _users[0] -= 1
+    if not _users[0] and not _users[1]:
+        ray.shutdown()
 
 
 def _init(address: str, given: Mapping[str, Any]) -> None:
@@ -80,12 +87,3 @@ def _knock(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
-
-
-def disconnect() -> None:
-    """The last one out ends the connection, and an embedded cluster with it."""
-    _users[0] -= 1
-    if not _users[0]:
-        if not _users[1]:
-            ray.shutdown()
-        _users[1] = 0

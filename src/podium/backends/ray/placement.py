@@ -21,7 +21,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from podium.backends.ray.untyped import ray
+from podium.backends.ray.connect import ray
 from podium.errors import PlacementError
 from podium.runtime.messages import Node, Place
 
@@ -31,6 +31,7 @@ READY_S = 5.0
 FREED_S = 2.0
 OTHERS = "other Ray tasks and actors"
 NOT_FOR_SLOTS = ("node:", "accelerator_type:", "object_store_memory", "bundle_")
+OURS = {"CPU": "cpu", "GPU": "gpu", "NPU": "gpu"}
 Amounts = dict[str, float]
 
 
@@ -64,19 +65,14 @@ class Inventory:
 
     def nodes(self) -> list[Node]:
         """Nodes that are alive, by address: all they have, and what others hold."""
-        alive = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
-        count = Counter(node["NodeName"] for node in alive)
-        total = {node["NodeID"]: _for_slots(node["Resources"]) for node in alive}
-        taken = self._taken(total)
-        for node in alive:
-            name, node_id = node["NodeName"], node["NodeID"]
-            self._names.setdefault(node_id, name + f"-{node_id[:6]}" * (count[name] > 1))
-        self._ids = {self._names[node_id]: node_id for node_id in total}
-        self._npu = {name for name, node_id in self._ids.items() if "NPU" in total[node_id]}
-        return [
-            Node(name, self._ours(name, total[at]), {who: self._ours(name, held) for who, held in taken[at].items()})
-            for name, at in self._ids.items()
-        ]
+        alive = _alive()
+        count = Counter(node["NodeName"] for node in alive.values())
+        for at, node in alive.items():
+            self._names.setdefault(at, node["NodeName"] + f"-{at[:6]}" * (count[node["NodeName"]] > 1))
+        self._ids = {self._names[at]: at for at in alive}
+        self._npu = {self._names[at] for at, node in alive.items() if "NPU" in node["Resources"]}
+        taken = self._taken(alive)
+        return [Node(name, _amounts(alive[at]["Resources"]), taken[at]) for name, at in self._ids.items()]
 
     def reserve(self, places: Sequence[Place], *, detached: bool) -> tuple[Reservation, list[Place]]:
         """A placement group for ``places``, and the places with the devices that Ray gave. Raises PlacementError."""
@@ -99,7 +95,7 @@ class Inventory:
                 f"Ray did not reserve {wants} on {nodes} within {READY_S:g} s: somebody else was first"
             )
         devices = tuple(self._deal(self._devices(group, nodes, wants), places))
-        held = tuple(zip(ids, wants, strict=True))
+        held = tuple(zip(ids, map(_amounts, wants), strict=True))
         reservation = self._own[group.id.hex()] = Reservation(group, bundles, devices, held, detached)
         return reservation, [
             Place(place.node, place.resources, tuple(int(one) if one.isdigit() else at for at, one in enumerate(own)))
@@ -114,7 +110,7 @@ class Inventory:
         ray.util.remove_placement_group(reservation.group)
         until = time.monotonic() + FREED_S
         while time.monotonic() < until:
-            taken = self._taken({n["NodeID"]: _for_slots(n["Resources"]) for n in ray.nodes() if n["Alive"]})
+            taken = self._taken(_alive())
             if not any(taken.get(at, {}).get(OTHERS, {}).get(kind) for at, want in reservation.held for kind in want):
                 return
             time.sleep(0.02)
@@ -137,16 +133,20 @@ class Inventory:
             raise PlacementError(f"node {name} has left the cluster; there are {sorted(self._ids)}")
         return self._ids[name]
 
-    def _taken(self, total: Mapping[str, Amounts]) -> dict[str, dict[str, Amounts]]:
+    def _taken(self, alive: Mapping[str, Any]) -> dict[str, dict[str, Amounts]]:
         """By node and holder, what is not this controller's: other placement groups, and what they do not explain."""
-        free = _available()
-        left = {at: {k: v - free.get(at, {}).get(k, 0.0) for k, v in has.items()} for at, has in total.items()}
-        taken: dict[str, dict[str, Amounts]] = {at: defaultdict(Amounts) for at in total}
+        free = {at: _amounts(amounts) for at, amounts in _available().items()}
+        left = {
+            at: {kind: amount - free.get(at, {}).get(kind, 0.0) for kind, amount in _amounts(node["Resources"]).items()}
+            for at, node in alive.items()
+        }
+        taken: dict[str, dict[str, Amounts]] = {at: defaultdict(Amounts) for at in alive}
         held = [(None, at, want) for reservation in self._own.values() for at, want in reservation.held]
         for group in ray.util.placement_group_table().values():
             if group["placement_group_id"] not in self._own and group["state"] in ("CREATED", "RESCHEDULING"):
                 name = group["name"].partition("#")[0] or "a placement group without a name"
-                held += [(name, at, group["bundles"][number]) for number, at in group["bundles_to_node_id"].items()]
+                bundles = group["bundles_to_node_id"].items()
+                held += [(name, at, _amounts(group["bundles"][number])) for number, at in bundles]
         for name, at, want in held:
             for kind, amount in want.items():
                 if kind in left.get(at, {}):
@@ -158,25 +158,23 @@ class Inventory:
                 taken[at][OTHERS] = others
         return taken
 
-    def _ours(self, node: str, amounts: Mapping[str, float]) -> Amounts:
-        names = {"CPU": "cpu", "NPU" if node in self._npu else "GPU": "gpu"}
-        return {names.get(kind, kind): amount for kind, amount in amounts.items()}
-
     def _rays(self, node: str, wants: Sequence[Mapping[str, float]]) -> Amounts:
         """The sum of ``wants`` under Ray's names; Ray has whole accelerators above one."""
-        names = {"cpu": "CPU", "gpu": "NPU" if node in self._npu else "GPU"}
-        total: Counter[str] = Counter()
-        for want in wants:
-            total.update({names.get(name, name): amount for name, amount in want.items()})  # type: ignore[arg-type]
-        gpu = names["gpu"]
+        gpu = self._gpu(node)
+        names, total = {"cpu": "CPU", "gpu": gpu}, defaultdict[str, float](float)
+        for name, amount in (item for want in wants for item in want.items()):
+            total[names.get(name, name)] += amount
         return {k: float(-(-v // 1)) if k == gpu and v > 1 else float(v) for k, v in total.items() if v}
+
+    def _gpu(self, node: str) -> str:
+        """Ray's name for the accelerators of a node."""
+        return "NPU" if node in self._npu else "GPU"
 
     def _devices(self, group: Any, nodes: Sequence[str], wants: Sequence[Amounts]) -> dict[str, Iterator[str]]:
         """The ids of the accelerators that Ray gave to the bundle of each node."""
         asked: dict[str, Any] = {}
         for at, (node, want) in enumerate(zip(nodes, wants, strict=True)):
-            kind = "NPU" if node in self._npu else "GPU"
-            if want.get(kind):
+            if want.get(kind := self._gpu(node)):
                 strategy = PlacementGroupSchedulingStrategy(group, at)
                 amount: Any = {"num_gpus": want[kind]} if kind == "GPU" else {"resources": {kind: want[kind]}}
                 ask: Any = ray.remote(num_cpus=0, scheduling_strategy=strategy, **amount)(_accelerator_ids)
@@ -215,5 +213,16 @@ def _available_here() -> dict[str, Amounts]:
     return resources.available_resources_per_node()
 
 
-def _for_slots(resources: Mapping[str, float]) -> Amounts:
-    return {k: v for k, v in resources.items() if not k.startswith(NOT_FOR_SLOTS) and "_group_" not in k}
+def _alive() -> dict[str, Any]:
+    """What Ray says of each node that is alive, by id, in order of address."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: node for node in sorted(alive, key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))}
+
+
+def _amounts(resources: Mapping[str, float]) -> Amounts:
+    """Ray's resources that slots can hold, by Podium's names."""
+    return {
+        OURS.get(name, name): amount
+        for name, amount in resources.items()
+        if not name.startswith(NOT_FOR_SLOTS) and "_group_" not in name
+    }

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError
 
-from podium.backends.ray.untyped import ray
+from podium.backends.ray.connect import ray
 from podium.data.store import ALIGN, Block, BlockInfo, Bytes, PlainBlock, TensorStore
 from podium.errors import RefLostError, SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
