@@ -74,7 +74,7 @@ def section(path: str = "") -> Callable[[type[C]], type[C]]:
     """
 
     def decorate(cls: type[C]) -> type[C]:
-        cast(Any, cls)._refuse_bool = field_validator("*", mode="before")(_refuse_bool)
+        cast("Any", cls)._refuse_bool = field_validator("*", mode="before")(_refuse_bool)
         made: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
         check = made.__init__
 
@@ -215,8 +215,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", loaded or {})
 
 
-def _parse_value(kind: Any, text: str, dotted: str) -> Any:
-    arms = _arms(kind)
+def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
+    arms = _arms(field.annotation)
     if str in arms and not (type(None) in arms and text in ("null", "none", "None", "~")):
         return text
     try:
@@ -263,7 +263,7 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[s
     """A line for each mistake, which says what is wrong, with the path of the key."""
     lines: dict[str, str] = {}
     for one in error.errors(include_url=False):
-        names, kind = _locate(cls, one["loc"])
+        names, field = _locate(cls, one["loc"])
         path, value = ".".join([prefix, *names]).strip("."), one["input"]
         raised = one.get("ctx", {}).get("error")
         if one["type"] == "value_error" and raised is not None:  # a section's __post_init__
@@ -275,13 +275,13 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[s
             path = f"{path}.{name}".strip(".")
             line = f"unknown key {path}{given}{hint}"
         elif one["type"] == "missing" and len(names) == len(one["loc"]):
-            line = f"{path} is missing: expected {_expected(kind)}"
+            line = f"{path} is missing: expected {_expected(field)}"
         else:
             finite = "a finite number" if one["type"] == "finite_number" else "a number"
-            literals = [typing.get_args(arm) for arm in _arms(kind) if typing.get_origin(arm) is typing.Literal]
-            choices = [str(choice) for literal in literals for choice in literal]
+            literals = [arm for arm in _arms(field.annotation) if typing.get_origin(arm) is typing.Literal]
+            choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-            line = f"{path} = {value!r}: expected {_expected(kind).replace('a number', finite)}"
+            line = f"{path} = {value!r}: expected {_expected(field).replace('a number', finite)}"
             line += f"; did you mean {near[0]}?" if near else ""
         lines[line] = path
     return lines
@@ -289,7 +289,7 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[s
 
 def _suggest(root: type, prefix: str, names: Sequence[str], name: str) -> str:
     inside = ".".join([prefix, *names]).strip(".")
-    siblings = list(_fields(_section_of(_locate(root, names)[1])))
+    siblings = list(_fields(_section_of(_locate(root, names)[1].annotation)))
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         return f": did you mean {f'{inside}.{near[0]}'.strip('.')}?"
     leaves = {path.rpartition(".")[2]: path for path in _paths(root, prefix)}
@@ -313,7 +313,7 @@ def _keys(cls: type, prefix: str, defaults: object, note: str) -> Iterator[Key]:
         elif inner:
             yield from _keys(inner, path, default, "")
         else:
-            yield Key(path, _expected(_kind(field)), default, " ".join((field.description or "").split()), title)
+            yield Key(path, _expected(field), default, " ".join((field.description or "").split()), title)
 
 
 # -- types in words --------------------------------------------------------------------------------------------------
@@ -321,10 +321,9 @@ def _keys(cls: type, prefix: str, defaults: object, note: str) -> Iterator[Key]:
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "a value"}
 
 
-def _expected(kind: Any) -> str:
-    """The values that a type takes, in words."""
-    bounds = _bounds(typing.get_args(kind)[1:]) if typing.get_origin(kind) is typing.Annotated else ""
-    return " or ".join(_arm_expected(arm, bounds) for arm in _arms(kind))
+def _expected(field: FieldInfo) -> str:
+    """The values that a field takes, in words."""
+    return " or ".join(_arm_expected(arm, _bounds(field.metadata)) for arm in _arms(field.annotation))
 
 
 def _arm_expected(arm: Any, bounds: str) -> str:
@@ -335,15 +334,14 @@ def _arm_expected(arm: Any, bounds: str) -> str:
         return "one of " + ", ".join(map(str, arguments))
     if origin is tuple:
         count = "" if Ellipsis in arguments else f" of {len(arguments)}"
-        return f"a list{count}; each item is {_expected(arguments[0])}"
+        return f"a list{count}; each item is {_expected(FieldInfo.from_annotation(arguments[0]))}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a mapping"
     return _WORDS.get(arm, str(arm)) + (bounds if arm in (int, float, str) else "")
 
 
-def _bounds(metadata: Sequence[Any]) -> str:
+def _bounds(limits: Sequence[Any]) -> str:
     """The limits of a number or of a text's length, in words."""
-    limits = [limit for one in metadata for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
     words = {"gt": " above", "ge": " of at least", "lt": " below", "le": " of at most"}
     found = {name: getattr(limit, name) for limit in limits for name in words if hasattr(limit, name)}
     found = {name: f"{value:g}".replace("e+0", "e").replace("e+", "e") for name, value in found.items()}
@@ -358,26 +356,20 @@ def _fields(cls: type) -> dict[str, FieldInfo]:
     return cast(Any, cls).__pydantic_fields__
 
 
-def _kind(field: FieldInfo) -> Any:
-    return typing.Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-
-
-def _locate(cls: type, loc: Sequence[str | int]) -> tuple[list[str], Any]:
-    """The names of the keys that lead to ``loc``, and the type of the last; indices in a value are left out."""
+def _locate(cls: type, loc: Sequence[str | int]) -> tuple[list[str], FieldInfo]:
+    """The names of the keys that lead to ``loc``, and the field of the last; indices in a value are left out."""
     names: list[str] = []
-    kind: Any = cls
+    field = FieldInfo.from_annotation(cls)
     for part in loc:
-        inner = _section_of(kind)
+        inner = _section_of(field.annotation)
         if inner is None or part not in _fields(inner):
             break
         names.append(str(part))
-        kind = _kind(_fields(inner)[str(part)])
-    return names, kind
+        field = _fields(inner)[str(part)]
+    return names, field
 
 
 def _arms(kind: Any) -> tuple[Any, ...]:
-    if typing.get_origin(kind) is typing.Annotated:
-        return _arms(typing.get_args(kind)[0])
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
