@@ -1,6 +1,6 @@
-"""The command line: parse, choose recipe and backend, call the trainer.
+"""The command line parses arguments and calls the trainer.
 
-Everything heavy is imported by the command that needs it, so that help and mistakes answer at once.
+Each command imports what it needs when it runs, so that help and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
+import podium
 from podium.errors import PodiumError
 
 __all__ = ["main"]
 
 COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft"),
-    "eval": ("inference", "score a run's model, or any other, on held-out prompts"),
-    "sample": ("inference", "ask a run's model, or any other, something"),
-    "backends": ("backends", "list the backends installed here, and what each can do"),
+    "eval": ("inference", "score the model of a run, or any other, on held-out prompts"),
+    "sample": ("inference", "print completions of a run's model, or of any other"),
+    "backends": ("backends", "list the installed backends, and what each can do"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 for a mistake of the user's, 130 when interrupted."""
+    """Run one command. Returns the exit status: 0, 2 for an error of Podium's, 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -59,16 +59,9 @@ def _no_command(word: str) -> int:
         epilog="podium COMMAND --help says more. --debug anywhere shows the traceback of an error.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"podium {_version()}")
+    parser.add_argument("--version", action="version", version=f"podium {podium.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
     parser.parse_args([word])  # prints help or the version and exits, or says what the commands are and exits with 2
     return 2
-
-
-def _version() -> str:
-    try:
-        return version("podium")
-    except PackageNotFoundError:
-        return "(not installed)"

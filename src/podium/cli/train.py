@@ -9,11 +9,12 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
 from podium.cli.connecting import parse_with_backend
 from podium.config import keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
-from podium.trainer.config import RECIPES, PPOConfig, SFTConfig, config_class, run_config_path
+from podium.trainer.config import RECIPES, PPOConfig, SFTConfig
 
 __all__ = ["run_train"]
 
@@ -24,7 +25,7 @@ def run_train(arguments: Sequence[str]) -> int:
     """Train, or print the plan or the keys. Returns the exit status."""
     options, overrides, backend = parse_with_backend(_parser(), arguments, default=BACKEND)
     if options.keys:
-        _print_keys(config_class(options.recipe))
+        _print_keys(RECIPES[options.recipe])
         return 0
     config = _config(options.recipe, options.config, options.resume, overrides)
     if options.dry_run:
@@ -40,9 +41,8 @@ def run_train(arguments: Sequence[str]) -> int:
         trainer = SFTTrainer(config, cluster=backend.name, backend_options=backend.options)
     summary = trainer.fit()
     if not summary.finished:
-        run = trainer.directory.path
         there = [] if backend.name == BACKEND else ["--backend", backend.name]
-        again = ["podium", "train", options.recipe, "--resume", str(run), *there, *backend.words]
+        again = ["podium", "train", options.recipe, "--resume", str(trainer.directory.path), *there, *backend.words]
         sys.stdout.write(f"stopped after step {summary.steps}; {shlex.join(again)} goes on\n")
     return 0
 
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", choices=tuple(RECIPES), help="GRPO, PPO with a critic, or supervised fine-tuning")
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
-    parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory, with its settings")
+    parser.add_argument("--resume", metavar="RUN", help="resume the run in this directory, with its settings")
     parser.add_argument("--dry-run", action="store_true", help="print settings and plan; start nothing")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -74,13 +74,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequence[str]) -> PPOConfig | SFTConfig:
-    cls = config_class(recipe)
+    cls = RECIPES[recipe]
     if resume is None and path is None:  # --run.resume without a file means the same
         resume = dict(parse_overrides(cls, overrides)).get("run.resume") or None
     if resume is not None:
         if path is not None:
-            raise ConfigError("--resume goes on with the run's own settings: leave out --config; give single settings")
-        path = str(run_config_path(resume))
+            raise ConfigError("--resume uses the run's own settings: leave out --config; give single settings")
+        path = str(Path(resume) / "config.yaml")
+        if not Path(path).is_file():
+            raise ConfigError(
+                f"no run at {resume}: it has no config.yaml; give the directory of a run, such as runs/NAME"
+            )
         supervised = "examples" in read_values(cls, path).get("batch", {})
         if supervised != (recipe == "sft"):
             right = "sft" if supervised else "grpo"

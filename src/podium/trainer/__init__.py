@@ -27,8 +27,6 @@ if TYPE_CHECKING:
         RunConfig as RunConfig,
         SaveConfig as SaveConfig,
         SFTConfig as SFTConfig,
-        config_class as config_class,
-        run_config_path as run_config_path,
     )
     from podium.trainer.evaluate import (
         Evaluation as Evaluation,

@@ -100,7 +100,7 @@ class Checkpoints:
         self._tidy()
 
     def save(self, state: TrainerState, roles: Roles, *, keep: int) -> None:
-        """Write a checkpoint of ``state.step``, then remove all but the ``keep`` newest (0: none is removed).
+        """Write a checkpoint of ``state.step``, then remove all but the ``keep`` newest. 0 removes none.
 
         Raises:
             CheckpointError: A worker on another machine wrote to a disk that this process does not see.
@@ -168,9 +168,9 @@ class Checkpoints:
 
 
 def _commit(aside: Path, final: Path) -> None:
-    """Make the checkpoint at ``aside`` the one at ``final``, in place of any that is there, then move ``latest``.
+    """Rename ``aside`` to ``final``, in place of a checkpoint that is there, then move ``latest``.
 
-    Every file is on the disk before the rename, and the rename before ``latest`` moves: a crash at any moment leaves
+    Every file is on the disk before the rename, and the rename before ``latest`` moves. So a crash at any moment leaves
     ``latest`` on a complete checkpoint.
     """
     if not any(aside.iterdir()):

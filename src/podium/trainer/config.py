@@ -1,6 +1,6 @@
-"""The configuration of a whole run: the trainer's own sections, and each recipe's choice of sections.
+"""The configuration of a run: the trainer's own sections, and the sections of each recipe. Imports no torch.
 
-Other sections stand beside the classes that they configure. This module imports no torch.
+All other sections stand beside the classes that they configure.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -37,8 +36,6 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "SaveConfig",
-    "config_class",
-    "run_config_path",
 ]
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
@@ -213,7 +210,7 @@ class PPOConfig(_TrainingConfig):
     """A run of PPO, with a critic and generalized advantage estimation unless ``algorithm.advantage`` says otherwise.
 
     Raises:
-        ConfigError: sections that contradict each other; names the keys and the remedy.
+        ConfigError: Sections contradict each other. The message names the keys and the remedy.
     """
 
     batch: PromptBatch = Field(default_factory=PromptBatch)
@@ -290,21 +287,6 @@ class SFTConfig(_TrainingConfig):
 
 
 RECIPES: Mapping[str, type[PPOConfig] | type[SFTConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig, "sft": SFTConfig}
-
-
-def config_class(recipe: str) -> type[PPOConfig] | type[SFTConfig]:
-    """The configuration class of a recipe. Raises ConfigError for an unknown one."""
-    if recipe not in RECIPES:
-        raise ConfigError(f"no recipe {recipe!r}: expected one of {', '.join(RECIPES)}")
-    return RECIPES[recipe]
-
-
-def run_config_path(run: str) -> Path:
-    """The configuration of the run in directory ``run``. Raises ConfigError if there is none."""
-    path = Path(run) / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"no run at {run}: it has no config.yaml; give the directory of a run, such as runs/NAME")
-    return path
 
 
 def _divisor(rows: int, near: int) -> int:

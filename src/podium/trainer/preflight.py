@@ -56,14 +56,11 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> None:
     """Check that the files, functions and packages that ``config`` names are there.
 
-    A reward that is named by its module is not loaded: the run imports it in a process of its own.
-
-    Args:
-        config: The configuration of the run.
-        reward: Whether the run uses ``config.reward.name``, because the script gave no function in its place.
+    A reward that is named by its module is not loaded: the run imports it in a process of its own. ``reward`` is False
+    where a script gives a function in its place.
 
     Raises:
-        ConfigError: A function, a package or a model's directory is missing; the message says what to do.
+        ConfigError: A function, a package or a model's directory is missing. The message says what to do.
         DataError: A file of the data is missing.
     """
     check_data(config.data)
@@ -206,10 +203,7 @@ def _name(given: object) -> str:
 def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[str, Any] | None = None) -> str:
     """Return the resolved configuration and the plan, as text: processes, the arithmetic of a batch, and memory.
 
-    Args:
-        config: The configuration of the run.
-        backend: The backend's name or address, as for :func:`podium.connect`.
-        options: The backend's options.
+    ``backend`` and ``options`` are those of :func:`podium.connect`.
 
     Raises:
         ConfigError: The run would be refused: something that the configuration names is missing, the backend cannot
@@ -287,16 +281,11 @@ def _amount(gib: float) -> str:
 def memory_gib(
     config: PPOConfig | SFTConfig, size: ModelSize, roles: Collection[str], critic: ModelSize | None = None
 ) -> dict[str, float]:
-    """Estimate the memory of one worker process that holds ``roles``, in GiB, by what takes the memory.
+    """Estimate the memory in GiB of one worker process that holds ``roles``, by what takes the memory.
 
-    Activations are rough: 16 hidden vectors a token and layer (one with gradient checkpointing), and three copies of
-    the logits. Keys and values are those of prompts and completions of the greatest length.
-
-    Args:
-        config: The configuration of the run.
-        size: Sizes of the policy's model.
-        roles: Some of ``policy``, ``reference``, ``critic``, ``generator``.
-        critic: Sizes of the critic's model. None means those of the policy's.
+    ``size`` is that of the policy's model, and of the critic's unless ``critic`` is given. Activations are rough: 16
+    hidden vectors for each token and layer (one with gradient checkpointing), and three copies of the logits. Keys and
+    values are those of prompts and completions of the greatest length.
     """
     width = _BYTES[config.model.dtype]
     shards = config.placement.ranks if config.parallel.strategy == "fsdp2" else 1
@@ -337,10 +326,10 @@ class ModelSize:
 
 
 def model_size(model: ModelConfig) -> ModelSize:
-    """Return the sizes of the model that ``model`` describes. The model is laid out on torch's meta device.
+    """Return the sizes of a model, which is laid out on torch's meta device, without weights.
 
     Raises:
-        ConfigError: There is nothing there that transformers knows.
+        ConfigError: The model's configuration cannot be read.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

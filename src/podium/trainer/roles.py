@@ -73,7 +73,7 @@ class Roles:
 
 
 def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None) -> dict[str, Bound[Any]]:
-    """Bind each role of this configuration to its constructor's arguments, in the order in which they are made.
+    """Bind each role of this configuration to its constructor's arguments, in the order in which the roles start.
 
     Raises:
         ConfigError: ``workers`` names a role that does not exist or that this configuration does not use, or holds

@@ -18,7 +18,6 @@ from podium.trainer import (
     PPOConfig,
     SFTConfig,
     build_config,
-    config_class,
     config_to_yaml,
     keys_of,
     load_config,
@@ -186,8 +185,3 @@ def test_a_schedule_ends_with_the_run() -> None:
 def test_a_generator_has_the_policys_ranks_or_its_own() -> None:
     assert build_config(GRPOConfig, {"placement": {"layout": "split", "ranks": 3}}).placement.generators == 1
     assert build_config(GRPOConfig, {"placement": {"ranks": 3}}).placement.generators == 3
-
-
-def test_an_unknown_recipe_is_named() -> None:
-    with pytest.raises(ConfigError, match="no recipe 'dpo': expected one of grpo, ppo, sft"):
-        config_class("dpo")

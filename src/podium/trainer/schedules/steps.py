@@ -29,10 +29,7 @@ __all__ = ["Rollout", "StageClock", "Steps"]
 
 
 class StageClock:
-    """Times the stages of steps, of which several may be in progress, and adds them up over the run.
-
-    ``totals_s`` and ``totals_tokens`` are by stage, over all steps.
-    """
+    """Times the stages of steps, of which several may be in progress. ``totals_…`` are by stage, over all steps."""
 
     def __init__(self) -> None:
         self.totals_s: dict[str, float] = {}
@@ -78,22 +75,14 @@ class StageClock:
 
 
 class Rollout(Protocol):
-    """What ``collect`` returns and ``learn`` consumes. A schedule only passes it on."""
+    """The result of ``collect`` for ``step``, which ``learn`` consumes. A schedule only passes it on."""
 
     @property
-    def step(self) -> int:
-        """The step that it was collected for."""
-        ...
+    def step(self) -> int: ...
 
 
 class Steps:
-    """The steps from ``first`` to ``last``, which a schedule collects and learns.
-
-    Args:
-        trainer: The trainer whose halves are driven.
-        first: The first step to take; above 1 in a run that is resumed.
-        stop: Whether somebody asked the run to end.
-        threads: The threads in which ``collect_ahead`` runs.
+    """The steps from ``first`` to ``last``, which a schedule collects and learns. A resumed run starts above 1.
 
     Attributes:
         done: The last step that was learned, evaluated and saved.
@@ -177,7 +166,7 @@ class Steps:
 
     @contextmanager
     def _half(self, name: str, step: int) -> Iterator[None]:
-        """Note that a half runs. Raises ConfigError where it must not run now."""
+        """Record that a half runs during the block. Raises ConfigError where it must not run now."""
         with self._lock:
             if name in self._running:
                 raise self._refusal(f"{name}({step}) began while {name}({self._running[name]}) was running")
