@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
@@ -20,11 +20,11 @@ from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
-from podium.trainer.schedules import SCHEDULES
 from podium.workers import ModelConfig, OptimConfig, ParallelConfig
 
 __all__ = [
     "RECIPES",
+    "SCHEDULES",
     "CriticConfig",
     "EvalConfig",
     "ExampleBatch",
@@ -38,7 +38,8 @@ __all__ = [
     "SaveConfig",
 ]
 
-DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
+SCHEDULES: Final = {"sync": "podium.trainer.schedules.sync:sync"}
 
 
 @section("run")

@@ -5,6 +5,7 @@ Only what needs a model or a tokenizer imports torch, where it needs it. A wrong
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from podium.algorithms import check_functions
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
+from podium.functions import load_function
 from podium.rewards import NAMED_REWARDS, RewardFn, resolve_reward
 from podium.rollout.engines import check_engine
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import check_data
 from podium.runtime import Bound, Capabilities, Node, backend_class
-from podium.trainer.config import PPOConfig, SFTConfig
-from podium.trainer.schedules import load_schedule
+from podium.trainer.config import SCHEDULES, PPOConfig, SFTConfig
 from podium.workers import ModelConfig
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from podium.trainer.prompts import Prompt
     from podium.trainer.roles import RoleWorkers
+    from podium.trainer.schedules import Schedule
 
 __all__ = [
     "ModelSize",
@@ -39,12 +41,19 @@ __all__ = [
     "check_placement",
     "check_settings",
     "describe_plan",
+    "load_schedule",
     "memory_gib",
     "model_size",
     "names_of_given",
     "with_stop_tokens",
 ]
 
+_NO_SCHEDULES: Final = {
+    inspect.iscoroutinefunction: "a coroutine function",
+    inspect.isgeneratorfunction: "a generator function",
+    inspect.isasyncgenfunction: "an asynchronous generator function",
+    inspect.isclass: "a class",
+}
 _REWARD, _REWARD_NAME = "reward", "reward.name"
 _MIB, _GIB = 2**20, 2**30
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -79,6 +88,25 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
     for key, path in paths.items():
         if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
             raise ConfigError(f"{key} = {path!r}: there is no such directory")
+
+
+def load_schedule(name: str) -> Schedule:
+    """Return the schedule that ``run.schedule`` names: ``sync``, ``module:function`` or ``path/file.py:function``.
+
+    Raises:
+        ConfigError: There is no such function, and the message has the nearest name that exists; or the name is not
+            that of a plain function that can be called with one argument.
+    """
+    found = load_function(name, key="run.schedule", known=SCHEDULES)
+    subject = f"run.schedule = {name!r}: {name.rpartition(':')[2]!r}"
+    for is_kind, kind in _NO_SCHEDULES.items():
+        if is_kind(found):
+            raise ConfigError(f"{subject} is {kind}; write a plain function")
+    try:
+        inspect.signature(found).bind(None)
+    except (TypeError, ValueError):  # ValueError: a built-in function without a signature
+        raise ConfigError(f"{subject} must take exactly one argument, the steps") from None
+    return found
 
 
 def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabilities, nodes: Sequence[Node] = ()) -> None:

@@ -28,13 +28,19 @@ from podium.trainer.checkpoints import TrainerState
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import score_held_out
 from podium.trainer.files import remove
-from podium.trainer.preflight import check_given, check_lengths, check_settings, names_of_given, with_stop_tokens
+from podium.trainer.preflight import (
+    check_given,
+    check_lengths,
+    check_settings,
+    load_schedule,
+    names_of_given,
+    with_stop_tokens,
+)
 from podium.trainer.prompts import load_held_out
 from podium.trainer.report import report
 from podium.trainer.roles import PRELOAD, Roles, RoleWorkers, started_roles
 from podium.trainer.run_dir import RunDirectory, Summary, run_path
-from podium.trainer.schedules import Steps, load_schedule
-from podium.trainer.schedules.steps import Rollout, StageClock
+from podium.trainer.schedules.steps import Rollout, StageClock, Steps
 from podium.workers import Generator, load_tokenizer
 
 __all__ = ["ECHO_S", "StopRequest", "Trainer", "listen_for_stop"]

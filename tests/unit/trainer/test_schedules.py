@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from podium.errors import ConfigError
-from podium.trainer.schedules import Schedule, Steps, load_schedule, sync
+from podium.trainer.preflight import load_schedule
+from podium.trainer.schedules import Schedule, Steps, sync
 from podium.trainer.schedules.steps import StageClock
 from podium.trainer.trainer import StopRequest
 
