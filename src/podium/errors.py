@@ -1,22 +1,22 @@
-"""Every error that Podium raises on purpose.
+"""All errors that Podium raises on purpose.
 
 PodiumError
 ├── ConfigError          a setting, an argument or a declaration is wrong (also a ValueError)
 ├── DataError            a file, a row or a column is missing or malformed
-├── PlacementError       the resources asked for cannot be had
+├── PlacementError       the requested resources are not available
 ├── WorkerStartError     a worker process or a worker's constructor failed
 ├── WorkerDied           a worker process ended while it was needed
 ├── EndpointError        a worker's endpoint raised; the original is ``__cause__`` when it pickles
 ├── DeadlineExceeded     a call did not finish in time (also a TimeoutError)
 ├── CallCancelled        the result of a cancelled call was asked for
-├── SerializationError   a value cannot cross to or from a worker
-├── StoreFullError       tensors to be kept by reference do not fit
+├── SerializationError   a value cannot be sent to or from a worker
+├── StoreFullError       tensors that are kept by reference do not fit
 ├── RefLostError         the tensors behind a reference are gone with their owner
-├── GenerationError      the model produced what no token can be drawn from, or has no whole weights
-├── RewardError          a reward function raised, or returned what is no score
+├── GenerationError      no token can be drawn from the model
+├── RewardError          a reward function raised, or returned a value that is no score
 └── CheckpointError      a checkpoint is missing, unfinished or does not fit
 
-All of them pickle, so that a worker's worker may raise them through two processes.
+All of them pickle, so that a worker of a worker can raise them through two processes.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ __all__ = [
 
 
 class PodiumError(Exception):
-    """The root: ``except PodiumError`` catches what Podium raises on purpose and nothing else."""
+    """The base class: ``except PodiumError`` catches what Podium raises on purpose and nothing else."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return _rebuild, (type(self), self.args), self.__dict__
 
 
-def _rebuild(cls: type[PodiumError], args: tuple[Any, ...], state: dict[str, Any]) -> PodiumError:
-    error = cls.__new__(cls)
+def _rebuild(cls: type[PodiumError], args: tuple[Any, ...]) -> PodiumError:
+    error = cls.__new__(cls)  # not by __init__, which may take other arguments
     error.args = args
-    error.__dict__.update(state)
     return error
 
 
@@ -66,13 +65,13 @@ class DataError(PodiumError):
 
 
 class PlacementError(PodiumError):
-    """The resources asked for cannot be had; says what is free and who holds the rest."""
+    """The requested resources are not available. The message says what is free and who holds the rest."""
 
 
 class WorkerStartError(PodiumError):
-    """A worker process did not come up, or a worker's constructor raised (then that is ``__cause__``).
+    """A worker process did not start, or a worker's constructor raised; ``__cause__`` is then that exception.
 
-    ``rank`` is the first rank that failed, ``remote_traceback`` the text of its traceback where there is one.
+    ``rank`` is the first rank that failed, and ``remote_traceback`` the text of its traceback if there is one.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, remote_traceback: str = "") -> None:
@@ -126,19 +125,19 @@ class CallCancelled(PodiumError):
 
 
 class SerializationError(PodiumError):
-    """A value cannot cross to or from a worker; names the value and the place."""
+    """A value cannot be sent to or from a worker. The message names the value and the place."""
 
 
 class StoreFullError(PodiumError):
-    """Tensors to be kept by reference do not fit into their store; says who holds most of it."""
+    """Tensors that are kept by reference do not fit into their store. The message says who holds most of it."""
 
 
 class RefLostError(PodiumError):
-    """The tensors behind a reference are gone: the process that owned them has ended. Names it."""
+    """The tensors behind a reference are gone, because the process that owned them has ended. The message names it."""
 
 
 class GenerationError(PodiumError):
-    """No token can be drawn: the model's logits are not finite, or its weights have not come, or only in part."""
+    """No token can be drawn: the model's logits are not finite, or not all of its weights have arrived."""
 
 
 class RewardError(PodiumError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
@@ -89,16 +89,6 @@ def terminal() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper) and "utf" not in sys.stdout.encoding.lower():
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False)
-
-
-class _Remaining(ProgressColumn):
-    max_refresh = 0.5  # a figure that changes faster cannot be read
-
-    def render(self, task: Task) -> Text:
-        seconds = task.time_remaining
-        if seconds is None:
-            return Text()
-        return Text(f"{seconds:.0f}s left" if seconds < 60 else f"{duration(seconds)} left", "dim")
 
 
 class ConsoleSink(Sink):
@@ -190,7 +180,7 @@ class ConsoleSink(Sink):
             BarColumn(bar_width=None, style="grey23", complete_style="cyan", finished_style="green"),
             MofNCompleteColumn(),
             TextColumn("[dim]·"),
-            _Remaining(),
+            TimeRemainingColumn(compact=True),
             TextColumn("[dim]{task.fields[state]}"),
             console=self.console,
             transient=True,
