@@ -8,11 +8,10 @@
                                                            │
     any thread     refresh(version)          gate closed ── copy ── gate open
 
-The thread that calls ``poll`` or ``generate`` does the work of the engine: it calls ``advance`` until an event is there
-for it. Only one thread does so at a time. Another thread that calls ``poll`` or ``generate`` meanwhile waits until the
-first one has delivered its events, or takes over when the first one has all of its own. ``submit`` and ``abort`` do not
-wait for a forward pass; a running ``advance`` sees them at its next look at ``interrupted``. An engine has no thread of
-its own, so there is nothing to shut down.
+The thread that calls ``poll`` or ``generate`` does the work of the engine. It calls ``advance`` until an event is there
+for it. Another thread that calls ``poll`` or ``generate`` meanwhile waits until the first one has delivered its events,
+or takes over when the first one has all of its own. ``submit`` and ``abort`` do not wait for a forward pass; a running
+``advance`` sees them when it next calls ``interrupted``. An engine has no thread of its own to shut down.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from podium.rollout.engines.requests import (
     RequestQueue,
     RowOfBatch,
     Tokens,
-    check_prompt,
 )
 from podium.rollout.sampling import Completion, SamplingParams
 
@@ -169,29 +167,25 @@ class Engine(ABC):
             self.check(f"prompt {index}", prompt, params)
         prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
         rows = [RowOfBatch(index, params.n) for index in range(count)]
-        completions: dict[int, Completion] = {}
+        asked = [
+            Request(id=row, prompt=prompts[row.index // params.n], params=params, seed=seed, reuse_completions=False)
+            for row, seed in zip(rows, seeds, strict=True)
+        ]
+        completions: dict[RequestId, Completion] = {}
         box: list[Event] = []
-        self._enqueue(
-            [
-                Request(
-                    id=row, prompt=prompts[row.index // params.n], params=params, seed=seed, reuse_completions=False
-                )
-                for row, seed in zip(rows, seeds, strict=True)
-            ],
-            box,
-        )
+        self._enqueue(asked, box)
         try:
             while len(completions) < count:
                 for event in self._drive(box, None):
                     if isinstance(event, Failed):
                         raise event.error
-                    if isinstance(event, Finished) and isinstance(event.id, RowOfBatch):
-                        completions[event.id.index] = event.completion
+                    if isinstance(event, Finished):
+                        completions[event.id] = event.completion
         finally:
             if len(completions) < count:
                 for row in rows:
                     self.abort(row)
-        return [completions[index] for index in range(count)]
+        return [completions[row] for row in rows]
 
     def _enqueue(self, requests: Sequence[Request], box: list[Event]) -> None:
         with self._changed:
@@ -268,7 +262,19 @@ class Engine(ABC):
 
     def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError for a prompt that the engine cannot continue; ``subject`` names it. Lengthen as needed."""
-        check_prompt(subject, prompt, params, self.vocabulary, self.positions)
+        if not len(prompt):
+            raise ConfigError(f"{subject} is empty; give it at least one token, such as the model's BOS")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self.vocabulary:
+            raise ConfigError(
+                f"{subject} has token {low if low < 0 else high}, outside the model's vocabulary of {self.vocabulary}; "
+                "is it the model's own tokenizer?"
+            )
+        if self.positions is not None and len(prompt) + params.max_new_tokens > self.positions:
+            raise ConfigError(
+                f"{subject} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} exceeds the "
+                f"model's {self.positions} positions; shorten the prompt or lower sampling.max_new_tokens"
+            )
 
     @abstractmethod
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
@@ -291,13 +297,13 @@ class Engine(ABC):
     def refresh(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Take the weights of ``version``, in place.
 
-        Without ``weights`` the engine reads the model it was made with, which has changed in place: at no cost where it
-        shares that model's parameters, by a gathered copy where they are sharded or of another dtype (then every rank
-        of the mesh must call). With ``weights``, full tensors by parameter name, those are copied into the model that
-        the engine reads.
+        Args:
+            version: Number of the new weights.
+            weights: Full tensors by parameter name. Without them the engine reads the model that it was made with,
+                which has changed in place. Where that model is sharded, every rank of its mesh must call.
 
         Raises:
-            ConfigError: names or shapes that do not fit the model, named; the weights are then as they were.
+            ConfigError: Names or shapes do not fit the model. The weights are then as they were.
         """
         if weights is not None:
             self.check_weights({name: tuple(tensor.shape) for name, tensor in weights.items()})

@@ -11,33 +11,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from podium.errors import ConfigError, GenerationError
+from podium.errors import GenerationError
 from podium.rollout.sampling import Completion, KeptSet, SamplingParams
 
-__all__ = [
-    "Aborted",
-    "Event",
-    "Failed",
-    "Finished",
-    "Request",
-    "RequestId",
-    "RequestQueue",
-    "RowOfBatch",
-    "Tokens",
-    "check_prompt",
-    "conclude",
-]
+__all__ = ["Aborted", "Event", "Failed", "Finished", "Request", "RequestId", "RequestQueue", "Tokens", "conclude"]
 
 RequestId: TypeAlias = Hashable
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RowOfBatch:
     """Id of one completion of ``Engine.generate``. It is equal to no other id."""
 
-    __slots__ = ("index", "n")
-
-    def __init__(self, index: int, n: int) -> None:
-        self.index, self.n = index, n
+    index: int
+    n: int
 
     def __str__(self) -> str:
         return f"completion {self.index % self.n} of prompt {self.index // self.n}"
@@ -111,11 +98,15 @@ Event: TypeAlias = Tokens | Finished | Failed | Aborted
 
 
 class RequestQueue:
-    """The requests that an engine has not begun, in the order in which it should begin them."""
+    """The requests that an engine has not begun, in the order in which it should begin them.
+
+    Attributes:
+        longest: At least the number of positions that the longest of these requests may take.
+    """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self._longest = 0
+        self.longest = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -123,28 +114,20 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    @property
-    def longest(self) -> int:
-        """At least the number of positions that the longest of these requests may take."""
-        return self._longest
-
     def push(self, requests: Iterable[Request]) -> None:
         """Add requests behind those of the same priority."""
         for request in requests:
             insort(self._requests, request, key=lambda one: -one.priority)
-            self._longest = max(self._longest, len(request.prompt) + request.params.max_new_tokens)
+            self.longest = max(self.longest, len(request.prompt) + request.params.max_new_tokens)
 
     def take(self, count: int, alike: Callable[[Request], object] | None = None) -> list[Request]:
-        """Remove and return the first ``count`` requests.
-
-        Args:
-            alike: If given, only requests for which it returns the same value as for the first one are taken.
-        """
+        """Remove and return the first ``count`` requests, of those for which ``alike`` returns what the first has."""
         if alike is None:
             taken, self._requests = self._requests[:count], self._requests[count:]
+            self.drop(())
         else:
             taken = [one for one in self._requests if alike(one) == alike(self._requests[0])][:count]
-        self.drop({one.id for one in taken} if alike else ())
+            self.drop({one.id for one in taken})
         return taken
 
     def drop(self, ids: Collection[RequestId]) -> None:
@@ -152,35 +135,7 @@ class RequestQueue:
         if ids:
             self._requests = [one for one in self._requests if one.id not in ids]
         if not self._requests:
-            self._longest = 0
-
-
-def check_prompt(
-    subject: str, prompt: Sequence[int], params: SamplingParams, vocabulary: int, positions: int | None
-) -> None:
-    """Refuse a prompt that no engine could continue.
-
-    Args:
-        subject: Names the prompt in errors.
-        vocabulary: Number of tokens that the model knows.
-        positions: The longest sequence that the model takes; None for any length.
-
-    Raises:
-        ConfigError: The prompt is empty, has an id outside the vocabulary, or is too long.
-    """
-    if not len(prompt):
-        raise ConfigError(f"{subject} is empty; give it at least one token, such as the model's BOS")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= vocabulary:
-        raise ConfigError(
-            f"{subject} has token {low if low < 0 else high}, outside the model's vocabulary of {vocabulary}; "
-            "is it the model's own tokenizer?"
-        )
-    if positions is not None and len(prompt) + params.max_new_tokens > positions:
-        raise ConfigError(
-            f"{subject} has {len(prompt)} tokens, which with max_new_tokens={params.max_new_tokens} exceeds "
-            f"the model's {positions} positions; shorten the prompt or lower sampling.max_new_tokens"
-        )
+            self.longest = 0
 
 
 @torch.inference_mode(False)  # what is returned may take part in training, which inference tensors may not

@@ -102,7 +102,7 @@ class VllmEngine(ModelEngine):
         self._spoiled = False
         self._probe = [token % self.vocabulary for token in range(1, 9)]
         self._expected_V: Tensor | None = None  # the model's log-probabilities after the probe; None once checked
-        if not self._source.empty:
+        if not self.copied:
             self.refresh(0)
 
     @classmethod

@@ -20,9 +20,17 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks import gym, hub
+from podium.rollout.tasks import gym
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.rows import PlacedRow, columns_hint, find_files, is_file_spec, read_rows
+from podium.rollout.tasks.rows import (
+    PlacedRow,
+    columns_hint,
+    dataset_rows,
+    find_files,
+    means_files,
+    read_rows,
+    split_names,
+)
 from podium.telemetry import Note, emit
 
 __all__ = ["Example", "Messages", "check_data", "load_examples"]
@@ -105,7 +113,7 @@ def check_data(config: DataConfig) -> None:
     if not config.train:
         raise ConfigError(f"data.train is not set: {_SPECS}")
     for spec in (config.train, config.eval):
-        if spec and not spec.startswith(gym.PREFIX) and _means_files(spec):
+        if spec and not spec.startswith(gym.PREFIX) and means_files(spec):
             find_files(spec)
 
 
@@ -152,18 +160,14 @@ def _stored(spec: str, config: DataConfig, held_out: bool, limit: int | None) ->
 def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[PlacedRow], bool]:
     """Return the rows, and whether they contain both training and held-out examples."""
     shared = not config.eval and (held_out or config.holdout > 0)
-    if _means_files(spec):
+    if means_files(spec):
         return (row for file in find_files(spec) for row in read_rows(file)), shared
     if (path := Path(spec).expanduser()).is_dir():
         spec = str(path)
-    if shared and config.eval_split in hub.split_names(spec, config.options):
+    if shared and config.eval_split in split_names(spec, config.options):
         shared = False
     split = config.eval_split if held_out and not shared else config.train_split
-    return hub.dataset_rows(spec, split, config.options), shared
-
-
-def _means_files(spec: str) -> bool:
-    return is_file_spec(spec) or (spec.startswith((".", "/", "~")) and not Path(spec).expanduser().is_dir())
+    return dataset_rows(spec, split, config.options), shared
 
 
 def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:

@@ -1,27 +1,30 @@
-"""Rows of JSON Lines and Parquet files, each with the place that an error about it names."""
+"""Rows of JSON Lines and Parquet files and of datasets of the hub, each with the place that an error about it names."""
 
 from __future__ import annotations
 
 import difflib
 import glob
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from podium.errors import DataError
 
-__all__ = ["SUFFIXES", "PlacedRow", "columns_hint", "find_files", "is_file_spec", "read_rows"]
+__all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "means_files", "read_rows", "split_names"]
 
 PlacedRow = tuple[str, dict[str, Any]]
 """The place of a row, as in "train.jsonl, line 3", and its columns."""
 
-SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet")
+_SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
-def is_file_spec(spec: str) -> bool:
-    """Whether ``spec`` means files: it has the ending of one, is a pattern, or names a file that exists."""
-    return spec.lower().endswith(SUFFIXES) or glob.has_magic(spec) or Path(spec).expanduser().is_file()
+def means_files(spec: str) -> bool:
+    """Whether ``spec`` means files: it has the ending of one, is a pattern or a path, or names a file that exists."""
+    path = Path(spec).expanduser()
+    if spec.lower().endswith(_SUFFIXES) or glob.has_magic(spec) or path.is_file():
+        return True
+    return spec.startswith((".", "/", "~")) and not path.is_dir()
 
 
 def find_files(spec: str) -> list[Path]:
@@ -40,7 +43,7 @@ def _nearest(path: Path) -> str:
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in SUFFIXES)
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in _SUFFIXES)
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     return f"; {folder.resolve()} has {', '.join(near or names[:8]) or 'no data files'}"
 
@@ -120,3 +123,40 @@ def columns_hint(wanted: str, columns: Sequence[str]) -> str:
     """Say for an error about a missing column which columns exist, and which is the nearest."""
     near = difflib.get_close_matches(wanted, columns, n=1, cutoff=0.5)
     return f"the columns are {', '.join(map(repr, columns))}" + (f" (nearest: {near[0]!r})" if near else "")
+
+
+def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the dataset's splits. Raises DataError if there is no such dataset or it cannot be reached."""
+    import datasets
+
+    try:
+        return list(datasets.get_dataset_split_names(spec, options.get("name"), revision=options.get("revision")))
+    except Exception as error:  # network, hub, cache and format errors, of a dozen types of three libraries
+        raise _unreadable(spec, options, error) from error
+
+
+def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[PlacedRow]:
+    """Yield the rows of one split. Raises DataError if there is no such dataset or split, or it cannot be reached."""
+    import datasets
+
+    names = split_names(spec, options)
+    if split not in names:
+        near = difflib.get_close_matches(split, names, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise DataError(
+            f"{spec} has no split {split!r} but {', '.join(names)}{hint}; set data.train_split and data.eval_split"
+        )
+    try:
+        loaded: Any = datasets.load_dataset(spec, split=split, **options)
+    except Exception as error:  # as above
+        raise _unreadable(spec, options, error) from error
+    return ((f"{spec} [{split}], row {number}", dict(row)) for number, row in enumerate(loaded, start=1))
+
+
+def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> DataError:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    given = f" with data.options = {dict(options)!r}" if options else ""
+    return DataError(
+        f"{spec}: neither a file nor a dataset that can be loaded{given}: {reason}. A file ends in .jsonl or .parquet; "
+        "a subset of a hub dataset is named by data.options, as in {name: main}"
+    )

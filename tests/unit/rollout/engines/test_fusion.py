@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from podium.rollout.engines import EngineConfig
-from podium.rollout.engines.native import NativeEngine, fuse_projections
+from podium.rollout.engines.native import NativeEngine
+from podium.rollout.engines.native.parameters import read_weights
 from podium.rollout.sampling import SamplingParams
 
 from .conftest import MakeModel, trained_logprobs
@@ -29,7 +30,7 @@ def test_parameters_share_storage_and_stay_themselves(make_model: MakeModel, fam
     before = {name: value.clone() for name, value in model.state_dict().items()}
     identities = {name: id(parameter) for name, parameter in model.named_parameters()}
     assert _storages(model) == [3, 2]
-    fuse_projections(model)
+    read_weights(model)
     assert _storages(model) == [1, 1]
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == identities
     after = model.state_dict()
@@ -37,7 +38,7 @@ def test_parameters_share_storage_and_stay_themselves(make_model: MakeModel, fam
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    fuse_projections(model)
+    read_weights(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
@@ -84,7 +85,7 @@ def test_refresh_joins_again_what_was_replaced(make_model: MakeModel) -> None:
 
 def test_a_joined_model_saves_and_copies_like_any(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model("llama")
-    fuse_projections(model)
+    read_weights(model)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     twin = copy.deepcopy(model)

@@ -1,18 +1,16 @@
 """Our own decode loop for decoders of the Llama and Qwen families, over the policy's own weights.
 
-                      fusion      q, k, v (and gate, up) of the policy's layers become views of one storage
+    policy.model --> parameters   the matrices of the forward pass, read from the model: no copy
                         |
-    policy.model --> weights      the matrices of the forward pass, read from the module: no copy
-                        |
-    prompts ------>  decoder      prefill: all prompts of a batch, once each, packed      decode: one token a slot
+    prompts ------>  decoder      prefill: all prompts of a batch, once each, packed      decode: one token a lane
                         |                                                                    ^
-                      cache       keys and values of every slot, preallocated                |
+                      cache       keys and values of every lane, preallocated                |
                         |                                                                    |
-    completions <--   slots       the loop: fill, step, draw, retire, refill ----------------+
+    completions <--   lanes       the loop: fill, step, draw, retire, refill ----------------+
 
 What it guarantees. A completion depends on its prompt, the parameters, its seed and the weights, up to rounding: a draw
 that falls within rounding (about 1e-7 of the mass in float32) of the boundary between two tokens may go either way. In
-float32 on the CPU even rounding does not depend on the batch, the slot or the number of slots, as far as tests and
+float32 on the CPU even rounding does not depend on the batch, the lane or the number of lanes, as far as tests and
 measurements (1M and 10M parameters) show: a row of a matrix product comes out the same, bit by bit, among any multiple
 of 16 rows, and so do attention's sums over a multiple of 16 positions, which is why both are padded to that. BLAS
 promises no such thing; in bfloat16 it was seen not to hold, nor between different numbers of threads.
@@ -22,7 +20,5 @@ longer than the eager one, each span of positions compiles anew (seconds), and d
 """
 
 from podium.rollout.engines.native.engine import NativeEngine
-from podium.rollout.engines.native.fusion import fuse_projections
-from podium.rollout.engines.native.parameters import unsupported
 
-__all__ = ["NativeEngine", "fuse_projections", "unsupported"]
+__all__ = ["NativeEngine"]

@@ -1,16 +1,23 @@
-"""A decoder of the Llama or Qwen family, read as the few matrices that its forward pass needs."""
+"""A decoder of the Llama or Qwen family, read as the few matrices that its forward pass needs.
+
+Projections that read the same input are joined into one matrix without a second copy of the weights:
+
+    before   q_proj.weight -> storage 1     k_proj.weight -> storage 2     v_proj.weight -> storage 3
+    after    q_proj.weight -> rows 0:Nq     k_proj.weight -> rows Nq:Nk    v_proj.weight -> rows Nk:  of ONE storage
+
+The ``nn.Parameter`` objects stay the same, so optimizers, gradients, ``state_dict`` and copies in place go on as
+before, and what they write is read through the joined matrix.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from podium.rollout.engines.native.fusion import joined
 
 __all__ = ["DecoderWeights", "Dense", "LayerWeights", "read_weights", "unsupported"]
 
@@ -59,18 +66,11 @@ class DecoderWeights:
     qk_norm_eps: float
 
     @property
-    def vocabulary(self) -> int:
-        """Rows of the embedding; logits have as many columns."""
-        return self.head.weight_t.shape[1]
-
-    @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and of the residual stream."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, and so the whole computation."""
         return self.embedding.device
 
 
@@ -94,7 +94,10 @@ def unsupported(model: nn.Module) -> str | None:
 
 
 def read_weights(model: Any) -> DecoderWeights:
-    """Read ``model``, a decoder for which ``unsupported`` is None; joins its projections (see ``fusion``)."""
+    """Read ``model``, a decoder for which ``unsupported`` is None, and join its projections.
+
+    Call it again after something replaced the parameters' data, as ``load_state_dict(assign=True)`` does.
+    """
     config, decoder = model.config, model.model
     attention = decoder.layers[0].self_attn
     head_dim = attention.head_dim
@@ -144,6 +147,24 @@ def _dense(linear: nn.Linear) -> Dense:
 
 
 def _joined_dense(*linears: nn.Linear) -> Dense:
-    weight = joined([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return Dense(weight.t(), joined(biases) if biases else None)
+    return Dense(_joined([linear.weight for linear in linears]).t(), _joined(biases) if biases else None)
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor over the rows of ``parameters``, which become views of it unless they are already."""
+    first = parameters[0].data
+    address, whole = first.data_ptr(), True
+    for part in parameters:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        whole = whole and same and part.data_ptr() == address and part.is_contiguous()
+        address += part.numel() * part.element_size()
+    if whole:
+        shape = (sum(map(len, parameters)), *first.shape[1:])
+        return first.as_strided(shape, first.stride(), first.storage_offset())
+    # A storage made in inference mode could never be trained again.
+    with torch.inference_mode(False), torch.no_grad():
+        joined = torch.cat([parameter.data for parameter in parameters])
+        for parameter, view in zip(parameters, joined.split([len(part) for part in parameters]), strict=True):
+            parameter.data = view
+    return joined
