@@ -27,7 +27,7 @@ from podium.trainer.files import remove, step_name, step_of, sync_folder, sync_t
 if TYPE_CHECKING:
     from podium.trainer.roles import Roles
 
-__all__ = ["Checkpoint", "Checkpoints", "TrainerState"]
+__all__ = ["Checkpoints", "TrainerState", "load_checkpoint"]
 
 _STATE: Final = "trainer.json"
 _logger = logging.getLogger(__name__)
@@ -70,25 +70,18 @@ class TrainerState:
             raise CheckpointError(f"{path} is not the state of a training run: {error}") from error
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint of ``step`` at ``path``."""
+def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
+    """Restore the roles from the checkpoint at ``path``, and return the controller's own state.
 
-    step: int
-    path: Path
-
-    def load(self, roles: Roles) -> TrainerState:
-        """Restore the roles, and return the controller's own state.
-
-        Raises:
-            CheckpointError: The checkpoint does not fit the roles, or belongs to another kind of run.
-        """
-        state = TrainerState.read(self.path / _STATE)
-        for name, worker in roles.learners.items():
-            if not (self.path / name).is_dir():
-                raise CheckpointError(f"{self.path} holds no {name}, and this configuration has one")
-            worker.load(str(self.path.absolute() / name))
-        return state
+    Raises:
+        CheckpointError: The checkpoint does not fit the roles, or belongs to another kind of run.
+    """
+    state = TrainerState.read(path / _STATE)
+    for name, worker in roles.learners.items():
+        if not (path / name).is_dir():
+            raise CheckpointError(f"{path} holds no {name}, and this configuration has one")
+        worker.load(str(path.absolute() / name))
+    return state
 
 
 class Checkpoints:
@@ -135,25 +128,24 @@ class Checkpoints:
         _commit(aside, final)
         emit(CheckpointSaved(step, str(final)))
         for old in self.all()[:-keep] if keep > 0 else []:
-            if old.path != final:
-                remove(old.path)
+            if old != final:
+                remove(old)
 
-    def all(self) -> list[Checkpoint]:
+    def all(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        found = [(step_of(entry.name), entry) for entry in self.folder.iterdir()]
-        return sorted((Checkpoint(step, entry) for step, entry in found if step is not None), key=lambda one: one.step)
+        found = {entry: step_of(entry.name) for entry in self.folder.iterdir()}
+        return sorted((entry for entry in found if found[entry] is not None), key=lambda entry: found[entry] or 0)
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self) -> Path | None:
         """Return the checkpoint that ``latest`` names, or the newest one if that was deleted; None if there is none."""
-        link = self.folder / "latest"
-        there = self.all()
+        link, there = self.folder / "latest", self.all()
+        newest = there[-1] if there else None
         if link.is_symlink():
-            named = Path(os.readlink(link)).name
-            for one in there:
-                if one.path.name == named:
-                    return one
-            _logger.warning("%s points at %s, which is gone; using %s", link, named, there[-1].path if there else None)
-        return there[-1] if there else None
+            named = self.folder / Path(os.readlink(link)).name
+            if named in there:
+                return named
+            _logger.warning("%s points at %s, which is gone; using %s", link, named, newest)
+        return newest
 
     def _tidy(self) -> None:
         """Remove what a process that was killed in the middle of a checkpoint left."""

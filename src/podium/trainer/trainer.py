@@ -24,10 +24,10 @@ from podium.rollout.tasks import PromptStream
 from podium.runtime import Cluster, backend_class, connect
 from podium.telemetry import EvalFinished, Note, PhaseStarted, emit
 from podium.telemetry.sinks.console import terminal
-from podium.trainer.checkpoints import TrainerState
+from podium.trainer.checkpoints import TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import score_held_out
-from podium.trainer.files import remove
+from podium.trainer.files import remove, step_of
 from podium.trainer.preflight import (
     check_given,
     check_lengths,
@@ -151,7 +151,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self._checkpoint = self.directory.checkpoints.latest() if config.run.resume else None
         if config.run.resume:
             # Before a sink opens the files that this cuts.
-            self.directory.rewind(0 if self._checkpoint is None else self._checkpoint.step)
+            self.directory.rewind(0 if self._checkpoint is None else step_of(self._checkpoint.name) or 0)
         stack.enter_context(self.directory.controller_log())
         self._console = terminal() if self._show else None
         for sink in self.directory.sinks(config, self._console):
@@ -177,10 +177,10 @@ class Trainer(ABC, Generic[C, E, R]):
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed. Returns the last step that is finished."""
         if self._checkpoint is not None:
-            self.state = self._checkpoint.load(self.roles)
+            self.state = load_checkpoint(self._checkpoint, self.roles)
             check_given(self.state.given, self._given, self.config.reward.name)
             self.restore(self.state)
-            emit(Note(f"going on after step {self.state.step} from {self._checkpoint.path}"))
+            emit(Note(f"resuming after step {self.state.step} from {self._checkpoint}"))
         elif self.config.run.resume:
             emit(Note(f"{self.directory.path} has no checkpoint yet: starting at step 1"))
         self.roles.sync_weights(self.state.step)

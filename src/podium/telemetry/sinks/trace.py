@@ -24,7 +24,6 @@ import json
 import logging
 import math
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,9 +40,7 @@ _FIRST_LANES: Final = {"collect": 100, "learn": 200}
 _CALLS: Final = 1000  # lanes of overlapping calls follow: 1001, 1002, …
 _COUNTERS: Final = (metrics.REWARD_MEAN, metrics.ACCURACY, metrics.LOSS, metrics.TOKENS_PER_S)
 _CALLS_REMEMBERED: Final = 4096
-
-
-_quoted = cache(json.dumps)  # roles, methods and nodes are few
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 class TraceSink(Sink):
@@ -112,24 +109,16 @@ class TraceSink(Sink):
     # What each kind of event becomes
 
     def _call(self, call: CallFinished) -> None:
-        # The one event of a hot path: its lines are formatted here, several times faster than by json.
-        name = _quoted(f"{call.role}.{call.method}")
         origin = self._origin(call)
         pid, first_tid = self._worker(call.role, call.rank)
         tid = self._lane((pid, first_tid), call.started_ns, call.ended_ns)
-        begin, length = _span_us(call.started_ns, call.ended_ns)
-        facts = f'"call":{call.call_id},"rank":{call.rank},"node":{_quoted(call.node)}'
-        shown = '"ok":true}' if call.ok else '"ok":false},"cname":"terrible"'  # the format's own name for red
-        self._lines.append(
-            f'{{"ph":"X","name":{_quoted(call.method)},"pid":{pid},"tid":{tid},"ts":{begin},"dur":{length},'
-            f'"args":{{{facts},{shown}}},\n'
-        )
+        facts = {"call": call.call_id, "rank": call.rank, "node": call.node, "ok": call.ok}
+        red = {} if call.ok else {"cname": "terrible"}  # the format's own name for red
+        self._slice(pid, tid, call.method, call.started_ns, call.ended_ns, facts, **red)
         # A flow has exactly one start and one end, so each rank's arrow is a flow with a number of its own.
-        flow = f'"cat":"call","name":{name},"id":{next(self._flows)}}},\n'
-        self._lines.append(
-            f'{{"ph":"s","pid":{_CONTROLLER},"tid":{origin},"ts":{call.submitted_ns / 1000},{flow}'
-            f'{{"ph":"f","bp":"e","pid":{pid},"tid":{tid},"ts":{begin},{flow}'
-        )
+        flow = {"cat": "call", "name": f"{call.role}.{call.method}", "id": next(self._flows)}
+        self._add({"ph": "s", "pid": _CONTROLLER, "tid": origin, "ts": call.submitted_ns / 1000, **flow})
+        self._add({"ph": "f", "bp": "e", "pid": pid, "tid": tid, "ts": call.started_ns / 1000, **flow})
 
     def _origin(self, call: CallFinished) -> int:
         """The controller's track with the slice of this call's submission, which the first answer draws."""
@@ -188,16 +177,19 @@ class TraceSink(Sink):
 
     # Lines
 
-    def _slice(self, pid: int, tid: int, name: str, started_ns: int, ended_ns: int, args: dict[str, Any]) -> None:
-        begin, length = _span_us(started_ns, ended_ns)
-        self._add({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": length, "args": args})
+    def _slice(
+        self, pid: int, tid: int, name: str, started_ns: int, ended_ns: int, args: dict[str, Any], **style: str
+    ) -> None:
+        begin_us, length_us = started_ns / 1000, max(0, ended_ns - started_ns) / 1000
+        where = {"pid": pid, "tid": tid, "ts": begin_us, "dur": length_us}
+        self._add({"ph": "X", "name": name, **where, "args": args, **style})
 
     def _instant(self, name: str, where: tuple[int, int], args: dict[str, Any]) -> None:
         place = {"pid": where[0], "tid": where[1], "ts": time.monotonic_ns() / 1000}
         self._add({"ph": "i", "s": "t", "name": name, **place, "args": args})
 
     def _add(self, line: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(line, allow_nan=False, separators=(",", ":")) + ",\n")
+        self._lines.append(_encode(line) + ",\n")
 
     def _flush(self) -> None:
         self._flushed_ns = time.monotonic_ns()
@@ -218,8 +210,3 @@ class TraceSink(Sink):
         self._remark(remark)
         self._file.write(self._lines.pop().rstrip(",\n") + "\n]\n")
         self._file.flush()
-
-
-def _span_us(started_ns: int, ended_ns: int) -> tuple[float, float]:
-    """Start and length in microseconds, the format's unit."""
-    return started_ns / 1000, max(0, ended_ns - started_ns) / 1000
