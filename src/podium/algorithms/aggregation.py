@@ -2,7 +2,7 @@
 
     loss = sum over ranks, micro-batches and tokens of weights_N * loss_N
 
-Nothing is divided afterwards, so the loss and its gradient do not depend on how rows are dealt to ranks and
+Nothing is divided afterwards, so the loss and its gradient do not depend on how rows are spread over ranks and
 micro-batches. Gradients of ranks are summed, not averaged.
 
 - ``token-mean``: each token counts the same. Yu et al. 2025, "DAPO", arXiv:2503.14476, section 3.3.

@@ -9,7 +9,7 @@ from p and ``d = log p - log q``, each of these has KL(p || q) as its mean, exac
 
 As a *loss*, k1 is useless: its gradient is that of log p, whose mean is zero. k2 has the gradient of the KL itself, k3
 that of the reversed KL (Tang and Munos 2025, arXiv:2506.09477). In the *reward* nothing is differentiated, and k1 is
-the textbook's choice.
+the usual choice.
 """
 
 from __future__ import annotations

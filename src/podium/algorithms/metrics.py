@@ -92,7 +92,7 @@ def value_moments(values_N: Tensor, returns_N: Tensor, weights_N: Tensor) -> Ten
 def explained_variance(moments: Tensor) -> float:
     """``1 - Var(returns - values) / Var(returns)`` from the sums of :func:`value_moments`.
 
-    A perfect critic has 1. A critic that knows no more than the mean has 0, and a worse one is below 0. Returns without
+    A perfect critic has 1. A critic that is no better than the mean has 0, and a worse one is below 0. Returns without
     variance give 0.
 
     >>> returns_N, ones_N = torch.tensor([0.0, 1.0, 2.0]), torch.ones(3)

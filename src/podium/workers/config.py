@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -71,6 +72,11 @@ class ModelConfig:
     def tokenizer_source(self) -> str:
         """The argument for :func:`~podium.workers.load_tokenizer`."""
         return self.tokenizer or self.path
+
+    @property
+    def plain(self) -> ModelConfig:
+        """The same model for inference only: without adapters and gradient checkpointing."""
+        return replace(self, lora=None, gradient_checkpointing=False)
 
     @property
     def attention_implementation(self) -> str:

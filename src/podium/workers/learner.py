@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from podium.algorithms import AlgorithmConfig, loss_weights
+from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
 from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
@@ -42,6 +42,9 @@ class Learner(Worker):
         optim: The optimizer. None makes a worker that only evaluates.
         parallel: How model and batches are spread over ranks.
         algorithm: The loss and its constants.
+
+    Raises:
+        ConfigError: The loss cannot be found, or an option is wrong.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Learner(Worker):
     ) -> None:
         self.config = model
         self.algorithm = algorithm or AlgorithmConfig()
+        check_functions(self.algorithm)
         self.device = choose_device(self.ctx.devices)
         self.engine = TrainEngine(
             self.make_model(),

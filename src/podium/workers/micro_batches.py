@@ -1,7 +1,7 @@
 """A batch cut into micro-batches of a token budget, as padded rows or packed end to end.
 
-Only tokens that carry loss are looked at: a micro-batch knows from which hidden states their logits come, so that the
-output layer runs on those alone. A row's last token predicts nothing and is no input; rows without loss are left out.
+A micro-batch records the hidden states that predict tokens with loss, so that the output layer runs on those alone. A
+row's last token predicts nothing and is no input. Rows without loss are left out.
 
 Legend: B rows, T padded length, N tokens of the batch, K tokens of the micro-batch that carry loss.
 """
@@ -98,7 +98,7 @@ def cut(batch: Batch, max_tokens: int, *, packed: bool, columns: Sequence[str] =
     for name in columns:
         column = batch.jagged(name)
         if not torch.equal(column.offsets, tokens.offsets):
-            raise DataError(f"token column {name!r} has not the row lengths of {fields.TOKENS!r}")
+            raise DataError(f"token column {name!r} does not have the row lengths of {fields.TOKENS!r}")
         values[name] = column.values
     if bool(mask[tokens.offsets[:-1][tokens.lengths > 0]].any()):
         raise DataError(f"{fields.LOSS_MASK} is set at a row's first token, which no earlier token predicts")

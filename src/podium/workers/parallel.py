@@ -106,7 +106,7 @@ class FullyShard(DataParallel):
     """FSDP2: each decoder layer, and the rest, is sharded over the ranks.
 
     All ranks make the same number of passes, because each pass gathers parameters from all. Gradients are scattered
-    after every micro-batch: to keep whole ones until the last would cost what sharding saves.
+    after every micro-batch, because whole gradients would take the memory that sharding saves.
     """
 
     equal_passes = True

@@ -10,13 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from podium.algorithms import AlgorithmConfig, LossInputs, TokenLoss, check_functions, loss_declaration, policy_loss
+from podium.algorithms import LossInputs, TokenLoss, loss_declaration, policy_loss
 from podium.data import Batch, InPlace, Jagged, fields
 from podium.devices import memory_peak_bytes
 from podium.errors import DataError
 from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
-from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.learner import Learner
 from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import save_pretrained
@@ -36,20 +35,7 @@ class Policy(Learner):
     """A causal language model with its optimizer. ``AlgorithmConfig(loss="cross_entropy")`` trains it by examples.
 
     The arguments are those of :class:`Learner`.
-
-    Raises:
-        ConfigError: The loss cannot be found, or an option is wrong.
     """
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        optim: OptimConfig | None = None,
-        parallel: ParallelConfig | None = None,
-        algorithm: AlgorithmConfig | None = None,
-    ) -> None:
-        check_functions(algorithm or AlgorithmConfig())
-        super().__init__(model, optim, parallel, algorithm)
 
     @cached_property
     def _weights(self) -> WholeWeights:
@@ -141,16 +127,11 @@ class Policy(Learner):
         """Return references to the weights themselves, in the order of ``weight_manifest``. Readers find the weights as
         they are when they are read.
 
-        None where the weights must come in buckets: they are sharded, below adapters or on an accelerator, a generator
+        None where the weights must come in buckets: they are sharded, with adapters or on an accelerator, a generator
         in the same process reads them, the backend shares no memory, or a subclass has its own ``weight_bucket``."""
         read_here = any(isinstance(worker, WeightReceiver) for worker in self.ctx.colocated.values())
         own = inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]
         return None if read_here or own else self._in_place
-
-    @endpoint(collect=first())
-    def weights(self) -> dict[str, Tensor]:
-        """Return all weights under Hugging Face's names, whole, adapters merged, on the CPU; from the first rank."""
-        return self._whole_weights()
 
     @endpoint(collect=nothing())
     def save_pretrained(self, path: str) -> None:
@@ -159,16 +140,12 @@ class Policy(Learner):
         Raises:
             CheckpointError: The directory cannot be written.
         """
-        weights = self._whole_weights()
-        if self.ctx.rank == 0:
-            save_pretrained(self.model, weights, path, load_tokenizer(self.config.tokenizer_source))
-
-    def _whole_weights(self) -> dict[str, Tensor]:
         whole = full_weights(self.model)
         if self.ctx.rank == 0:
-            return {name: tensor.to("cpu", copy=True) for name, tensor in whole}
-        deque(whole, maxlen=0)  # shards are gathered from all ranks
-        return {}
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in whole}
+            save_pretrained(self.model, weights, path, load_tokenizer(self.config.tokenizer_source))
+        else:
+            deque(whole, maxlen=0)  # shards are gathered from all ranks
 
     def _scores(self, batch: Batch) -> dict[str, Jagged]:
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:

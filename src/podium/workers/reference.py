@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -35,12 +34,12 @@ class Reference(Worker):
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig | None = None) -> None:
         self._policy = self.ctx.colocated.get(POLICY_ROLE)
-        if self._policy is not None and self._policy.adapted and _frozen(self._policy.config) == _frozen(model):
+        if self._policy is not None and self._policy.adapted and self._policy.config.plain == model.plain:
             self.engine = cast(TrainEngine, self._policy.engine)
             return
         self._policy = None
         device = choose_device(self.ctx.devices)
-        frozen = load_model(_frozen(model), device).requires_grad_(False)
+        frozen = load_model(model.plain, device).requires_grad_(False)
         self.engine = TrainEngine(
             frozen, optim=None, parallel=parallel or ParallelConfig(), device=device, world_size=self.ctx.world_size
         )
@@ -54,7 +53,3 @@ class Reference(Worker):
 
         with contextlib.nullcontext() if self._policy is None else cast(Any, self._policy.model).disable_adapter():
             return Batch(self.engine.evaluate(batch, compute, (fields.REF_LOGPROBS,)), batch.meta)
-
-
-def _frozen(model: ModelConfig) -> ModelConfig:
-    return replace(model, lora=None, gradient_checkpointing=False)

@@ -26,7 +26,7 @@ class WholeWeights:
         tensors: The model's own tensors in the order of ``manifest``; its weights where ``is_plain`` is True.
         manifest: Name, shape and bytes an element of each whole tensor, in the model's order.
         sharded: Whether a tensor is spread over several ranks.
-        is_plain: Whether the parameters are the whole weights: neither sharded nor below adapters.
+        is_plain: Whether the parameters are the whole weights: neither sharded nor with adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:

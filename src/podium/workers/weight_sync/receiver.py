@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
@@ -41,7 +40,7 @@ class WeightReceiver(Worker):
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig | None = None) -> None:
-        self.config = replace(model, lora=None, gradient_checkpointing=False)
+        self.config = model.plain
         self.engine_config = engine or EngineConfig()
         self._engine: Engine | None = None
         self._making = threading.Lock()
