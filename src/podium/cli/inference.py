@@ -42,8 +42,10 @@ def run_eval(arguments: Sequence[str]) -> int:
 
 def run_sample(arguments: Sequence[str]) -> int:
     """Print a model's completions of prompts. Returns the exit status."""
-    parser = _parser("sample", "Write prompts, read completions. Each prompt stands alone.")
-    parser.add_argument("--prompt", metavar="TEXT", help="one prompt, then end; without it prompts are read from stdin")
+    parser = _parser("sample", "Print completions of prompts. Each prompt is completed on its own.")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="complete this prompt and end; without it, prompts are read from stdin"
+    )
     options, overrides, backend = parse_with_backend(parser, arguments, default="inline")
     config = inference_config(options.model, options.config, overrides)
     from podium.trainer import open_sampler
@@ -93,7 +95,9 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a run's directory (its final model and its settings), a model, or a hub name"
+        "model",
+        metavar="MODEL",
+        help="the directory of a run (its final model and settings) or of a model, or a hub name",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

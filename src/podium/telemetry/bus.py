@@ -22,7 +22,7 @@ __all__ = ["Bus", "active", "emit", "subscribe"]
 
 
 class Bus:
-    """A list of listeners. A program has one, behind the functions of this module; tests may make their own."""
+    """A list of listeners. The functions of this module use one bus for the whole program; tests make their own."""
 
     __slots__ = ("_listeners", "_lock")
 
@@ -30,7 +30,7 @@ class Bus:
         self.forget()
 
     def forget(self) -> None:
-        """Drop every listener, with a fresh lock. A forked child does so first, since the sinks are its parent's."""
+        """Drop every listener, and make a new lock. A forked child does so first, since the sinks are its parent's."""
         self._lock = threading.Lock()
         self._listeners: tuple[partial[None], ...] = ()
 

@@ -137,6 +137,6 @@ class CompletionsSampled(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """A sentence for the person who watches."""
+    """A sentence for the person who watches the run."""
 
     text: str

@@ -51,14 +51,14 @@ class RunConfig:
     name: str = ""
     """The run's directory has this name. An empty name is made from the recipe and the time."""
     seed: int = Field(default=0, ge=0, le=10**18)
-    """Everything random in the run follows from this seed: prompts, samples and the order of rows."""
+    """All that is random in the run follows from this seed: prompts, samples and the order of rows."""
     steps: int = Field(default=200, ge=0, le=10**9)
     """The run ends after this many training steps. Steps before a resume count."""
     schedule: str = "sync"
     """This function arranges the two halves of steps, collect and learn, in time: sync, module:function, or
     path/file.py:function."""
     resume: str = ""
-    """The run in this directory goes on from its latest checkpoint."""
+    """The run in this directory is resumed from its latest checkpoint."""
     timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
     """A call to workers fails when it takes longer than this many seconds."""
     show_samples: int = Field(default=0, ge=0, le=10**6)
@@ -153,12 +153,12 @@ class SaveConfig:
     keep: int = Field(default=2, ge=0, le=10**9)
     """The run keeps this many of its newest checkpoints. 0 keeps all."""
     model: bool = True
-    """The run ends with writing the model and its tokenizer in the format of transformers."""
+    """The run writes the model and its tokenizer at its end, in the format of transformers."""
 
 
 @section()
 class InferenceConfig:
-    """A model that is used and not trained: evaluated, or talked to."""
+    """A model that is evaluated or sampled, and not trained."""
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig = Field(default_factory=lambda: ModelConfig(path=DEFAULT_MODEL))
@@ -208,7 +208,7 @@ class _TrainingConfig(InferenceConfig):
 
 @section()
 class PPOConfig(_TrainingConfig):
-    """A run of PPO, with a critic and generalized advantage estimation unless ``algorithm.advantage`` says otherwise.
+    """A run of PPO, with a critic and generalized advantage estimation unless ``algorithm.advantage`` names another.
 
     Raises:
         ConfigError: Sections contradict each other. The message names the keys and the remedy.

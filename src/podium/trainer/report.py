@@ -30,6 +30,7 @@ _CURVES: Final = {
 }
 _BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8f98"
 _CELL_CHARACTERS: Final = 400
+_INDENT: Final = (0, 0, 0, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,7 @@ def report(
 ) -> None:
     """Draw the curve of a run into its directory, and print the report on ``console`` if there is one.
 
-    Args:
-        first, last: The run's evaluations; they may be the same one.
+    ``first`` and ``last`` are the run's evaluations, which may be the same one.
     """
     paths: dict[str, Path | str] = {"run": directory.path, "metrics": directory.metrics_path}
     curve = read_curve(directory.metrics_path)
@@ -80,16 +80,13 @@ def read_curve(metrics_path: Path) -> Curve | None:
     metric = next((name for name in _CURVES if any(row.get(name) is not None for row in steps)), None)
     if metric is None:
         return None
-    evaluations = [
-        Evaluation(
-            step=row["step"],
-            correct=round(row["accuracy"] * row["items"]),
-            items=row["items"],
-            reward_mean=row["reward_mean"],
-        )
-        for row in rows
-        if row["kind"] == "eval" and row["accuracy"] is not None and row["items"] and metric != metrics.LOSS
-    ]
+    evaluations: list[Evaluation] = []
+    for row in rows if metric != metrics.LOSS else ():
+        if row["kind"] == "eval" and row["accuracy"] is not None and (items := row["items"]):
+            correct = round(row["accuracy"] * items)
+            evaluations.append(
+                Evaluation(step=row["step"], correct=correct, items=items, reward_mean=row["reward_mean"])
+            )
     points = {row["step"]: row[metric] for row in steps if row.get(metric) is not None}
     return Curve(metric=metric, steps=[*points], values=[*points.values()], evaluations=evaluations)
 
@@ -115,7 +112,6 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
     figure = Figure(figsize=(8, 4.5), dpi=200, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.tick_params(labelcolor=_GREY)
     axes.margins(x=0.02)
     axes.plot(curve.steps, curve.values, color=_BLUE, linewidth=0.7, alpha=0.3)
     axes.plot(curve.steps, smoothed(curve.values), color=_BLUE, linewidth=2, label=_CURVES[curve.metric])
@@ -138,11 +134,9 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
     axes.set_xlabel("step", color=_GREY)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
-    axes.set_axisbelow(True)
     for each in figure.axes:
         each.spines[["top", "left", "right"]].set_visible(False)
-        each.spines["bottom"].set_color("#c9ccd1")
-        each.tick_params(color=_GREY, length=0)
+        each.tick_params(length=0)
     figure.suptitle(title or _CURVES[curve.metric], x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,15 +203,13 @@ def render(
     console.print(Rule(heading, align="left", style="dim", characters="─"), width=width)
     console.print()
     if first is not None and last is not None:
-        accuracies = Group(*_accuracies(first, last, summary.steps, width - 4))
-        console.print(Padding(accuracies, (0, 0, 0, 2), expand=False), highlight=False)
-        console.print()
+        accuracies = Group(*_accuracies(first, last, summary.steps, width - 4), "")
+        console.print(Padding(accuracies, _INDENT, expand=False), highlight=False)
         if first.step != last.step and first.samples:
-            table = _comparisons(first.samples, last.samples)
-            console.print(Padding(table, (0, 0, 0, 2), expand=False), width=width, highlight=False)
+            table = Padding(_comparisons(first.samples, last.samples), _INDENT, expand=False)
+            console.print(table, width=width, highlight=False)
     if curve is not None and len(curve.steps) > 1:
-        console.print(Padding(_curve(curve, width - 4), (0, 0, 0, 2), expand=False), highlight=False)
-        console.print()
+        console.print(Padding(Group(*_curve(curve, width - 4), ""), _INDENT, expand=False), highlight=False)
     indent = max((len(name) for name in paths), default=0)
     for name, path in paths.items():
         # A path that is wrapped or cut cannot be copied.
@@ -272,8 +264,9 @@ def _answer(sample: Sample) -> Text:
     return text.append(f"\nreward {plain(sample.reward)}", style)
 
 
-def _curve(curve: Curve, width: int) -> Group:
+def _curve(curve: Curve, width: int) -> Iterator[Text]:
     heading = Text.assemble((_CURVES[curve.metric], "bold"))
     if curve.evaluations and curve.is_share:
         heading.append("    ● ", "orange1").append("held-out", "dim")
-    return Group(heading, draw_curve(curve, width=min(width, 100)))
+    yield heading
+    yield draw_curve(curve, width=min(width, 100))

@@ -285,7 +285,7 @@ class StopRequest:
         """End the run after the step that is running, with a checkpoint."""
         self.requested = True
         self.requested_at = time.monotonic()
-        emit(Note(f"{reason}: finishing this step, then saving; once more stops now"))
+        emit(Note(f"{reason}: the run finishes this step and saves; a second signal ends it now"))
 
 
 @contextmanager

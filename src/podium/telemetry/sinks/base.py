@@ -1,4 +1,4 @@
-"""The base of all sinks: a lock around every event, and an end."""
+"""The base class of all sinks, with a lock around every event."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sink(ABC):
         """Take one event. An exception unsubscribes the sink, and the run goes on."""
 
     def finish(self) -> None:  # noqa: B027 - not abstract: a sink that holds nothing needs none
-        """Write what is still held and let go of it. Called once."""
+        """Write what is not yet written, and release what is open. Called once."""
 
     def attach(self) -> Self:
         """Listen to the program's events until ``close``, or until the program exits."""

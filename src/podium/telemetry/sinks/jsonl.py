@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, for every step and evaluation, on disk before the next step begins."""
+"""metrics.jsonl has one JSON object on a line for every step and evaluation, written before the next step begins."""
 
 from __future__ import annotations
 

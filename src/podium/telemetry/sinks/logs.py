@@ -1,8 +1,8 @@
-"""Python's logging and warnings beside a progress bar: every line goes through one console, above the bar.
+"""Log records and warnings go through the console of the progress bar, and appear above the bar.
 
 Rich's live display redirects ``sys.stdout`` and ``sys.stderr``, but a handler made earlier holds the real stream and
-would write into the bar. `LogRouter` turns such handlers to the console while it is installed, gives the root logger
-a handler if it has none, and puts everything back.
+would write into the bar. While `LogRouter` is installed, such handlers write to the console, and the root logger has a
+handler if it had none. Removing it restores the former state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LogRouter(logging.Handler):
         self._undo = ExitStack()
 
     def install(self) -> None:
-        """Route from now on what the handlers that exist, the root logger and ``warnings`` have to say."""
+        """Route the records of existing handlers, of the root logger and of ``warnings`` from now on."""
         root = logging.getLogger()
         if not any(_on_terminal(handler) for handler in root.handlers):
             root.addHandler(self)
@@ -64,9 +64,9 @@ class LogRouter(logging.Handler):
                 root.setLevel(logging.INFO)
         for handler in _terminal_handlers():
             self._moved.append(handler)
-            handler.addFilter(_no_noise)  # what a user logs through a handler of theirs is theirs to judge
+            handler.addFilter(_no_noise)
             self._undo.callback(handler.removeFilter, _no_noise)
-            # One that looks its stream up each time follows the live display's redirection by itself.
+            # A handler that looks its stream up for each record follows the live display's redirection by itself.
             if self._live and not isinstance(getattr(type(handler), "stream", None), property):
                 self._undo.callback(handler.setStream, handler.stream)
                 handler.setStream(cast("TextIO", FileProxy(self._console, handler.stream)))
@@ -98,7 +98,7 @@ class LogRouter(logging.Handler):
 
 
 def _text(record: logging.LogRecord) -> Text:
-    """One line: the level if it is no plain remark, where the record comes from, and the message."""
+    """One line with the level from WARNING on, the name of the logger, and the message."""
     style = _STYLES.get(record.levelno, "")
     if record.name == "py.warnings":
         # "path:line: Category: message\n  source": the message first, the place where it can be skipped.

@@ -1,4 +1,4 @@
-"""trace.json: what ran where and when, for https://ui.perfetto.dev or chrome://tracing.
+"""trace.json shows what ran where and when, in https://ui.perfetto.dev or chrome://tracing.
 
     controller │ run                                                          ╷ step 1 finished
                │ collect [──── generate ────][── score ──]

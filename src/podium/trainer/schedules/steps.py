@@ -107,12 +107,19 @@ class Steps:
         Raises:
             ConfigError: The schedule did not learn the step that it was given.
         """
+        evaluation, save = self._trainer.config.eval, self._trainer.config.save
         while not self._ends:
             self._given = step = self.done + 1
             yield step
             if self._finished["learn"] != step:
                 raise self._refusal(f"it was given step {step} and did not learn it; call learn once a step")
-            self._finish(step)
+            reached = False
+            if (step == self.last or _due(step, evaluation.every)) and not self._stop.requested:
+                reached = self._trainer.evaluate(step)
+            self._ends = step == self.last or reached or self._stop.requested
+            if self._ends or _due(step, save.every):
+                self._trainer.save(step)
+            self.done = step
 
     def collect(self, step: int) -> Rollout:
         """Take prompts, draw completions and grade them. Raises what a stage raises."""
@@ -152,17 +159,6 @@ class Steps:
             raise self._refusal(
                 f"it learned {steps} and left the loop over `steps`; let `for step in steps` run to its end"
             )
-
-    def _finish(self, step: int) -> None:
-        """Evaluate and save after ``step``, where that is due, and find out whether the run ends here."""
-        evaluation, save = self._trainer.config.eval, self._trainer.config.save
-        reached = False
-        if (step == self.last or _due(step, evaluation.every)) and not self._stop.requested:
-            reached = self._trainer.evaluate(step)
-        self._ends = step == self.last or reached or self._stop.requested
-        if self._ends or _due(step, save.every):
-            self._trainer.save(step)
-        self.done = step
 
     @contextmanager
     def _half(self, name: str, step: int) -> Iterator[None]:
