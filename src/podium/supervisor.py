@@ -6,11 +6,11 @@
 The supervisor imports once and never computes: a forked child of a process that ran a multi-threaded operation may hang
 for ever. It forks in its main thread, because a child's parent-death signal fires when the forking thread ends.
 
-The kernel tells which process started what. The supervisor and each of its children are subreapers, so that a process
-that loses its parent becomes a child of the nearest of them. A daemon of a living child therefore belongs to that
-child, and a process that comes to the supervisor was started by a child that has ended: the supervisor kills it. When
-its socket to the controller closes, or its parent is no longer the controller, the supervisor ends, and everything
-below it.
+The kernel says which process started which. The supervisor and each of its children are subreapers: a process that
+loses its parent becomes a child of the nearest of them. A daemon of a living child is therefore a child of that child.
+A process that becomes a child of the supervisor was started by a child that has ended, so the supervisor kills it. When
+the socket to the controller closes, or the supervisor's parent is no longer the controller, the supervisor kills all
+its descendants and ends.
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = [
-    "Supervisor",
-    "become_subreaper",
-    "children_of",
-    "describe_exit",
-    "die_with_parent",
-    "kill",
-    "kill_marked",
-]
+__all__ = ["Supervisor", "children_of", "describe_exit", "kill", "kill_marked"]
 
 _PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
 _PR_SET_PDEATHSIG: Final = 1
@@ -46,7 +38,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 class Supervisor:
-    """What every supervisor does: fork, reap, and end.
+    """Forks children, reaps them, and kills what they started.
 
     Args:
         connection: The supervisor's end of the socket to its controller, which is its parent.
@@ -57,7 +49,7 @@ class Supervisor:
         self._wake, wake = os.pipe()
         for fd in (self._wake, wake):
             os.set_blocking(fd, False)
-        become_subreaper()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
         signal.signal(signal.SIGCHLD, _look_up)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -69,7 +61,8 @@ class Supervisor:
         self.poller.register(self._wake, select.POLLIN)
 
     def settle(self) -> None:
-        """Call this once, after the imports. What they started is spared; what they loaded stays shared with forks."""
+        """Call this once, after the imports. It spares the processes that they started, and keeps the memory of what
+        they loaded shared with forks."""
         self._spared = set(children_of(os.getpid()))
         gc.collect()
         gc.freeze()
@@ -84,8 +77,10 @@ class Supervisor:
         code = 70
         try:
             os.setsid()
-            die_with_parent(supervisor)
-            become_subreaper()
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:  # it had ended before
+                kill(os.getpid())
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for fd in self._private:
@@ -145,25 +140,13 @@ class Supervisor:
 
 
 def _look_up(number: int, frame: FrameType | None) -> None:
-    """A child has ended: the signal's wake-up descriptor says so too, and the loop reaps it."""
+    """Nothing to do: the signal's wake-up descriptor also says that a child has ended, and the loop reaps it."""
 
 
 def kill(pid: int) -> None:
     """Send SIGKILL to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends; now, if ``parent`` has ended already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        kill(os.getpid())
-
-
-def become_subreaper() -> None:
-    """Have descendants that lose their parent become children of this process instead of init's."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -190,7 +173,7 @@ def kill_marked(entry: str) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Return "exit code 3" or "signal SIGKILL"; ``code`` is as of ``subprocess``, negative for a signal."""
+    """Return "exit code 3" or "signal SIGKILL". A negative ``code`` is a signal, as in ``subprocess``."""
     if code >= 0:
         return f"exit code {code}"
     try:
