@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from podium.backends.process import machine
 from podium.data.store import Block, BlockInfo, MemoryStore
@@ -29,16 +29,17 @@ from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
 __all__ = ["InlineBackend"]
 
 
-class _Copy(NamedTuple):
+class _Copy:
     """A value as bytes; every reader unpickles its own."""
 
-    data: bytes
-    buffers: list[bytes]
-    blocks: list[Block]
+    def __init__(self, value: Any, where: str) -> None:
+        self._blocks: list[Block] = []
+        self._data, buffers = encode(value, where, self._blocks)
+        self._buffers = [bytes(buffer.raw()) for buffer in buffers]  # now: the caller may change its tensors later
 
     def read(self, where: str) -> Any:
-        openers = [partial(_itself, block) for block in self.blocks]
-        return decode(self.data, [bytearray(buffer) for buffer in self.buffers], where, openers)
+        openers = [partial(_itself, block) for block in self._blocks]
+        return decode(self._data, [bytearray(buffer) for buffer in self._buffers], where, openers)
 
 
 class InlineBackend(Backend):
@@ -90,7 +91,7 @@ class InlineBackend(Backend):
         return f"file://{self._directories[-1].name}/rendezvous"
 
     def pack(self, value: Any, readers: int) -> _Copy:
-        return _copy(value, "an argument")
+        return _Copy(value, "an argument")
 
     def unpack(self, payload: Any) -> Any:
         return payload.read("the result") if isinstance(payload, _Copy) else payload
@@ -145,14 +146,7 @@ def _reply(request: Request, outcome: Outcome) -> Reply:
 
 
 def _crossing(value: Any) -> Any:
-    return value if isinstance(value, Failure) else _copy(value, "the result")  # an exception stays the object it is
-
-
-def _copy(value: Any, where: str) -> _Copy:
-    blocks: list[Block] = []
-    data, buffers = encode(value, where, blocks)
-    copies = [bytes(buffer.raw()) for buffer in buffers]  # now: the caller may change its tensors later
-    return _Copy(data, copies, blocks)
+    return value if isinstance(value, Failure) else _Copy(value, "the result")  # an exception stays the object it is
 
 
 def _itself(block: Block, info: BlockInfo) -> Block:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -37,26 +38,30 @@ from podium.runtime.worker_process import Outcome, Values, WorkerProcess, pack_o
 __all__ = ["main"]
 
 
-def main(calls_fd: int, control_fd: int, surroundings: tuple[Any, ...], store: tuple[int | None, str]) -> NoReturn:
-    """Run until told to shut down or until the controller is gone; never returns."""
+def main(fds: Sequence[int], surroundings: tuple[Any, ...], store: tuple[int | None, str]) -> NoReturn:
+    """Run until told to shut down or until the controller is gone; never returns.
+
+    Args:
+        fds: Descriptors of the two sockets, calls and control.
+        store: Limit in bytes and spill directory of this process's store.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     Surroundings(*surroundings).settle_in("lo")
-    child = _Child(socket.socket(fileno=calls_fd), socket.socket(fileno=control_fd), store)
+    child = _Child(fds, store)
     threading.Thread(target=run_to_the_end, args=(child.serve_control,), name="podium-control", daemon=True).start()
     run_to_the_end(child.serve_calls)
 
 
 class _Child:
-    def __init__(self, calls: socket.socket, control: socket.socket, store: tuple[int | None, str]) -> None:
-        self._calls = calls
-        self._control = control
+    def __init__(self, fds: Sequence[int], store: tuple[int | None, str]) -> None:
+        self._calls, self._control = (socket.socket(fileno=fd) for fd in fds)
         self._segments = SegmentPool()
         self._process = WorkerProcess(make_store=partial(LocalStore, self._segments, *store))
         self._sending = threading.Lock()
-        self._releases = Releases(calls)
+        self._releases = Releases(self._calls)
 
     def serve_calls(self) -> None:
         receiver = Receiver()

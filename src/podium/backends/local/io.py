@@ -1,8 +1,8 @@
 """Waiting for all sockets at once, in the thread that waits for a result or, when none does, in a thread of its own.
 
-Handing a reply from an I/O thread to the thread that waits for it costs two switches and a fight for the interpreter's
-lock: three to five times the whole exchange. So the thread that waits *drives*: it polls and takes in every message,
-its own and others'. The I/O thread polls while nobody drives, and for HOT_S after somebody did it does not.
+Handing a reply from an I/O thread to the thread that waits for it takes longer than the whole exchange, because both
+threads want the interpreter's lock. So the thread that waits *drives*: it polls and takes in every message, its own and
+others'. The I/O thread polls only when nobody has driven for HOT_S.
 
     result() ──drive──▶ has the turn? poll, take in, until its call has ended     (another's call ended: its gate opens)
              ├─ the I/O thread has it: wake it, it gives the turn away
@@ -56,7 +56,7 @@ class IoLoop:
         self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, *fds: int) -> None:
-        """Forget ``fds``; before they are closed."""
+        """Forget ``fds``. Call this before they are closed."""
         for fd in fds:
             if self._watched.pop(fd, None) is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -68,7 +68,7 @@ class IoLoop:
             self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
 
     def wake(self) -> None:
-        """Let whoever polls look whether its call has ended."""
+        """Have the thread that polls call its ``ended()`` again."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake_fd, 1)
 

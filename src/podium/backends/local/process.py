@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from podium.backends.local.server import Spawn
 from podium.backends.local.shared_memory import Lease
 from podium.backends.local.wire import (
     MOST_FDS,
@@ -35,8 +34,8 @@ __all__ = ["START_TIMEOUT_S", "LocalProcess", "Outbox"]
 START_TIMEOUT_S = 120.0
 KILL_S = 10.0
 
-READ_AT_START = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_")
-"""Names of variables that libraries read when they are loaded. A worker with one starts in a fresh interpreter."""
+EARLY = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_", "PYTHON")
+"""Names of variables that libraries read when they are loaded. A worker with one starts in a new interpreter."""
 
 
 class LocalProcess(ProcessHandle):
@@ -69,17 +68,12 @@ class LocalProcess(ProcessHandle):
         backend.processes[token] = self
         backend.io.watch(self._calls.fileno(), self._on_readable, self._calls_out.flush)
         backend.io.watch(self._control.fileno(), lambda: True, self._control_out.flush)
-        order = Spawn(
-            token,
-            env=environment_of(spec, backend.accelerators),
-            fresh=any(name.startswith((*READ_AT_START, "PYTHON")) for name in spec.env),
-            surroundings=Surroundings.here(spec.threads),
-            log_path=str(self.log.path),
-            store=backend.store,
-        )
+        env, fresh = environment_of(spec, backend.accelerators), any(name.startswith(EARLY) for name in spec.env)
+        settings = (tuple(Surroundings.here(spec.threads)), backend.store)
+        order = pickle.dumps(("start", token, env, fresh, str(self.log.path), *settings))
         with calls, control:
             try:
-                socket.send_fds(backend.orders, [pickle.dumps(order)], [calls.fileno(), control.fileno()])
+                socket.send_fds(backend.orders, [order], [calls.fileno(), control.fileno()])
             except OSError as error:
                 self.end(Death("the fork server is gone"))
                 raise WorkerStartError(f"{spec.label}: the fork server is gone: {error}", rank=spec.rank) from error

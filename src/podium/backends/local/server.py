@@ -1,9 +1,9 @@
 """The fork server: a supervisor that imports once and never computes, whose children are the worker processes.
 
-    controller ──"spawn" + two sockets──▶ server ──fork──▶ worker process (and exec, where the environment comes first)
-               ◀──"started" pid──────────        ◀─SIGCHLD──
-               ◀──"ended" pid status─────
-               ──"kill" pid──────────────▶
+    controller ──"start" token, how, two sockets──▶ server ──fork──▶ worker process (or exec, for a new interpreter)
+               ◀──"started" token, pid─────────────        ◀─SIGCHLD──
+               ◀──"ended" token, status────────────
+               ──"kill" pid────────────────────────▶
 
 It imports the modules to preload with one thread and runs nothing of them. When it ends, it removes the private
 directory. It sits in a session of its own, where a terminal's SIGINT does not reach.
@@ -19,26 +19,15 @@ import shutil
 import socket
 import sys
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from podium.backends.local import child
-from podium.backends.process import Surroundings, command, keep_freed_memory
+from podium.backends.process import command, keep_freed_memory
 from podium.supervisor import Supervisor
 
-__all__ = ["Spawn", "main"]
+__all__ = ["main"]
 
 LIMIT = 1 << 18
-
-
-class Spawn(NamedTuple):
-    """One worker process to start. ``fresh`` asks for a new interpreter, ``store`` is its store's limit and spill."""
-
-    token: int
-    env: dict[str, str]
-    fresh: bool
-    surroundings: Surroundings
-    log_path: str
-    store: tuple[int | None, str]
 
 
 def main(fd: int, preload: list[str], private: str) -> None:
@@ -75,29 +64,29 @@ def _serve(supervisor: Supervisor, connection: socket.socket) -> None:
         message, fds, _, _ = socket.recv_fds(connection, LIMIT, 2)
         if not message:
             return
-        order = pickle.loads(message)
-        if isinstance(order, Spawn):
-            pid = supervisor.fork(partial(_become_worker_process, order, fds))
-            tokens[pid] = order.token
-            tell("started", order.token, pid)
-            for fd in fds:
-                os.close(fd)
-        else:
-            supervisor.kill(order[1])
+        order, number, *how = pickle.loads(message)
+        if order == "kill":
+            supervisor.kill(number)
+            continue
+        pid = supervisor.fork(partial(_become_worker_process, fds, *how))
+        tokens[pid] = number
+        tell("started", number, pid)
+        for fd in fds:
+            os.close(fd)
 
 
-def _become_worker_process(order: Spawn, fds: list[int]) -> NoReturn:
-    log = os.open(order.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def _become_worker_process(fds: list[int], env: dict[str, str], fresh: bool, log_path: str, *settings: Any) -> NoReturn:
+    """Run a worker process in this fork, or in a new interpreter if ``fresh``. ``settings`` are for :mod:`child`."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    for entry in map(int, os.listdir("/proc/self/fd")):
-        if entry not in (0, 1, 2, *fds):
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in (0, 1, 2, *fds):
             with contextlib.suppress(OSError):
-                os.close(entry)
-    os.environ.update(order.env)
-    arguments = (fds[0], fds[1], tuple(order.surroundings), order.store)
-    if order.fresh:
+                os.close(fd)
+    os.environ.update(env)
+    if fresh:
         for fd in fds:
             os.set_inheritable(fd, True)
-        os.execv(sys.executable, command("podium.backends.local.child", *arguments))
-    child.main(*arguments)
+        os.execv(sys.executable, command("podium.backends.local.child", fds, *settings))
+    child.main(fds, *settings)

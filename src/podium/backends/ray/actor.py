@@ -19,30 +19,20 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from podium.backends.process import THREAD_VARIABLES, Surroundings, accelerators, interface_of, log_to, visibility
 from podium.backends.ray.connect import ray
 from podium.backends.ray.wire import Parcel, RayStore, outcome_to_wire, read_bare_name
 from podium.runtime.worker_process import WorkerProcess
 
-__all__ = ["GROUPS", "ProcessActor", "Setting"]
+__all__ = ["GROUPS", "ProcessActor"]
 
 GROUPS = {"control": 4, "aside": 32, "watch": 1}
 
 
 _here: dict[str, Any] = {}
 """The WorkerProcess here, for the method that has no ``self``."""
-
-
-class Setting(NamedTuple):
-    """What an actor is told before anything is imported in it. ``visible`` are the ids of its accelerators."""
-
-    surroundings: Surroundings
-    visible: Sequence[str]
-    env: Mapping[str, str]
-    log_path: str
-    store_bytes: int | None
 
 
 class ProcessActor:
@@ -53,14 +43,21 @@ class ProcessActor:
         self._store_bytes: int | None = None
         _here.update({"process": self._process, "name of task": ray.get_runtime_context().get_task_name})
 
-    def settle_in(self, setting: Setting) -> int:
-        """Take over the controller's surroundings. Returns this process's id."""
-        self._store_bytes = setting.store_bytes
-        limits = dict.fromkeys(THREAD_VARIABLES, setting.env.get("OMP_NUM_THREADS", str(setting.surroundings.threads)))
-        seen = visibility(range(len(setting.visible)), setting.visible or accelerators())
-        os.environ.update({**limits, **seen, **setting.env})
-        log_to(Path(setting.log_path))
-        setting.surroundings.settle_in(interface_of(ray.util.get_node_ip_address()))
+    def settle_in(
+        self,
+        env: Mapping[str, str],
+        visible: Sequence[str],
+        log_path: str,
+        surroundings: Surroundings,
+        store_bytes: int | None,
+    ) -> int:
+        """Take over the controller's surroundings. ``visible`` are the ids of this process's accelerators. Returns this
+        process's id."""
+        self._store_bytes = store_bytes
+        threads = dict.fromkeys(THREAD_VARIABLES, env.get("OMP_NUM_THREADS", str(surroundings.threads)))
+        os.environ.update({**threads, **visibility(range(len(visible)), visible or accelerators()), **env})
+        log_to(Path(log_path))
+        surroundings.settle_in(interface_of(ray.util.get_node_ip_address()))
         return os.getpid()
 
     def call(self, message: bytes) -> bytes | list[Any]:

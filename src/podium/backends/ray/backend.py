@@ -21,14 +21,14 @@ from ray.exceptions import RayActorError, RayError
 
 from podium.backends.files import Files, Log
 from podium.backends.process import Surroundings
-from podium.backends.ray.actor import GROUPS, ProcessActor, Setting
+from podium.backends.ray.actor import GROUPS, ProcessActor
 from podium.backends.ray.connect import connect, disconnect, ray
 from podium.backends.ray.placement import Inventory
 from podium.backends.ray.process import RayProcess, Replies
 from podium.backends.ray.wire import Parcel, pack
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.messages import Capabilities, Death, Node, OnDeath, Place, ProcessSpec
+from podium.runtime.messages import Capabilities, Node, OnDeath, Place, ProcessSpec
 
 __all__ = ["RayBackend"]
 
@@ -103,7 +103,7 @@ class RayBackend(Backend):
                 with contextlib.suppress(RayError):
                     ray.kill(process.actor, no_restart=True)
             raise
-        self._processes.update(processes)
+        self._processes = {process for process in self._processes if not process.ended.is_set()}.union(processes)
         return processes
 
     def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
@@ -170,7 +170,7 @@ class RayBackend(Backend):
             own |= {"name": f"{spec.detached}:{spec.rank}", "namespace": NAMESPACE, "lifetime": "detached"}
         options = {
             "num_cpus": 0,
-            "enable_task_events": False,  # Podium has its own trace; Ray's makes a call 6 % longer
+            "enable_task_events": False,  # Podium has a trace of its own, and Ray's slows down every call
             "scheduling_strategy": self._inventory.strategy(spec.place.node, spec.token, spec.slot),
             **({"runtime_env": runtime_env} if runtime_env else {}),
             **own,
@@ -180,21 +180,16 @@ class RayBackend(Backend):
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{spec.label}: Ray refuses these actor options: {error}") from error
 
-        def ended(rank: int, death: Death) -> None:
-            self._processes.discard(process)
-            on_death(rank, death)
-
         log, node = self._files.begin_log(spec.label), spec.place.node
-        process = RayProcess(spec.rank, made, log, self._replies, ended, label=spec.label, node=node)
-        return process
+        return RayProcess(spec.rank, made, log, self._replies, on_death, label=spec.label, node=node)
 
     def _settle(self, processes: Sequence[RayProcess], specs: Sequence[ProcessSpec]) -> None:
         """Wait until all have taken over this script's surroundings."""
         asked: dict[Any, RayProcess] = {}
         for process, spec in zip(processes, specs, strict=True):
             surroundings, visible = Surroundings.here(spec.threads, self._preload), spec.token.devices[spec.slot]
-            setting = Setting(surroundings, visible, spec.env, str(process.log.path), self._store_bytes)
-            asked[process.actor.settle_in.remote(setting)] = process
+            how = (spec.env, visible, str(process.log.path), surroundings, self._store_bytes)
+            asked[process.actor.settle_in.remote(*how)] = process
         began = time.monotonic()
         say = START_SAYS_S
         while asked:

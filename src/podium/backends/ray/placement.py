@@ -31,7 +31,7 @@ READY_S = 5.0
 FREED_S = 2.0
 OTHERS = "other Ray tasks and actors"
 NOT_FOR_SLOTS = ("node:", "accelerator_type:", "object_store_memory", "bundle_")
-OURS = {"CPU": "cpu", "GPU": "gpu", "NPU": "gpu"}
+OUR_NAMES = {"CPU": "cpu", "GPU": "gpu", "NPU": "gpu"}
 Amounts = dict[str, float]
 
 
@@ -67,10 +67,10 @@ class Inventory:
         """Nodes that are alive, by address: all they have, and what others hold."""
         alive = _alive()
         count = Counter(node["NodeName"] for node in alive.values())
-        for at, node in alive.items():
-            self._names.setdefault(at, node["NodeName"] + f"-{at[:6]}" * (count[node["NodeName"]] > 1))
-        self._ids = {self._names[at]: at for at in alive}
-        self._npu = {self._names[at] for at, node in alive.items() if "NPU" in node["Resources"]}
+        for node_id, node in alive.items():
+            self._names.setdefault(node_id, node["NodeName"] + f"-{node_id[:6]}" * (count[node["NodeName"]] > 1))
+        self._ids = {self._names[node_id]: node_id for node_id in alive}
+        self._npu = {self._names[node_id] for node_id, node in alive.items() if "NPU" in node["Resources"]}
         taken = self._taken(alive)
         return [Node(name, _amounts(alive[at]["Resources"]), taken[at]) for name, at in self._ids.items()]
 
@@ -222,7 +222,7 @@ def _alive() -> dict[str, Any]:
 def _amounts(resources: Mapping[str, float]) -> Amounts:
     """Ray's resources that slots can hold, by Podium's names."""
     return {
-        OURS.get(name, name): amount
+        OUR_NAMES.get(name, name): amount
         for name, amount in resources.items()
         if not name.startswith(NOT_FOR_SLOTS) and "_group_" not in name
     }

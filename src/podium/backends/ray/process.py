@@ -30,7 +30,7 @@ KILL_S = 10.0
 TOGETHER_S = 0.005  # the replies of a short call are taken in all at once, if they come within this
 LOOK_S = 0.05  # a waiting thread looks this often whether its call was ended by somebody else
 TICK_S = 0.004
-LINGER = 50  # ticks without a call after which the listener sleeps; to wake it costs a call 2 % of its time
+LINGER = 50  # ticks without a call after which the listener sleeps; to wake it takes time from a call
 
 Heard = Callable[[Any, BaseException | None], None]
 """Called once with the answer, or None and the error."""
