@@ -63,3 +63,16 @@ def test_the_number_of_a_cancelled_call_is_not_used_again(sent: tuple[Any, list[
     for _ in range(100):
         sleeper.history()
     assert cancelled not in numbers[1:]
+
+
+def test_a_reply_that_is_counted_late_does_not_lose_the_next_call_of_its_number(sent: tuple[Any, list[int]]) -> None:
+    """Where all ranks raise, the caller goes on at the first error, while the other ranks' replies come in."""
+    sleeper, numbers = sent
+    calls = sleeper.group.processes.calls
+    first = sleeper.nap.submit(0.1, "first")
+    (flight,) = calls._in_flight.values()
+    first.result()
+    second = sleeper.nap.submit(0.1, "second")
+    assert numbers[-1] == numbers[-2]
+    calls._all_answered(flight)
+    assert second.result(timeout_s=5.0) == ["second"]

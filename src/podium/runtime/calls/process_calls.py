@@ -24,7 +24,7 @@ from podium.errors import (
 )
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.call import Call, Watch
-from podium.runtime.collect import Collect, Gather
+from podium.runtime.collect import Collect, gather
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
 
@@ -103,7 +103,7 @@ class ProcessCalls:
         self.lost: dict[int, Death] = {}
         self.broken = ""
         self._backend = backend
-        self._in_flight: dict[int, InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}  # by call_id: a number may be another call's by now
         self._sending = threading.Lock()
         self._unsettled: set[InFlight] = set()  # calls that failed on one rank while others still ran
         self._ended = False
@@ -126,7 +126,7 @@ class ProcessCalls:
         results. Raises what a call raises."""
         call: Call[list[Any]] = Call(label, timeout_s, self._backend)
         ranks = range(len(self.handles)) if ranks is None else ranks
-        self.send(call, "", method, Split(ranks, shared, own, ranks), Gather(), concurrent)
+        self.send(call, "", method, Split(ranks, shared, own, ranks), gather(), concurrent)
         return call.result()
 
     def send(
@@ -153,11 +153,11 @@ class ProcessCalls:
         except SerializationError as error:
             raise SerializationError(f"{call.label}: {error}") from error.__cause__
         flight = InFlight(call, target, method, split, collect, collect.ranks(split), set(split.ranks))
-        self._in_flight[flight.number] = flight  # from here on a death fails it; one while it was packed shows now
+        self._in_flight[flight.call_id] = flight  # from here on a death fails it; one while it was packed shows now
         try:
             self._refuse_if_unusable(call.label)
         except PodiumError:
-            self._in_flight.pop(flight.number, None)
+            self._in_flight.pop(flight.call_id, None)
             raise
         call.on_cancel = partial(self._tell_cancelled, flight)
         try:
@@ -232,7 +232,7 @@ class ProcessCalls:
 
     def _all_answered(self, flight: InFlight) -> None:
         """Every rank has replied or ended."""
-        if self._in_flight.pop(flight.number, None) is None:
+        if self._in_flight.pop(flight.call_id, None) is None:
             return
         if not flight.cancelled:  # a rank that was told to drop the call may hear of that only now
             _free_numbers.append(flight.number)
