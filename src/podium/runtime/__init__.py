@@ -7,6 +7,7 @@ from podium.runtime.collect import Collect, concat, first, gather, nothing, redu
 from podium.runtime.dispatch import (
     Arguments,
     Dispatch,
+    Mesh,
     RowPlan,
     Split,
     World,
@@ -18,7 +19,6 @@ from podium.runtime.dispatch import (
 )
 from podium.runtime.endpoint import Endpoint, endpoint
 from podium.runtime.group import Colocated, Replicas, WorkerGroup
-from podium.runtime.mesh import Mesh
 from podium.runtime.messages import Capabilities, Death, Node, Packed, Place, ProcessSpec, Reply, Request
 from podium.runtime.pool import ResourcePool, Slot
 from podium.runtime.worker import Bound, Worker, WorkerContext

@@ -11,16 +11,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
 from podium.functions import nearest
 from podium.runtime.backend import Backend
 from podium.runtime.calls import Watch
+from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoint import Returns
 from podium.runtime.group import Colocated, Replicas, WorkerGroup, WorkerHandle
-from podium.runtime.mesh import Mesh
 from podium.runtime.messages import Capabilities, Node
 from podium.runtime.pool import Inventory, ResourcePool
 from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
@@ -139,7 +139,7 @@ class Cluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -175,8 +175,7 @@ class Cluster:
             PlacementError: There is no room. The message says what is free where and who holds the rest.
             ConfigError: Both ``slots`` and ``spread`` are given, or a number is out of its range.
         """
-        self._refuse_if_closed()
-        self._refuse_unless_detached(detached, "pool")
+        self._refuse_unless_open("pool", detached)
         if slots is not None and (spread is not None or isinstance(slots, int)):
             raise ConfigError(
                 f"pool({slots}, spread={spread}): give slots as a list, as in pool([4]) for four on one node, or "
@@ -184,19 +183,18 @@ class Cluster:
             )
         layout = spread if spread is not None else (1,) if slots is None else list(slots)
         want = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
-        until = time.monotonic() + wait_s
-        say = 0.0
+        until, say = time.monotonic() + wait_s, 0.0
         while True:
             try:
                 return self._inventory.reserve(layout, want, detached=detached)
             except PlacementError as error:
-                left = until - time.monotonic()
-                if left <= 0:
+                now = time.monotonic()
+                if now >= until:
                     raise
-                if time.monotonic() >= say:
-                    _log.warning("waiting up to %.0f s more for a pool: %s", left, error)
-                    say = time.monotonic() + WAIT_SAYS_S
-                time.sleep(min(WAIT_LOOKS_S, left))
+                if now >= say:
+                    _log.warning("waiting up to %.0f s more for a pool: %s", until - now, error)
+                    say = now + WAIT_SAYS_S
+                time.sleep(min(WAIT_LOOKS_S, until - now))
 
     def release(self, pool: ResourcePool) -> None:
         """Give a pool's slots back. Raises PlacementError while a group runs on them."""
@@ -220,6 +218,9 @@ class Cluster:
     ) -> T:
         """Start a worker on every slot of ``pool`` and wait until all are made.
 
+        The handle that is returned is typed as the class. Its endpoints are called on all ranks, and its ``group``
+        restarts and closes the workers.
+
         Args:
             worker: ``Cls.bind(...)``, or ``colocate(...)`` of several.
             pool: The slots, one a rank. Default: one slot of its own.
@@ -237,15 +238,11 @@ class Cluster:
             returns: Default for endpoints that do not set ``returns``. "ref" leaves the tensors of results with the
                 workers.
 
-        Returns:
-            A handle that is typed as the class. Its endpoints are called on all ranks, and its ``group`` restarts and
-            closes the workers.
-
         Raises:
             WorkerStartError: A process or a constructor failed. What had started is ended.
             ConfigError: ``worker`` is not a bound Podium worker, a mesh does not fit, or the backend cannot do this.
         """
-        self._refuse_if_closed()
+        self._refuse_unless_open("start", detached)
         if returns not in ("value", "ref"):
             raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
         how = StartOptions(
@@ -327,8 +324,7 @@ class Cluster:
         Raises:
             ConfigError: There is no group of this name, it has lost ranks, or this backend has no detached groups.
         """
-        self._refuse_if_closed()
-        self._refuse_unless_detached(True, "attach")
+        self._refuse_unless_open("attach", detached=True)
         processes, record = ProcessSet.attach(self._backend, self._watch, name)
         if (alive := len(processes.pids)) < processes.size:
             processes.close()
@@ -345,8 +341,7 @@ class Cluster:
         Raises:
             ConfigError: There is no group of this name.
         """
-        self._refuse_if_closed()
-        self._refuse_unless_detached(True, "stop")
+        self._refuse_unless_open("stop", detached=True)
         processes, record = ProcessSet.attach(self._backend, self._watch, name)
         for group in self._groups.values():
             if group.processes.name == name and group.processes.options.detached:
@@ -414,7 +409,6 @@ class Cluster:
                 f"start(env={{{name!r}: ...}}): {name} cannot be set: a worker sees the devices of its slot, and its "
                 "rank and world size are in self.ctx"
             )
-        self._refuse_unless_detached(options.detached, "start")
         held = [slot.reservation for slot in pool if slot.resources]
         if options.detached and not all(reservation.detached for reservation in held):
             raise ConfigError("start(detached=True): its pool holds resources, so reserve it with pool(detached=True)")
@@ -428,13 +422,11 @@ class Cluster:
             for slot in pool
         ]
 
-    def _refuse_unless_detached(self, wanted: bool, what: str) -> None:
-        if wanted and not self._backend.capabilities.detached:
-            raise ConfigError(f"{what}(): backend {self.backend_name!r} has no detached groups; use 'ray'")
-
-    def _refuse_if_closed(self) -> None:
+    def _refuse_unless_open(self, what: str, detached: bool) -> None:
         if self._closed:
             raise ConfigError("this cluster is closed; podium.connect() gives another")
+        if detached and not self._backend.capabilities.detached:
+            raise ConfigError(f"{what}(): backend {self.backend_name!r} has no detached groups; use 'ray'")
 
 
 def _kind(value: object) -> str:

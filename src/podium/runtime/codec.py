@@ -40,19 +40,18 @@ Reading = Literal["tensor", "readonly", "ref"]
 Opener = Callable[["BlockInfo"], "Block"]
 """Makes the block that came beside a message."""
 
-
 _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
 class _Here(threading.local):
-    """How this thread reads references, and the blocks that came with what it reads just now."""
+    """How this thread reads references, and the blocks of the message that it reads."""
 
     def __init__(self) -> None:
         self.mode: Reading = "ref"
         self.blocks: Sequence[Opener] = ()
         self.made: dict[int, Block] = {}
         self.opened: dict[tuple[int, bool], tuple[Block, Any]] = {}
-        self.taken: list[tuple[int, int]] = []  # where the tensors that are views of blocks begin and end, in order
+        self.taken: list[tuple[int, int]] = []  # where the tensors that were made begin and end, in order
         self.lent: list[tuple[Block, Any]] = []
 
 
@@ -99,7 +98,7 @@ def take_back(method: str) -> None:
     """Compare what this thread read as readonly with its checksums, where blocks are checked.
 
     Raises:
-        DataError: ``method`` wrote to it.
+        DataError: ``method`` wrote to what it read.
     """
     lent, _here.lent = _here.lent, []
     for block, memory in lent:
@@ -113,8 +112,8 @@ def encode(
     """``value`` as pickle bytes and the buffers that belong to it, each of them contiguous.
 
     Args:
-        blocks: Receives the blocks that ``value`` refers to, each once. They must be carried beside the message, in
-            this order. None where a backend has no store of its own: its blocks are plain and travel inside.
+        blocks: Receives the blocks that ``value`` refers to, each once. They are carried beside the message, in this
+            order. None where a backend has no store of its own: its blocks are plain and travel inside.
 
     Raises:
         SerializationError: The value does not pickle. The message names ``where`` and the part that fails.
@@ -142,8 +141,7 @@ def decode(
     """The value again. Tensors share memory with ``buffers``, which must be writable.
 
     Args:
-        blocks: Functions that make the blocks which came beside the message, in the order in which ``encode`` gave
-            them.
+        blocks: Functions that make the blocks which came beside the message, in the order of ``encode``.
 
     Raises:
         SerializationError: The value does not unpickle. The message names ``where``.
@@ -166,14 +164,14 @@ def decode(
 
 
 def _blame(value: object, depth: int = 4) -> str:
-    """Which entry of a mapping or sequence is at fault, ``depth`` levels deep; "" if it is the whole."""
+    """The entry of a mapping or sequence that does not pickle, up to ``depth`` levels deep; "" if it is the whole."""
     if depth == 0:
         return ""
-    entries: list[tuple[Any, Any]] = []
+    entries: Any = ()
     if isinstance(value, dict):
-        entries = list(value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+        entries = value.items()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     elif isinstance(value, list | tuple):
-        entries = list(enumerate(value))  # pyright: ignore[reportUnknownArgumentType]
+        entries = enumerate(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     for key, entry in entries:
         try:
             _dump(entry, [], [])

@@ -1,7 +1,4 @@
-"""How the ranks' results become one. A user's own way is a subclass of :class:`Collect`.
-
-The factories are the classes themselves, so that a type checker knows what each one returns.
-"""
+"""How the ranks' results become one. A user's own way is a subclass of :class:`Collect`."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from podium.errors import ConfigError, DataError
 from podium.runtime.dispatch import RowPlan, Split
 from podium.runtime.rows import concat_rows, count_rows, kind_of, open_rows, slice_rows, take_rows
 
-__all__ = ["Collect", "Concat", "First", "Gather", "Nothing", "Reduce"]
-__all__ += ["concat", "first", "gather", "nothing", "reduce"]
+__all__ = ["Collect", "concat", "first", "gather", "nothing", "reduce"]
 
 Ret = TypeVar("Ret")
 Out = TypeVar("Out")
@@ -35,14 +31,14 @@ class Collect(ABC, Generic[Ret, Out]):
         """Join ``results``, which are in the order of :meth:`ranks`. Errors begin with ``method``."""
 
 
-class Gather(Collect[Any, list[Any]]):
+class gather(Collect[Any, list[Any]]):
     """A list with every rank's result, in rank order (after ``shard``: one for each part)."""
 
     def collect(self, method: str, results: Sequence[Any], split: Split) -> list[Any]:
         return list(results)
 
 
-class First(Collect[Any, Any]):
+class first(Collect[Any, Any]):
     """The result of the first rank that collects."""
 
     def ranks(self, split: Split) -> Sequence[int]:
@@ -52,7 +48,7 @@ class First(Collect[Any, Any]):
         return results[0]
 
 
-class Nothing(Collect[Any, None]):
+class nothing(Collect[Any, None]):
     """None. The call still waits for every rank."""
 
     def ranks(self, split: Split) -> Sequence[int]:
@@ -62,7 +58,7 @@ class Nothing(Collect[Any, None]):
         return None
 
 
-class Concat(Collect[Any, Any]):
+class concat(Collect[Any, Any]):
     """Results joined row-wise, in the caller's row order, without padding rows."""
 
     def collect(self, method: str, results: Sequence[Any], split: Split) -> Any:
@@ -87,7 +83,7 @@ class Concat(Collect[Any, Any]):
         return slice_rows(part, 0, plan.sizes[at]) if plan.padding[at] else part
 
 
-class Reduce(Collect[Any, Any]):
+class reduce(Collect[Any, Any]):
     """Numbers, tensors, or dicts of them, reduced over the ranks.
 
     Args:
@@ -153,10 +149,3 @@ def _extreme(a: Any, b: Any, *, largest: bool) -> Any:
 
         return np.maximum(a, b) if largest else np.minimum(a, b)
     return max(a, b) if largest else min(a, b)
-
-
-gather = Gather
-concat = Concat
-first = First
-reduce = Reduce
-nothing = Nothing

@@ -1,21 +1,94 @@
-"""How a call's arguments reach the ranks. A user's own way is a subclass of :class:`Dispatch`."""
+"""Meshes of ranks, and how a call's arguments reach the ranks. A user's own way is a subclass of :class:`Dispatch`."""
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
-from podium.runtime.mesh import Mesh
 from podium.runtime.rows import count_rows, open_rows, slice_rows, take_rows, token_lengths
 
-__all__ = ["Arguments", "Broadcast", "Dispatch", "Only", "PerRank", "RowPlan", "Scatter", "Shard", "Split", "World"]
+__all__ = ["Arguments", "Dispatch", "Mesh", "PerRank", "RowPlan", "Split", "World"]
 __all__ += ["broadcast", "only", "per_rank", "scatter", "shard"]
 
 T = TypeVar("T")
+
+
+class Mesh:
+    """World ranks as a grid of named axes, the last axis varying fastest.
+
+    ``output`` says at which coordinate of an axis a result comes out. Results of the other axes come out at coordinate
+    0. Results of a pipeline come out at its last stage:
+
+    >>> mesh = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
+    >>> mesh.coordinate(5)
+    {'pp': 1, 'dp': 0, 'tp': 1}
+    >>> mesh.collectors("dp")
+    (4, 6)
+
+    Raises:
+        ConfigError: There are no axes, a size is below 1, or an ``output`` is outside its axis.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, int] | None = None, /, *, output: Mapping[str, int] | None = None, **sizes: int
+    ) -> None:
+        self.axes: dict[str, int] = {**(axes or {}), **sizes}
+        if not self.axes:
+            raise ConfigError("a mesh needs at least one axis, as in Mesh(dp=4)")
+        for axis, size in self.axes.items():
+            if size < 1:
+                raise ConfigError(f"mesh axis {axis!r} has size {size}; sizes start at 1")
+        self.output: dict[str, int] = {}
+        for axis, at in (output or {}).items():
+            if not -self.axis_size(axis) <= at < self.axis_size(axis):
+                raise ConfigError(f"output of axis {axis!r} is at {at}, but the axis has {self.axes[axis]} coordinates")
+            self.output[axis] = at % self.axes[axis]
+        self.size = math.prod(self.axes.values())
+        grid = itertools.product(*(range(size) for size in self.axes.values()))
+        self._places = [dict(zip(self.axes, place, strict=True)) for place in grid]
+        self._collectors: dict[str, tuple[int, ...]] = {}  # by axis: every call that shards asks
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.axes.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and (repr(self), self.output) == (repr(other), other.output)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def axis_size(self, axis: str) -> int:
+        """Number of coordinates along ``axis``; ConfigError names the axes there are."""
+        try:
+            return self.axes[axis]
+        except KeyError:
+            raise ConfigError(f"no axis {axis!r} in {self}; its axes are {list(self.axes)}") from None
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands on each axis."""
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"rank {rank} is outside {self} of {self.size} ranks")
+        return dict(self._places[rank])
+
+    def along(self, axis: str) -> tuple[int, ...]:
+        """For each rank in order, its coordinate on ``axis``."""
+        self.axis_size(axis)
+        return tuple(place[axis] for place in self._places)
+
+    def collectors(self, axis: str) -> tuple[int, ...]:
+        """One rank for each coordinate of ``axis``, in that order: the ranks whose results are taken."""
+        if axis not in self._collectors:
+            self.axis_size(axis)
+            others = {name: self.output.get(name, 0) for name in self.axes if name != axis}
+            chosen = (rank for rank, place in enumerate(self._places) if others.items() <= place.items())
+            self._collectors[axis] = tuple(chosen)
+        return self._collectors[axis]
 
 
 @dataclass(frozen=True)
@@ -99,7 +172,7 @@ class Dispatch(ABC):
         """Split ``arguments``. Raises a ConfigError that names the method and the argument."""
 
 
-class Broadcast(Dispatch):
+class broadcast(Dispatch):
     """Every rank receives every argument."""
 
     def split(self, arguments: Arguments, world: World) -> Split:
@@ -108,7 +181,7 @@ class Broadcast(Dispatch):
         return Split(ranks, arguments.values, None, ranks)
 
 
-class Only(Dispatch):
+class only(Dispatch):
     """One rank is called, with every argument."""
 
     def __init__(self, rank: int = 0) -> None:
@@ -122,7 +195,7 @@ class Only(Dispatch):
         return Split(ranks, arguments.values, None, ranks)
 
 
-class Scatter(Dispatch):
+class scatter(Dispatch):
     """Arguments given as ``per_rank([...])`` go one to each rank, and the others go to every rank."""
 
     def split(self, arguments: Arguments, world: World) -> Split:
@@ -139,7 +212,7 @@ class Scatter(Dispatch):
         return Split(ranks, shared, [{name: values[rank] for name, values in apart.items()} for rank in ranks], ranks)
 
 
-class Shard(Dispatch):
+class shard(Dispatch):
     """Rows are split over the coordinates of a mesh axis, and ranks along the other axes receive the same rows.
 
     Args:
@@ -236,9 +309,3 @@ def _balanced(lengths: Sequence[int], parts: int) -> Sequence[Sequence[int]]:
         chosen[part].append(row)
         heapq.heappush(loads, (load + lengths[row], count + 1, part))
     return [sorted(rows) for rows in chosen]
-
-
-broadcast = Broadcast
-scatter = Scatter
-shard = Shard
-only = Only

@@ -9,13 +9,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast, overload
 
 from podium.errors import ConfigError
 from podium.runtime.calls import Call
 from podium.runtime.codec import Reading
-from podium.runtime.collect import Collect, Concat, First, Gather, Nothing, Reduce
-from podium.runtime.dispatch import Arguments, Broadcast, Dispatch, Shard
+from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
+from podium.runtime.dispatch import Arguments, Dispatch, broadcast, shard
 
 if TYPE_CHECKING:
     from typing import TypedDict, Unpack
@@ -173,32 +173,21 @@ class EndpointMethod(Generic[P, Ret, Out]):
 Method = Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret] | Ret]
 
 
-class _ToList(Protocol):
-    def __call__(self, function: Method[P, Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
-
-
-class _ToSame(Protocol):
-    def __call__(self, function: Method[P, Ret], /) -> EndpointMethod[P, Ret, Ret]: ...
-
-
-class _ToNone(Protocol):
-    def __call__(self, function: Callable[Concatenate[Any, P], Any], /) -> EndpointMethod[P, Any, None]: ...
-
-
-class _ToOut(Protocol[Out]):
-    def __call__(self, function: Callable[Concatenate[Any, P], Any], /) -> EndpointMethod[P, Any, Out]: ...
+Mark = Callable[[Method[P, Ret]], EndpointMethod[P, Ret, Out]]
 
 
 @overload
 def endpoint(function: Method[P, Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Gather = ..., **how: Unpack[_How]) -> _ToList: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: gather = ..., **how: Unpack[_How]) -> Mark[P, Ret, list[Ret]]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Concat | First | Reduce, **how: Unpack[_How]) -> _ToSame: ...
+def endpoint(
+    *, dispatch: Dispatch = ..., collect: concat | first | reduce, **how: Unpack[_How]
+) -> Mark[P, Ret, Ret]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Nothing, **how: Unpack[_How]) -> _ToNone: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: nothing, **how: Unpack[_How]) -> Mark[P, Ret, None]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Any, Out], **how: Unpack[_How]) -> _ToOut[Out]: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Any, Out], **how: Unpack[_How]) -> Mark[P, Ret, Out]: ...
 def endpoint(
     function: Callable[..., Any] | None = None,
     /,
@@ -238,8 +227,8 @@ def endpoint(
         raise ConfigError("endpoint(receives='ref', readonly=True): what is a reference cannot be written to anyway")
     declare = partial(
         _declare,
-        dispatch=dispatch or Broadcast(),
-        collect=collect or Gather(),
+        dispatch=dispatch or broadcast(),
+        collect=collect or gather(),
         concurrent=concurrent,
         returns=returns,
         reads="readonly" if readonly else receives,
@@ -259,7 +248,7 @@ def _declare(function: Callable[..., Any], dispatch: Dispatch, **how: Any) -> En
                 "may take **kwargs"
             )
     named = {parameter.name: parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-    sharded = (dispatch.args or ()) if isinstance(dispatch, Shard) else ()
+    sharded = (dispatch.args or ()) if isinstance(dispatch, shard) else ()
     if unknown := [name for name in sharded if name not in named]:
         raise ConfigError(f"{called}: shard(args=...) names {unknown}, but its parameters are {[*named]}")
     spec = EndpointSpec(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.runtime.calls import Call, CallArgument
-from podium.runtime.dispatch import World
+from podium.runtime.dispatch import Mesh, World
 from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of
-from podium.runtime.mesh import Mesh
 from podium.runtime.pool import ResourcePool
 from podium.runtime.process_set import ProcessSet, Role
 from podium.runtime.worker import Worker
@@ -202,23 +201,13 @@ class WorkerHandle:
         return f"<{self.group.cls.__name__} {self.group}>"
 
 
-class Colocated(Mapping[str, Any]):
+class Colocated(dict[str, Any]):
     """Handles of several workers that share the same worker processes: ``both.policy`` or ``both["policy"]``."""
 
-    def __init__(self, handles: Mapping[str, Any]) -> None:
-        self.__dict__.update(handles)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.__dict__[name]
-
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no worker {name!r} here; there are {sorted(self)}")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.__dict__)
-
-    def __len__(self) -> int:
-        return len(self.__dict__)
+        if name not in self:
+            raise AttributeError(f"no worker {name!r} here; there are {sorted(self)}")
+        return self[name]
 
 
 class Replicas(Sequence[W], Generic[W]):

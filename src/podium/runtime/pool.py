@@ -24,7 +24,9 @@ class Reservation:
 
     def __init__(self, token: Any, places: Sequence[Place], *, detached: bool = False) -> None:
         self.token = token
-        self.slots = [Slot(place, self, number) for number, place in enumerate(places)]
+        self.slots = [
+            Slot(place.node, place.resources, place.devices, self, number) for number, place in enumerate(places)
+        ]
         self.detached = detached
         self.holders: list[str] = []
         self.released = False
@@ -34,21 +36,15 @@ class Reservation:
 class Slot:
     """A place for one worker process: its node, what it holds there, and which of the node's accelerators."""
 
-    place: Place
+    node: str
+    resources: Mapping[str, float]
+    devices: tuple[int, ...]
     reservation: Reservation = field(repr=False, compare=False)
     number: int = field(repr=False)
 
     @property
-    def node(self) -> str:
-        return self.place.node
-
-    @property
-    def resources(self) -> Mapping[str, float]:
-        return self.place.resources
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return self.place.devices
+    def place(self) -> Place:
+        return Place(self.node, self.resources, self.devices)
 
 
 class ResourcePool:

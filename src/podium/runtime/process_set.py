@@ -10,8 +10,8 @@ from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
 from podium.runtime.calls import ProcessCalls, Watch
+from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoint import Returns
-from podium.runtime.mesh import Mesh
 from podium.runtime.messages import Place, ProcessSpec
 from podium.runtime.pool import Reservation, ResourcePool
 from podium.runtime.worker import Bound, WorkerContext
@@ -96,7 +96,7 @@ class ProcessSet:
         calls.handles = backend.attach(name, calls.on_death)
         record = None
         if calls.handles:
-            (record,) = calls.request(f"{name}.attach", "kept", ATTACH_S, {}, ranks=(0,), concurrent=True)
+            (record,) = calls.request(f"{name}.attach", "record", ATTACH_S, {}, ranks=(0,), concurrent=True)
         if not isinstance(record, Record):
             calls.end("")
             found = "is still starting, or its start failed" if calls.handles else "runs here"
@@ -198,7 +198,7 @@ class ProcessSet:
             name: replace(role, bound=cast(Any, Bound)(role.bound.cls, (), {})) for name, role in self.workers.items()
         }
         record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, bare)
-        self.calls.request(f"{self.name}.keep_record", "keep", ATTACH_S, {"record": record})
+        self.calls.request(f"{self.name}.keep_record", "record", ATTACH_S, {"record": record})
 
     def close_worker(self, name: str) -> None:
         """Close one of several colocated workers."""

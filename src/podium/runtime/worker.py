@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from podium.errors import ConfigError
-from podium.runtime.mesh import Mesh
+from podium.runtime.dispatch import Mesh
 
 if TYPE_CHECKING:
     from podium.runtime.group import WorkerGroup
@@ -63,10 +63,6 @@ class Bound(Generic[W_co]):
     cls: type[W_co]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    def build(self) -> W_co:
-        """Make the worker in this process."""
-        return self.cls(*self.args, **self.kwargs)
 
 
 class Worker:

@@ -47,10 +47,16 @@ Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 LOOP_END_S = 1.0  # for async endpoints that still run when their process shuts down
 
-_COLLECTIVE_HINTS = (
-    *("gloo", "nccl", "NCCL", "ProcessGroup"),
-    *("Connection closed by peer", "Connection reset", "Broken pipe"),
+_OF_COLLECTIVES = (
+    "gloo",
+    "nccl",
+    "NCCL",
+    "ProcessGroup",
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
 )
+"""Texts in errors of broken collectives."""
 
 
 class _Function(NamedTuple):
@@ -233,7 +239,7 @@ class WorkerProcess:
         context = replace(context, colocated=MappingProxyType(self.workers))
         token = current_context.set(context)
         try:
-            self.workers[name] = bound.build()
+            self.workers[name] = bound.cls(*bound.args, **bound.kwargs)
         finally:
             current_context.reset(token)
         self._functions.clear()
@@ -246,12 +252,9 @@ class WorkerProcess:
         finally:
             current_context.reset(token)
 
-    def do_keep(self, record: Any) -> None:
-        """Keep a record for controllers that attach later."""
-        self._record = record
-
-    def do_kept(self) -> Any:
-        """The record that was kept, or None."""
+    def do_record(self, record: Any = None) -> Any:
+        """Keep ``record`` for controllers that attach later, if one is given. Returns the record that is kept."""
+        self._record = record or self._record
         return self._record
 
     def do_store(self) -> Usage | None:
@@ -330,13 +333,11 @@ class WorkerProcess:
 
     def _failure(self, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, _own_part(error)))
-        message = str(error)
-        distributed = type(error).__module__.startswith("torch.distributed") or type(error).__name__.startswith("Dist")
-        secondary = distributed or (
-            isinstance(error, RuntimeError) and any(hint in message or hint in text for hint in _COLLECTIVE_HINTS)
-        )
-        kept = _pickled(error) if self._ships_exceptions else error
-        return Failure(type(error).__name__, message, text, kept, secondary)
+        kind, message = type(error), str(error)
+        secondary = kind.__module__.startswith("torch.distributed") or kind.__name__.startswith("Dist")
+        if isinstance(error, RuntimeError):
+            secondary = secondary or any(hint in message or hint in text for hint in _OF_COLLECTIVES)
+        return Failure(kind.__name__, message, text, _pickled(error) if self._ships_exceptions else error, secondary)
 
 
 def _run_loop(runner: asyncio.Runner) -> None:
