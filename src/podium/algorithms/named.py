@@ -10,7 +10,6 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from pydantic.dataclasses import is_pydantic_dataclass
@@ -89,23 +88,18 @@ class Declaration:
         return function
 
 
-_OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = MappingProxyType(
-    {
-        "grpo": Declaration(needs_groups=True),
-        "rloo": Declaration(needs_groups=True),
-        "reinforce_pp": Declaration(),
-        "gae": Declaration(needs_values=True),
-    }
-)
+_OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
+    "grpo": Declaration(needs_groups=True),
+    "rloo": Declaration(needs_groups=True),
+    "reinforce_pp": Declaration(),
+    "gae": Declaration(needs_values=True),
+}
+_OWN_LOSSES: Final = ("ppo_clip", "gspo", "clip_cov", "cross_entropy")
 
-ADVANTAGES: Final[Mapping[str, str]] = MappingProxyType(
-    {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
-)
+ADVANTAGES: Final[Mapping[str, str]] = {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
 """Podium's own advantage estimators by name, and where each is."""
 
-LOSSES: Final[Mapping[str, str]] = MappingProxyType(
-    {name: f"podium.algorithms.losses.{name}:{name}" for name in ("ppo_clip", "gspo", "clip_cov", "cross_entropy")}
-)
+LOSSES: Final[Mapping[str, str]] = {name: f"podium.algorithms.losses.{name}:{name}" for name in _OWN_LOSSES}
 """Podium's own losses by name, and where each is."""
 
 

@@ -54,15 +54,8 @@ class DataParallel(ABC):
         dist.all_gather(every, values)
         return torch.stack(every)
 
-    def gather_uneven(self, values: Tensor) -> list[Tensor]:
-        """Gather a tensor ``[M]`` of every rank in rank order, where each rank has an M of its own."""
-        counts = self.gather(torch.tensor([len(values)], device=values.device)).flatten().tolist()
-        padded = values.new_zeros(max(1, *counts))
-        padded[: len(values)] = values
-        return [row[:count] for row, count in zip(self.gather(padded), counts, strict=True)]
-
     def gather_objects(self, value: T) -> list[T]:
-        """Gather a small picklable value of every rank in rank order."""
+        """Gather a picklable value of every rank, in rank order. Tensors are on the CPU."""
         every: list[Any] = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(every, value)

@@ -168,19 +168,18 @@ class Policy(Learner):
         chosen_N, lengths_B = mask.values.bool(), sampled_counts(mask)
         scores = self._scores(batch)
         own = {
-            **{name: batch.jagged(name).values for name in (fields.TOKENS, *columns)},
-            "logprobs": scores[fields.OLD_LOGPROBS].values,
-            "entropy": scores[fields.ENTROPY].values,
+            **{name: batch.jagged(name).values[chosen_N] for name in (fields.TOKENS, *columns)},
+            "logprobs": scores[fields.OLD_LOGPROBS].values[chosen_N],
+            "entropy": scores[fields.ENTROPY].values[chosen_N],
         }
-        gather = self.engine.parallel.gather_uneven
-        every = {name: gather(values_N[chosen_N].to(self.device)) for name, values_N in own.items()}
-        lengths_B = torch.cat(gather(lengths_B[lengths_B > 0].to(self.device)))
+        every = self.engine.parallel.gather_objects((own, lengths_B[lengths_B > 0]))
+        lengths_B = torch.cat([lengths for _, lengths in every])
         whole = LossInputs(
-            offsets_B1=torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)),
-            columns={name: torch.cat(parts) for name, parts in every.items()},
+            offsets_B1=torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(self.device),
+            columns={name: torch.cat([tokens[name] for tokens, _ in every]).to(self.device) for name in own},
             step=self.engine.step_count,
         )
-        start = sum(len(part) for part in every["logprobs"][: self.ctx.rank])
+        start = sum(int(lengths.sum()) for _, lengths in every[: self.ctx.rank])
         found: dict[str, Jagged] = {}
         with torch.no_grad():
             for name, figure_M in figures(whole, self.algorithm).items():
