@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from podium.errors import ConfigError
@@ -51,7 +50,7 @@ class Grader:
     ) -> None:
         self.config = config or RewardConfig()
         self.name = self.config.name if reward is None else _name_of(reward)
-        self._source: str | RewardFn = self.config.name if reward is None else reward
+        self._source = self.config.name if reward is None else reward
         self._log_path = Path(log_path) if log_path is not None else None
         self._lock = threading.RLock()
         self._processes: GradingProcesses | None = None
@@ -128,9 +127,7 @@ class Grader:
     def __enter__(self) -> Grader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _send(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], *, batch: bool) -> Pending:
