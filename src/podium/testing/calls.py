@@ -11,7 +11,7 @@ import pytest
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
 from podium.runtime import Cluster, Worker, endpoint, first, per_rank
-from podium.testing.target import need, refuses
+from podium.testing.target import need, refuses, started
 from podium.testing.workers import Counter, Keeper, Probe, Sleeper
 
 __all__ = ["CallContract"]
@@ -19,11 +19,16 @@ __all__ = ["CallContract"]
 SOON_S = 20.0  # less than the minute that a call sleeps, with room for a slow machine
 
 
+class _Producer(Worker):
+    @endpoint(collect=first())
+    def make(self, seconds: float, value: str) -> str:
+        time.sleep(seconds)
+        return value
+
+
 class CallContract:
-    @pytest.fixture
-    @classmethod
-    def sleeper(cls, cluster: Cluster) -> Sleeper:
-        return cluster.start(Sleeper.bind(), cluster.pool([2]), distributed=False)
+    sleeper = started(Sleeper.bind(), 2, scope="function", distributed=False)
+    producer = started(_Producer.bind(), 1, scope="function", name="producer", distributed=False)
 
     @pytest.fixture
     @classmethod
@@ -31,11 +36,6 @@ class CallContract:
         """A sleeper whose calls run while the caller goes on."""
         need(cluster, "concurrent")
         return sleeper
-
-    @pytest.fixture
-    @classmethod
-    def producer(cls, cluster: Cluster) -> _Producer:
-        return cluster.start(_Producer.bind(), name="producer", distributed=False)
 
     def test_submit_gives_a_call_and_result_its_value(self, sleeper: Sleeper) -> None:
         call = sleeper.double.submit(4)
@@ -290,13 +290,6 @@ class CallContract:
         refuses(ConfigError, r"run_on\(rank=2\)", counter.group.run_on, 2, _add_as_method, 4)
         with pytest.raises(EndpointError, match="ZeroDivisionError"):
             counter.group.run(lambda worker: 1 // 0)
-
-
-class _Producer(Worker):
-    @endpoint(collect=first())
-    def make(self, seconds: float, value: str) -> str:
-        time.sleep(seconds)
-        return value
 
 
 class _Leaver(Worker):

@@ -12,8 +12,8 @@ import torch
 
 from podium.data import Batch, Jagged, Rows as HasRows, fields
 from podium.errors import ConfigError
-from podium.runtime import Cluster, Mesh, per_rank
-from podium.testing.target import refuses
+from podium.runtime import Mesh, per_rank
+from podium.testing.target import refuses, started
 from podium.testing.values import make_batch, same_batch
 from podium.testing.workers import Probe, Rows
 
@@ -40,27 +40,14 @@ class Letters(HasRows):
         return Letters("".join(part.text for part in parts))
 
 
+GRID = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
 ONES, THREE = torch.ones(3), make_batch([1, 2, 3])
 
 
 class DispatchContract:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def probe(cls, cluster: Cluster) -> Probe:
-        return cluster.start(Probe.bind(bias=2.0), cluster.pool([3]), name="shared_probe")
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rows(cls, cluster: Cluster) -> Rows:
-        return cluster.start(Rows.bind(), cluster.pool([3]), name="shared_rows")
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def grid(cls, cluster: Cluster) -> Rows:
-        mesh = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
-        return cluster.start(
-            Rows.bind(), cluster.pool([8]), name="shared_grid", meshes={"grid": mesh}, distributed=False
-        )
+    probe = started(Probe.bind(bias=2.0), 3, name="shared_probe")
+    rows = started(Rows.bind(), 3, name="shared_rows")
+    grid = started(Rows.bind(), 8, name="shared_grid", meshes={"grid": GRID}, distributed=False)
 
     def test_broadcast_reaches_every_rank_and_gathers_in_rank_order(self, probe: Probe) -> None:
         assert probe.rank() == [0, 1, 2]

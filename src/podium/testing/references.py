@@ -18,8 +18,8 @@ from torch import Tensor
 from podium.data import Batch, TensorRef
 from podium.errors import CallCancelled, DataError, EndpointError, RefLostError, WorkerDied
 from podium.runtime import Cluster
-from podium.testing.target import need, refuses
-from podium.testing.values import LARGE, make_batch, same_batch, tensors
+from podium.testing.target import need, refuses, started
+from podium.testing.values import LARGE, make_batch, same_batch, same_tensor, tensors
 from podium.testing.workers import Stash
 
 __all__ = ["ReferenceContract"]
@@ -50,10 +50,7 @@ def kept(stash: Stash) -> int:
 
 
 class ReferenceContract:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def stash(cls, cluster: Cluster) -> Stash:
-        return cluster.start(Stash.bind(), cluster.pool([2]), name="stash", distributed=False)
+    stash = started(Stash.bind(), 2, name="stash", distributed=False)
 
     def test_a_reference_tells_what_it_stands_for(self, stash: Stash) -> None:
         refs: list[Any] = stash.make(30, 500)
@@ -64,14 +61,12 @@ class ReferenceContract:
             assert torch.equal(ref.get(), torch.full((30, 500), float(rank)))
 
     @pytest.mark.parametrize("name", sorted(tensors()))
-    def test_tensors_of_every_kind_come_back_same_batch(self, stash: Stash, name: str) -> None:
+    def test_tensors_of_every_kind_come_back_equal(self, stash: Stash, name: str) -> None:
         sent = tensors()[name]
         ref: Any = stash.put(sent)
-        got = ref.get()
-        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
-        assert torch.equal(got.to(torch.complex64), sent.to(torch.complex64))
+        assert same_tensor(ref.get(), sent)
         through: Any = stash.put(ref)
-        assert torch.equal(through.get().to(torch.complex64), sent.to(torch.complex64))
+        assert same_tensor(through.get(), sent)
 
     def test_what_is_fetched_is_ones_own(self, stash: Stash) -> None:
         ref: Any = stash.put(torch.ones(LARGE))

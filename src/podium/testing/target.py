@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import podium
-from podium.runtime import Capabilities, Cluster
+from podium.runtime import Bound, Capabilities, Cluster
 
-__all__ = ["Target", "need", "refuses"]
+__all__ = ["Target", "need", "refuses", "started"]
 
 
 class Target:
@@ -34,6 +34,17 @@ def need(cluster: Cluster, *names: str) -> None:
     for name in names:
         if not getattr(can, name):
             pytest.skip(f"backend {cluster.backend_name!r} declares {name}=False")
+
+
+def started(bound: Bound[Any], slots: int, *, scope: Literal["class", "function"] = "class", **options: Any) -> Any:
+    """Return a fixture: a group in a pool of its own. ``options`` are those of ``cluster.start``."""
+
+    @pytest.fixture(scope=scope)
+    @classmethod
+    def group(cls: type[object], cluster: Cluster) -> Any:
+        return cluster.start(bound, cluster.pool([slots]), **options)
+
+    return group
 
 
 def refuses(error: type[Exception], says: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from podium.data import Batch, Jagged, fields
 from podium.errors import EndpointError, SerializationError
 from podium.runtime import Cluster
-from podium.testing.target import refuses
+from podium.testing.target import refuses, started
 from podium.testing.workers import Probe
 
 __all__ = ["ValueContract"]
@@ -106,6 +106,12 @@ def make_batch(lengths: Sequence[int]) -> Batch:
     )
 
 
+def same_tensor(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors of any dtype hold the same."""
+    alike = (left.dtype, left.shape) == (right.dtype, right.shape)
+    return alike and torch.equal(left.to(torch.complex64), right.to(torch.complex64))
+
+
 def same_batch(left: Batch, right: Batch) -> bool:
     """Return whether two batches hold the same rows in the same order. Columns that are elsewhere are fetched."""
     left, right = left.fetch(), right.fetch()
@@ -119,18 +125,12 @@ def _same(left: Any, right: Any) -> bool:
 
 
 class ValueContract:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def echo(cls, cluster: Cluster) -> Probe:
-        return cluster.start(Probe.bind(), cluster.pool([2]), name="echo")
+    echo = started(Probe.bind(), 2, name="echo")
 
     @pytest.mark.parametrize("name", sorted(tensors()))
     def test_tensors_come_back_equal(self, echo: Probe, name: str) -> None:
         sent = tensors()[name]
-        for got in echo.echo(sent):
-            assert got.dtype == sent.dtype
-            assert got.shape == sent.shape
-            assert torch.equal(got.to(torch.complex64), sent.to(torch.complex64))
+        assert [same_tensor(got, sent) for got in echo.echo(sent)] == [True, True]
 
     def test_special_tensors_keep_their_nature(self, echo: Probe) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
