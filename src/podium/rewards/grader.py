@@ -42,11 +42,7 @@ class Grader:
     """
 
     def __init__(
-        self,
-        config: RewardConfig | None = None,
-        *,
-        reward: RewardFn | None = None,
-        log_path: str | Path | None = None,
+        self, config: RewardConfig | None = None, *, reward: RewardFn | None = None, log_path: str | Path | None = None
     ) -> None:
         self.config = config or RewardConfig()
         self.name = self.config.name if reward is None else _name_of(reward)
@@ -68,13 +64,13 @@ class Grader:
             self._started()
 
     def submit(self, completion: str, row: Mapping[str, Any]) -> Future[Grade]:
-        """Have one completion graded beside what the caller does next. The future can be cancelled while it waits.
+        """Send one completion to be graded, and return at once. The future can be cancelled.
 
         The future raises RewardError where :meth:`grade` does.
 
         Raises:
-            ConfigError: As :meth:`start`; or the grader is closed.
-            RewardError: As :meth:`start`; or the row cannot be sent to a grading process.
+            ConfigError: :meth:`start` raises it, or the grader is closed.
+            RewardError: :meth:`start` raises it, or the row cannot be sent to a grading process.
         """
         return self._send([completion], [row], batch=False)
 
@@ -82,8 +78,8 @@ class Grader:
         """Return one grade for each completion, in order; ``rows[i]`` is the row that belongs to ``completions[i]``.
 
         Raises:
-            RewardError: The reward raised, ended its process, or returned what is no finite score, and
-                ``config.on_error`` is "raise"; names reward, item and remedy.
+            RewardError: The reward raised, ended its process, or returned no finite score, and ``config.on_error`` is
+                "raise". The message names the reward, the item and the remedy.
             ConfigError: There is no such reward, the grader is closed, or the lengths differ.
         """
         if len(completions) != len(rows):
@@ -92,9 +88,9 @@ class Grader:
         return self._wait([sent], sent.result)
 
     def gather(self, futures: Sequence[Future[Grade]]) -> list[Grade]:
-        """Wait for all ``futures``, and emit a note if the reward failed on some. Raises RewardError as they do.
+        """Wait for all ``futures``, and emit a note if the reward failed on some.
 
-        If one raises, those that wait are cancelled. Ctrl-C closes the grader.
+        If one future raises, the others are cancelled and the error is raised here. Ctrl-C closes the grader.
         """
         return self._wait(futures, lambda: [future.result() for future in futures])
 
@@ -119,7 +115,7 @@ class Grader:
         return grades
 
     def close(self) -> None:
-        """End all processes. A closed grader grades no more; futures that wait raise RewardError."""
+        """End all processes. Futures without a grade raise RewardError. A closed grader cannot be used again."""
         with self._lock:
             self._closed = True
             self._stop()
@@ -138,7 +134,7 @@ class Grader:
         if self._closed:
             raise ConfigError(f"the grader for the reward {self.name} is closed; make a new Grader")
         if self._processes is not None and not self._processes.alive():
-            self._stop()  # it ended while nothing was asked of it: nothing is lost
+            self._stop()  # the dispatcher ended while it had no items, so nothing is lost
         if self._processes is None:
             self._processes = GradingProcesses(self._source, self.name, self.config, self._log_path)
             self._end = weakref.finalize(self, self._processes.stop)
