@@ -32,11 +32,9 @@ def tiny_model(seed: int = 0) -> Any:
     """A Qwen3 of two layers with random weights, 97 tokens and 128 positions."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape: dict[str, Any] = {
-        **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128},
-        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
-    }
+    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
     with torch.no_grad():
@@ -92,11 +90,15 @@ class EngineTarget:
         self, models: Mapping[int, Any], prompt: Sequence[int], completion: Completion, params: SamplingParams
     ) -> None:
         """Each token has the log-probability that a training forward pass gives it with its version's weights."""
-        assert set(completion.versions.tolist()) <= set(models)
+        versions = set(completion.versions.tolist())
+        assert versions <= set(models), f"tokens are said to be of versions {versions}; the engine had {set(models)}"
         for version, model in models.items():
             expected = trained_logprobs(model, prompt, completion, params.temperature or 1.0)
-            own = completion.versions == version
-            assert ((completion.logprobs - expected)[own].abs() <= self.tolerance).all()
+            off = (completion.logprobs - expected).abs()[completion.versions == version]
+            assert (off <= self.tolerance).all(), (
+                f"log-probabilities are up to {off.max():.2g} off those of training with weights {version}; return "
+                f"those of the distribution that the token was drawn from, after temperature, top-k and top-p: {params}"
+            )
 
 
 def prompts_of(count: int = 8) -> list[list[int]]:
@@ -111,20 +113,29 @@ def request(id: int | str, prompt: Sequence[int], params: SamplingParams = PARAM
     return Request(**{"id": id, "prompt": prompt, "params": params, "seed": id, **changes})
 
 
-def drained(engine: Engine) -> dict[Any, list[Event]]:
-    """All events until nothing is in flight, by request."""
-    events: dict[Any, list[Event]] = {}
-    while new := engine.poll():
+def drained(engine: Engine, events: Sequence[Event] = ()) -> dict[Any, list[Event]]:
+    """``events`` and all that come until nothing is in flight, by request."""
+    found: dict[Any, list[Event]] = {}
+    new = list(events)
+    while new or (new := engine.poll()):
         for event in new:
-            events.setdefault(event.id, []).append(event)
-    return events
+            found.setdefault(event.id, []).append(event)
+        new = []
+    return found
 
 
 def completion_of(events: Sequence[Event]) -> Completion:
     """The completion in the one event of a request."""
-    (event,) = events
-    assert isinstance(event, Finished)
-    return event.completion
+    last = events[-1]
+    assert len(events) == 1, f"a request without stream has one event, its last, and this one has {events}"
+    assert isinstance(last, Finished), f"a request that nothing disturbed ends with Finished, not with {last}"
+    return last.completion
+
+
+def check_same(mine: Completion, theirs: Completion, when: str) -> None:
+    """Both have the same tokens."""
+    ids, expected = mine.token_ids.tolist(), theirs.token_ids.tolist()
+    assert ids == expected, f"a completion depends on more than its prompt and seed: {when} it is {ids}, not {expected}"
 
 
 class EngineContract:
@@ -150,28 +161,30 @@ class EngineContract:
                 try:
                     engine.submit(asked[-1])
                 except ConfigError as refusal:
-                    assert params.filtered, refusal  # only kept sets may be more than an engine can record
+                    assert params.filtered, f"only top-k and top-p may be refused, not {params}: {refusal}"
                     asked.pop()
         done = drained(engine)
         for one in asked:
             completion = completion_of(done[one.id])
             target.check({0: model}, one.prompt, completion, one.params)
-            assert (completion.kept is not None) == one.params.filtered
-            for position, token in enumerate(completion.token_ids.tolist() if completion.kept else ()):
-                assert token in completion.kept.at(position)  # pyright: ignore[reportOptionalMemberAccess]
+            kept = completion.kept
+            assert (kept is not None) == one.params.filtered, "kept sets come with top-k and top-p, and only then"
+            for position, token in enumerate(completion.token_ids.tolist() if kept else ()):
+                assert kept is None or token in kept.at(position), f"token {position} is not in its own kept set"
 
     def test_a_completion_depends_on_its_prompt_and_its_seed_alone(self, target: EngineTarget) -> None:
         engine, prompts = target.make(target.model(0)), prompts_of()
         params = SamplingParams(max_new_tokens=12, n=3, stop_token_ids=(1, 2, 3))
         together = engine.generate(prompts, params, range(24))
-        assert len({tuple(completion.token_ids.tolist()) for completion in together}) == 24
+        different = {tuple(completion.token_ids.tolist()) for completion in together}
+        assert len(different) == 24, "completions of different seeds are equal: draw each by the seed of its request"
         order = [5, 2, 7, 0, 1, 3, 6, 4]
         shuffled = engine.generate([prompts[i] for i in order], params, [3 * i + j for i in order for j in range(3)])
         alone = [engine.generate([prompts[index // 3]], PARAMS, [index])[0] for index in (0, 11, 23)]
         expected = [*(together[3 * i + j] for i in order for j in range(3)), *(together[i] for i in (0, 11, 23))]
         for mine, theirs in zip([*shuffled, *alone], expected, strict=True):
-            assert torch.equal(mine.token_ids, theirs.token_ids)
-            assert (mine.logprobs - theirs.logprobs).abs().max() <= target.tolerance
+            check_same(mine, theirs, "alone or in another order")
+            assert (mine.logprobs - theirs.logprobs).abs().max() <= target.tolerance, "other requests changed logprobs"
         assert engine.generate([], params, []) == []
         with pytest.raises(ConfigError, match="2 prompts with n=3 need 6 seeds"):
             engine.generate(prompts[:2], params, range(5))
@@ -180,11 +193,11 @@ class EngineContract:
         params = SamplingParams(max_new_tokens=12, n=4, stop_token_ids=tuple(range(10)))
         for completion in target.make(target.model(0)).generate(prompts_of(), params, range(32)):
             *before, last = completion.token_ids.tolist()
-            assert not set(before) & set(range(10))
-            assert completion.finish_reason == ("stop" if last < 10 else "length")
-            assert completion.finish_reason == "stop" or len(completion) == 12
-            assert len(completion.logprobs) == len(completion.versions) == len(completion)
-            assert not completion.logprobs.is_inference()  # else no loss could use it
+            assert not set(before) & set(range(10)), f"{before} goes on after a stop token"
+            assert completion.finish_reason == ("stop" if last < 10 else "length"), f"the last token is {last}"
+            assert completion.finish_reason == "stop" or len(completion) == 12, "no stop token, and not max_new_tokens"
+            assert len(completion.logprobs) == len(completion.versions) == len(completion), "one of each for each token"
+            assert not completion.logprobs.is_inference(), "no loss takes inference tensors: clone them outside"
 
     def test_the_next_turn_of_a_conversation_goes_on_after_the_first(self, target: EngineTarget) -> None:
         model = target.model(0)
@@ -200,48 +213,44 @@ class EngineContract:
     def test_requests_arrive_at_any_time_and_from_any_thread(self, target: EngineTarget) -> None:
         engine, prompts = target.make(target.model(0), max_sequences=4), prompts_of()
         expected = engine.generate(prompts, PARAMS, range(8))
-        done: dict[Any, list[Event]] = {}
+        events: list[Event] = []
         for index in range(4):
             engine.submit(request(index, prompts[index]))
-            for event in engine.poll(timeout_s=0):
-                done.setdefault(event.id, []).append(event)
-        threads = [
-            threading.Thread(target=engine.submit, args=(request(index, prompts[index]),)) for index in range(4, 8)
-        ]
-        for thread in threads:
+            events += engine.poll(timeout_s=0)
+        late = [threading.Thread(target=engine.submit, args=(request(index, prompts[index]),)) for index in range(4, 8)]
+        for thread in late:
             thread.start()
         beside = engine.generate(prompts, PARAMS, range(8))  # the events of the others are kept for poll
-        for thread in threads:
+        for thread in late:
             thread.join()
-        for id, events in drained(engine).items():
-            done.setdefault(id, []).extend(events)
+        done = drained(engine, events)
         for index in range(8):
-            assert torch.equal(completion_of(done[index]).token_ids, expected[index].token_ids)
-            assert torch.equal(beside[index].token_ids, expected[index].token_ids)
-        assert engine.poll() == engine.poll(timeout_s=0.01) == []
+            check_same(completion_of(done[index]), expected[index], "submitted while others were in flight")
+            check_same(beside[index], expected[index], "generated while others were in flight")
+        assert engine.poll() == engine.poll(timeout_s=0.01) == [], "events came although nothing was in flight"
 
     def test_streamed_tokens_are_those_of_the_completion(self, target: EngineTarget) -> None:
-        engine, prompts = target.make(target.model(0)), prompts_of()
-        for index, prompt in enumerate(prompts):
+        engine = target.make(target.model(0))
+        for index, prompt in enumerate(prompts_of()):
             engine.submit(request(index, prompt, stream=index % 2 == 0))
         for index, events in drained(engine).items():
             *tokens, last = events
-            assert isinstance(last, Finished)
+            assert isinstance(last, Finished), f"the last event of a request is Finished, not {last}"
             streamed = [event for event in tokens if isinstance(event, Tokens)]
-            assert len(streamed) == len(tokens)
+            assert len(streamed) == len(tokens), f"only Tokens come before the last event, not {tokens}"
+            assert index % 2 == 0 or not tokens, "a request without stream got Tokens"
             if index % 2 == 0:
-                ids, logprobs = last.completion.token_ids.tolist(), last.completion.logprobs.tolist()
-                assert [token for event in streamed for token in event.token_ids] == ids
-                assert [logprob for event in streamed for logprob in event.logprobs] == pytest.approx(logprobs)
-                assert {event.version for event in streamed} == {0}
-            else:
-                assert not tokens
+                whole = last.completion
+                assert [token for event in streamed for token in event.token_ids] == whole.token_ids.tolist()
+                logprobs = [logprob for event in streamed for logprob in event.logprobs]
+                assert logprobs == pytest.approx(whole.logprobs.tolist())
+                assert {event.version for event in streamed} == {0}, "Tokens have a version that the engine never had"
 
     def test_requests_of_a_higher_priority_begin_first(self, target: EngineTarget) -> None:
         engine = target.make(target.model(0), max_sequences=1)
         for index, priority in enumerate((0, 1, 5, 1, 0)):
             engine.submit(request(index, prompts_of()[index], priority=priority))
-        assert list(drained(engine)) == [2, 1, 3, 0, 4]
+        assert list(drained(engine)) == [2, 1, 3, 0, 4], "begin a higher priority first, and equal ones as they came"
 
     def test_an_abort_ends_one_request_and_no_other(self, target: EngineTarget) -> None:
         engine, prompts = target.make(target.model(0), max_sequences=4), prompts_of()
@@ -253,17 +262,15 @@ class EngineContract:
         begun = next(index for index in (3, 7) if index not in {event.id for event in first})
         for id in (begun, begun, "unknown"):
             engine.abort(id)
-        done = drained(engine)
-        for event in reversed(first):
-            done.setdefault(event.id, []).insert(0, event)
-        assert set(done) == set(range(8))
+        done = drained(engine, first)
+        assert set(done) == set(range(8)), f"events came for requests {sorted(done)} of 0 to 7"
         for index, events in done.items():
             if index in (0, begun):
-                assert events == [Aborted(index)]
+                assert events == [Aborted(index)], f"Aborted is the only event of an aborted request, not {events}"
             else:
-                assert torch.equal(completion_of(events).token_ids, expected[index].token_ids)
-        engine.submit(request(0, prompts[0]))  # the id is free again
-        assert torch.equal(completion_of(drained(engine)[0]).token_ids, expected[0].token_ids)
+                check_same(completion_of(events), expected[index], "beside an aborted request")
+        engine.submit(request(0, prompts[0]))
+        check_same(completion_of(drained(engine)[0]), expected[0], "under the id of an aborted request")
 
     def test_a_bad_request_is_refused_by_its_name_and_harms_no_other(self, target: EngineTarget) -> None:
         engine, prompts = target.make(target.model(0)), prompts_of()
@@ -281,7 +288,7 @@ class EngineContract:
                 engine.generate([[5], prompt], PARAMS, [0, 1])
         with pytest.raises(ConfigError, match="request 0 is in flight"):
             engine.submit(request(0, prompts[1]))
-        assert set(drained(engine)) == {0}
+        assert set(drained(engine)) == {0}, "a request that was refused has no events"
 
     def test_logits_that_are_no_numbers_fail_their_request_alone(self, target: EngineTarget) -> None:
         model, prompts, poison = target.model(0), prompts_of(), VOCABULARY - 1
@@ -296,15 +303,15 @@ class EngineContract:
             engine.submit(request(f"bad {index}", [*prompts[index], poison], seed=index))
         done = drained(engine)
         for index in safe:
-            assert torch.equal(completion_of(done[index]).token_ids, healthy[index].token_ids)
-            (failed,) = done[f"bad {index}"]
-            assert isinstance(failed, Failed)
-            assert isinstance(failed.error, GenerationError)
-            assert f"request 'bad {index}'" in str(failed.error)
-        for index in safe:  # what the failed ones left behind harms nobody
             engine.submit(request(index, prompts[index]))
-        done = drained(engine)
-        assert all(torch.equal(completion_of(done[i]).token_ids, healthy[i].token_ids) for i in safe)
+        after = drained(engine)
+        for index in safe:
+            check_same(completion_of(done[index]), healthy[index], "beside logits that are no numbers")
+            check_same(completion_of(after[index]), healthy[index], "after logits that were no numbers")
+            (failed,) = done[f"bad {index}"]
+            assert isinstance(failed, Failed), f"logits that are no numbers must fail their request, not {failed}"
+            assert isinstance(failed.error, GenerationError)
+            assert f"request 'bad {index}'" in str(failed.error), "the error names the request"
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -314,7 +321,7 @@ class EngineContract:
         before = copy.deepcopy(first)
 
         def check(version: int, model: Any) -> None:
-            assert engine.version == version
+            assert engine.version == version, f"refresh({version}) left version {engine.version}"
             for prompt, completion in zip(prompts, engine.generate(prompts, PARAMS, range(8)), strict=True):
                 target.check({version: model}, prompt, completion, PARAMS)
 
@@ -336,19 +343,20 @@ class EngineContract:
         engine, prompts = target.make(copy.deepcopy(models[0]), max_sequences=2), prompts_of()
         for index, prompt in enumerate(prompts):
             engine.submit(request(index, prompt))
-        done = {event.id: [event] for event in engine.poll()}
+        events = engine.poll()
         coming = threading.Thread(target=engine.refresh, args=(1, models[1].state_dict()))
         coming.start()
-        done |= {event.id: [event] for event in engine.poll()}
+        events += engine.poll()
         coming.join()
-        done |= drained(engine)
-        versions: set[int] = set()
+        done = drained(engine, events)
+        versions: list[int] = []
         for index, prompt in enumerate(prompts):
             completion = completion_of(done[index])
             target.check(models, prompt, completion, PARAMS)
-            assert completion.versions.tolist() == sorted(completion.versions.tolist())
-            versions |= set(completion.versions.tolist())
-        assert versions == {0, 1}
+            mine = completion.versions.tolist()
+            assert mine == sorted(mine), f"the versions of a completion's tokens never fall: {mine}"
+            versions += mine
+        assert set(versions) == {0, 1}, "refresh() let no request draw from the old weights, or none from the new"
 
     def test_weights_that_came_in_part_are_not_drawn_from(self, target: EngineTarget) -> None:
         model = target.model(0)
@@ -357,7 +365,7 @@ class EngineContract:
             raise OSError("cut")
         engine.submit(request(0, prompt))
         ((failed,),) = drained(engine).values()
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, Failed), "read the weights within `with self.gate:`, which refuses parts of weights"
         with pytest.raises(GenerationError, match=r"version 1 came only in part \(cut\)"):
             engine.generate([prompt], PARAMS, [0])
         engine.refresh(1, model.state_dict())

@@ -1,7 +1,7 @@
-"""Drawing tokens: one uniform number a token, from its seed and position alone, sought in the cumulative distribution.
+"""Drawing tokens: one uniform number for each token, sought in the cumulative distribution.
 
-The number depends on nothing but (seed, position), and the arithmetic of one row on nothing but that row. So what is
-drawn does not depend on which other completions share the batch. Both engines draw here.
+The number depends on (seed, position) alone, and the arithmetic of a row on that row alone. So what is drawn does not
+depend on the other completions of the batch.
 
 Legend: B rows (completions), V vocabulary, K candidates kept by top-k, W width of a chunk, C chunks of a row.
 """
@@ -26,11 +26,7 @@ _CANDIDATES = 1024
 
 
 class Draw(NamedTuple):
-    """Tokens drawn for B rows.
-
-    ``kept_ids [B, K]`` and ``kept_sizes [B]`` are there when top-k or top-p was used: row b kept
-    ``kept_ids[b, :kept_sizes[b]]``.
-    """
+    """Tokens drawn for B rows. With top-k or top-p, row b kept ``kept_ids_BK[b, :kept_sizes_B[b]]``."""
 
     ids_B: Tensor
     logprobs_B: Tensor
@@ -41,8 +37,8 @@ class Draw(NamedTuple):
 def uniforms(seeds_B: Tensor, start: int, count: int) -> Tensor:
     """Numbers in [0, 1) for positions ``start`` to ``start + count - 1`` of each seed: float64 ``[B, count]``.
 
-    Position p of seed s is output p + 1 of the SplitMix64 generator (Steele, Lea and Flood, 2014, "Fast Splittable
-    Pseudorandom Number Generators", figure 14) whose state is the mixed seed, cut to 52 bits.
+    Position p of seed s is output p + 1, cut to 52 bits, of the SplitMix64 generator whose state is the mixed seed
+    (Steele, Lea and Flood, 2014, "Fast Splittable Pseudorandom Number Generators", figure 14).
     """
     seeds = seeds_B.cpu().numpy().astype(np.uint64)  # NumPy's shifts of unsigned integers bring in zeros
     positions = np.arange(start + 1, start + count + 1, dtype=np.uint64)
@@ -92,8 +88,8 @@ def _invert(mass_BN: Tensor, uniforms_B: Tensor) -> Tensor:
 def _search(mass_BN: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Index ``[B, 1]`` of the entry, the running sums ``[B, N]`` and the sum sought ``[B, 1]``.
 
-    Summed in float64: in float32 the rounding of N running sums would move the boundaries between tokens so much that
-    two engines whose logits agree to 1e-7 drew differently once in some ten thousand tokens.
+    The sums are float64. In float32 their rounding would move the boundaries between tokens so much that two engines
+    whose logits agree to 1e-7 drew differently once in some ten thousand tokens.
     """
     running = torch.cumsum(mass_BN, -1, dtype=torch.float64)
     target = uniform_B1 * running[:, -1:]
@@ -118,8 +114,8 @@ def _draw_kept(probs_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> 
 def _candidates(probs_BV: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities ``[B, K]`` from the largest down, their ids, and the mass of which top-p takes its share, [B, 1].
 
-    Sorting a large vocabulary takes longer than a decode step. So top-p first looks at the largest thousand, and at
-    more only when those of some row do not reach it; a row's kept set is the same however many are looked at.
+    Sorting a large vocabulary takes longer than a decode step. So top-p looks at the largest thousand first, and at
+    more only when those of some row do not reach it. A row's kept set is the same in both cases.
     """
     vocabulary = probs_BV.shape[1]
     if params.top_k > 0:

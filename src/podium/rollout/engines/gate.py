@@ -1,11 +1,11 @@
-"""Between whoever draws tokens and whoever changes the weights.
+"""A gate between forward passes and changes of the weights.
 
     decode loop    | pass | pass |   waits              | pass |   ...     holds the gate for one forward pass
     new weights              close ... copy ... open(version)              holds it from the first bucket to the last
                              ^ waits for the pass that runs
 
-Weights are written in place while nobody draws, rather than beside the old ones and swapped: a second copy of a model
-is the memory that a generator would rather give to its cache, and what waits is only the tokens of that moment.
+Weights are written in place while no token is drawn. A second copy of the model beside the old weights would take
+memory from the engine's cache.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class WeightGate:
     """``with gate:`` around a forward pass; ``close`` and then ``open`` or ``refuse`` around a change of weights.
 
     Attributes:
-        version: of the weights that passes use now.
-        changes: how often weights have changed; inside the gate it says whether a cache is still of these weights.
+        version: Version of the weights that passes use now.
+        changes: Number of changes of the weights. Inside the gate it tells whether a cache is of these weights.
     """
 
     def __init__(self, refusal: str = "") -> None:
@@ -36,11 +36,7 @@ class WeightGate:
         self._moved = threading.Condition(threading.Lock())
 
     def __enter__(self) -> None:
-        """Wait until no weights are coming in.
-
-        Raises:
-            GenerationError: there are none to draw from; says why.
-        """
+        """Wait until no weights are coming in. Raises GenerationError if there are none to draw from."""
         with self._moved:
             while self._closed:
                 self._moved.wait()
@@ -60,7 +56,7 @@ class WeightGate:
         return self._closed
 
     def close(self) -> None:
-        """Let no pass begin, and wait for those that run; nothing where it is closed already."""
+        """Let no pass begin, and wait for those that run."""
         with self._moved:
             self._closed = True
             while self._passes:
@@ -71,7 +67,7 @@ class WeightGate:
         self._end(version, "")
 
     def refuse(self, reason: str) -> None:
-        """Passes raise ``reason`` from now on: the weights are neither the old ones nor the new."""
+        """Let passes raise ``reason``, because the weights are neither the old ones nor the new."""
         self._end(self.version, reason)
 
     def _end(self, version: int, refusal: str) -> None:
@@ -82,7 +78,7 @@ class WeightGate:
 
     @contextmanager
     def changing(self, version: int) -> Iterator[None]:
-        """Closed for the block, then open with ``version``; after an error in the block passes are refused."""
+        """Close the gate for the block, and open it with ``version``, or refuse passes after an error."""
         self.close()
         try:
             yield

@@ -1,7 +1,7 @@
-"""Generation through ``transformers``' own ``generate``: any decoder-only architecture it runs, at its own speed.
+"""Generation by the method ``generate`` of ``transformers``, for any decoder-only architecture.
 
-Also what the native engine is tested against. ``generate`` calls a logits processor before it picks a token; ours
-draws the token there, from the seed and position of each completion, and leaves ``generate`` no choice but that token.
+``generate`` calls a logits processor before it picks a token. The processor here draws the token, from the seed and
+position of each completion, and leaves ``generate`` no choice but that token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["TransformersEngine"]
 class TransformersEngine(ModelEngine):
     """Generates with ``model.generate``, up to ``config.max_sequences`` completions side by side.
 
-    A batch holds waiting requests of equal sampling parameters, prompts padded on the left. Models that carry a
-    recurrent state (Mamba and kin), which padding would disturb, get prompts of one length at a time. The model's own
-    generation settings are not used. In float32 the same seeds give the same ids in any batch except where a draw falls
-    within rounding of the boundary between two tokens (seen: never in 114,688 tokens).
+    A batch holds waiting requests of equal sampling parameters, with prompts padded on the left. Models with a
+    recurrent state, such as Mamba, get prompts of one length at a time, because padding would disturb the state. The
+    model's own generation settings are not used. In float32 the same seeds give the same ids in any batch, except where
+    a draw falls within rounding of the boundary between two tokens.
 
     New requests and new weights come in between two batches, since ``generate`` keeps keys and values of its own. So a
-    completion is of one version, weights may have to wait for as long as a batch takes, and a request with ``stream``
-    gets all of its tokens at the end of its batch.
+    completion is of one version, weights wait for the end of a batch, and a request with ``stream`` gets all of its
+    tokens then.
 
     Args:
         config: ``max_sequences`` and ``dtype`` are used.

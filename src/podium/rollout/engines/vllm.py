@@ -42,20 +42,11 @@ from podium.rollout.engines.requests import Event, Failed, Request, RequestId, T
 
 __all__ = ["VllmEngine"]
 
-COLDEST: Final = 0.01
-"""vLLM raises a temperature between 0 and this one to this one."""
-
-MOST_KEPT: Final = 1024
-"""The largest set that top-p may keep where top-k does not bound it; vLLM lists as many log-probabilities a token."""
-
-TIES: Final = 32
-"""Top-k keeps all tokens that are as probable as the k-th. So many beyond k are looked for."""
-
-PROBE: Final = "probe"
-"""Id of the request that checks new weights."""
-
-TOLERANCES: Final = {torch.float32: 0.01}
-"""How far the log-probability of the probe's token may be from the model's own; 0.5 in any other dtype."""
+COLDEST: Final = 0.01  # vLLM raises a temperature between 0 and this one to this one
+MOST_KEPT: Final = 1024  # the largest set that top-p may keep without top-k; vLLM lists as many log-probabilities
+TIES: Final = 32  # top-k keeps all tokens that are as probable as the k-th, and this many beyond k are looked for
+PROBE: Final = "probe"  # the id of the request that checks new weights
+TOLERANCES: Final = {torch.float32: 0.01}  # of the log-probability of the probe's token; 0.5 for any other dtype
 
 
 @dataclass(frozen=True)
@@ -72,14 +63,13 @@ class _Drawing:
 class VllmEngine(ModelEngine):
     """Generates with vLLM in this process.
 
-    vLLM holds a copy of the weights in a form of its own. New weights come in between two tokens: they are written into
-    the model that the engine was made with, and handed over to vLLM from there. Requests in flight go on with keys and
-    values that are computed anew. After each change of weights vLLM draws one more token, as a check. If its
-    log-probability is not the model's, the requests fail.
+    vLLM holds a copy of the weights in a form of its own. New weights come in between two tokens. They are written into
+    the model that the engine was made with, and copied to vLLM from there. Requests in flight go on with keys and
+    values that are computed anew. After each change of weights vLLM draws one more token as a check, and the requests
+    fail if its log-probability is not the model's.
 
-    Each request has a random generator of its own. A completion depends on the other requests by rounding, because
-    vLLM's kernels round differently in batches of different sizes, and because its prefix cache also holds the keys and
-    values of completions.
+    A completion depends on the other requests by rounding, because vLLM's kernels round differently in batches of
+    different sizes, and because its prefix cache also holds keys and values of completions.
 
     Args:
         config: All of its fields are used.
@@ -226,7 +216,7 @@ class VllmEngine(ModelEngine):
         self._expected_V = logits_V.float().log_softmax(-1).cpu()
 
     def _checked_weights(self) -> list[Any]:
-        """Draw a token for the probe, before and beside the requests, and compare; what was drawn beside it.
+        """Draw a token for the probe and return what was drawn beside it.
 
         Raises:
             GenerationError: vLLM does not compute with the weights that it was given.

@@ -39,30 +39,27 @@ class KVCache(ABC):
     lane and returns what its queries read.
     """
 
-    keys: Tensor
+    keys_by_time: Tensor
+    """The keys ``[L, lane, kv, T, D]``, a view where they lie transposed."""
     values: Tensor
 
     def __init__(self, weights: DecoderWeights, lanes: int, length: int) -> None:
-        self.lanes = lanes
-        self.length = length
-        self._made_for = _signature(weights)
-        self.kv_heads = weights.kv_heads
-        self.group = weights.heads // weights.kv_heads
-        self.head_dim = weights.head_dim
-        self.device = weights.device
+        self.lanes, self.length, self._made_for = lanes, length, _signature(weights)
+        self.kv_heads, self.group = weights.kv_heads, weights.heads // weights.kv_heads
+        self.head_dim, self.device = weights.head_dim, weights.device
         self._scale = weights.head_dim**-0.5
         self._rows = torch.arange(lanes, device=self.device)
         self._times = torch.arange(length, device=self.device)
 
     @staticmethod
-    @abstractmethod
-    def element_size(weights: DecoderWeights) -> int:
-        """Bytes of one element."""
+    def dtype_for(weights: DecoderWeights) -> torch.dtype:
+        """Data type of keys and values."""
+        return weights.dtype
 
     @classmethod
     def bytes_per_position(cls, weights: DecoderWeights) -> int:
         """Bytes that one position of one lane takes."""
-        return 2 * len(weights.layers) * weights.kv_heads * weights.head_dim * cls.element_size(weights)
+        return 2 * len(weights.layers) * weights.kv_heads * weights.head_dim * cls.dtype_for(weights).itemsize
 
     def fits(self, weights: DecoderWeights) -> bool:
         """Whether this cache was made for weights of that shape, dtype and device."""
@@ -74,14 +71,14 @@ class KVCache(ABC):
 
     def place(self, keys: Tensor, values: Tensor, rows: Tensor, lanes: Tensor) -> None:
         """Write prompts ``rows`` of ``keys`` and ``values [L, P, kv, T, D]`` at position 0 of ``lanes``."""
-        for cache, prompts in ((self._keys_by_time(), keys), (self.values, values)):
+        for cache, prompts in ((self.keys_by_time, keys), (self.values, values)):
             chosen = prompts.index_select(1, rows).to(cache.dtype)
             cache[:, :, :, : chosen.shape[3]].index_copy_(1, lanes, chosen)
 
     def swap(self, pairs: Sequence[tuple[int, int]], until: int) -> None:
         """Let the first ``until`` positions of two lanes change places, for each pair."""
         # Lane by lane, because torch gathers several lanes of such a view an element at a time.
-        for cache in (self._keys_by_time(), self.values):
+        for cache in (self.keys_by_time, self.values):
             filled = cache[:, :, :, :until]
             for first, second in pairs:
                 held = filled[:, first].clone()
@@ -90,23 +87,19 @@ class KVCache(ABC):
 
     def read(self, lanes: Tensor, until: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[L, lanes, kv, until, D]`` of the first ``until`` positions."""
-        return self._keys_by_time()[:, lanes, :, :until], self.values[:, lanes, :, :until]
+        return self.keys_by_time[:, lanes, :, :until], self.values[:, lanes, :, :until]
 
     def clear(self, lanes: Tensor) -> None:
         """Write zeros over ``lanes``."""
-        self.keys[:, lanes] = self.values[:, lanes] = 0
+        self.keys_by_time[:, lanes] = self.values[:, lanes] = 0
 
     def take_over(self, smaller: KVCache) -> None:
         """Copy everything from a cache of fewer lanes or positions."""
-        for cache, old in ((self._keys_by_time(), smaller._keys_by_time()), (self.values, smaller.values)):
+        for cache, old in ((self.keys_by_time, smaller.keys_by_time), (self.values, smaller.values)):
             cache[:, : smaller.lanes, :, : smaller.length] = old
 
     def _rounded(self, until: int) -> int:
         return min(max(-(-until // _TIME_QUANTUM) * _TIME_QUANTUM, _SHORTEST_SPAN), self.length)
-
-    @abstractmethod
-    def _keys_by_time(self) -> Tensor:
-        """The keys as a view ``[L, slot, kv, T, D]``."""
 
 
 class GemmCache(KVCache):
@@ -116,7 +109,8 @@ class GemmCache(KVCache):
         super().__init__(weights, lanes, length)
         shape = (len(weights.layers), lanes, weights.kv_heads)
         # Zeros: rows past a lane's length meet a probability of exactly 0, which a leftover NaN would not survive.
-        self.keys = torch.zeros(*shape, weights.head_dim, length, device=self.device)
+        self._keys = torch.zeros(*shape, weights.head_dim, length, device=self.device)
+        self.keys_by_time = self._keys.transpose(-1, -2)
         self.values = torch.zeros(*shape, length, weights.head_dim, device=self.device)
         self._dtype = weights.dtype
         self._never = torch.tensor(float("-inf"), device=self.device)
@@ -124,11 +118,8 @@ class GemmCache(KVCache):
         self._views_for = (0, 0)
 
     @staticmethod
-    def element_size(weights: DecoderWeights) -> int:
-        return 4
-
-    def _keys_by_time(self) -> Tensor:
-        return self.keys.transpose(-1, -2)
+    def dtype_for(weights: DecoderWeights) -> torch.dtype:
+        return torch.float32
 
     def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         until = self._rounded(until)
@@ -159,7 +150,7 @@ class GemmCache(KVCache):
             rows = active * self.kv_heads
             self._views = [
                 (keys, values, keys.flatten(0, 1)[:rows, :, :until], values.flatten(0, 1)[:rows, :until])
-                for keys, values in zip(self.keys, self.values, strict=True)
+                for keys, values in zip(self._keys, self.values, strict=True)
             ]
         return self._views
 
@@ -170,15 +161,8 @@ class SdpaCache(KVCache):
     def __init__(self, weights: DecoderWeights, lanes: int, length: int) -> None:
         super().__init__(weights, lanes, length)
         shape = (len(weights.layers), lanes, weights.kv_heads, length, weights.head_dim)
-        self.keys = torch.zeros(shape, dtype=weights.dtype, device=self.device)
+        self.keys_by_time = torch.zeros(shape, dtype=weights.dtype, device=self.device)
         self.values = torch.zeros(shape, dtype=weights.dtype, device=self.device)
-
-    @staticmethod
-    def element_size(weights: DecoderWeights) -> int:
-        return weights.embedding.element_size()
-
-    def _keys_by_time(self) -> Tensor:
-        return self.keys
 
     def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         until = self._rounded(until)
@@ -188,7 +172,7 @@ class SdpaCache(KVCache):
         seen = seen.expand(active, 1, group, until)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.keys[layer], self.values[layer]
+            keys, values = self.keys_by_time[layer], self.values[layer]
             keys[rows, :, positions_A] = key
             values[rows, :, positions_A] = value
             # The heads of a group stand as queries of their kv head: its keys are then read once.
