@@ -8,13 +8,26 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from podium.errors import GenerationError
 from podium.rollout.sampling import Completion, KeptSet, SamplingParams
 
-__all__ = ["Aborted", "Event", "Failed", "Finished", "Request", "RequestId", "RequestQueue", "Tokens", "conclude"]
+__all__ = [
+    "Aborted",
+    "Event",
+    "Failed",
+    "Finished",
+    "Request",
+    "RequestId",
+    "RequestQueue",
+    "RowOfBatch",
+    "Tokens",
+    "conclude",
+    "conclude_arrays",
+]
 
 RequestId: TypeAlias = Hashable
 
@@ -155,26 +168,35 @@ def conclude(
         versions: Version of the weights that drew each token, int64 ``[L]``, or one for all.
         kept: Where top-k or top-p were used, the ids kept for each token, most probable first.
     """
-    if not math.isfinite(logprobs_L.sum().item()):
-        position = int((~torch.isfinite(logprobs_L)).nonzero()[0])
+    return conclude_arrays(request, token_ids_L.numpy(), logprobs_L.numpy(), versions, kept)
+
+
+def conclude_arrays(
+    request: Request,
+    token_ids_L: np.ndarray,
+    logprobs_L: np.ndarray,
+    versions: int | Tensor,
+    kept: Sequence[Tensor] | None,
+) -> Finished | Failed:
+    """Do what :func:`conclude` does, where inference mode is off. NumPy handles a single row faster than torch."""
+    if not math.isfinite(logprobs_L.sum()):
+        position = int((~np.isfinite(logprobs_L)).argmax())
         return Failed(
             request.id,
             GenerationError(
-                f"the log-probability of token {position} of {request} is {logprobs_L[position].item()}: the "
-                "model's logits are not finite; look at the last update's gradient norm and learning rate, or at the "
-                "checkpoint"
+                f"the log-probability of token {position} of {request} is {logprobs_L[position]}: the model's logits "
+                "are not finite; look at the last update's gradient norm and learning rate, or at the checkpoint"
             ),
         )
-    ids = token_ids_L.clone()  # neither a view of a whole batch nor an inference tensor
     kept_set = None
     if kept is not None:
         sizes = torch.tensor([0, *map(len, kept)], dtype=torch.int64)
         kept_set = KeptSet(torch.cat(list(kept)), sizes.cumsum(0))
     completion = Completion(
-        token_ids=ids,
-        logprobs=logprobs_L.clone(),
-        finish_reason="stop" if int(ids[-1]) in request.params.stop_token_ids else "length",
-        versions=torch.full_like(ids, versions) if isinstance(versions, int) else versions,
+        token_ids=torch.from_numpy(token_ids_L.copy()),  # no view of a whole batch
+        logprobs=torch.from_numpy(logprobs_L.copy()),
+        finish_reason="stop" if int(token_ids_L[-1]) in request.params.stop_token_ids else "length",
+        versions=torch.from_numpy(np.full(len(token_ids_L), versions)) if isinstance(versions, int) else versions,
         kept=kept_set,
     )
     return Finished(request.id, completion)

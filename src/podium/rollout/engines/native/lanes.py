@@ -40,7 +40,7 @@ from podium.rollout.engines.draw import Draw, draw, uniforms
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, cache_class
 from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
-from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude
+from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
 from podium.rollout.sampling import SamplingParams
 
 __all__ = ["Lanes"]
@@ -60,7 +60,7 @@ _LANE = np.dtype(
     ]
 )
 _Key: TypeAlias = tuple[Sequence[int], bool]  # a prompt, and whether what decoding computed may serve it
-_Groups: TypeAlias = list[tuple[SamplingParams, Tensor | None]]  # None: all rows
+_Groups: TypeAlias = list[tuple[SamplingParams, Tensor]]  # rows that are drawn alike
 
 
 class _Seen(NamedTuple):
@@ -177,25 +177,22 @@ class Lanes:
             self._moves.masked_fill_((ids.unsqueeze(1) == stops_AS).any(1), 0)
 
     def _groups(self, kinds: np.ndarray, rows: np.ndarray) -> _Groups:
-        """Which rows are drawn alike: all of them, as a rule."""
         params = list(self._kinds)
         if (kinds == kinds[0]).all():
-            return [(params[kinds[0]], None)]
+            return [(params[kinds[0]], self._index(rows))]
         return [(params[kind], self._index(rows[kinds == kind])) for kind in np.unique(kinds)]
 
     def _draw(
         self, logits_BV: Tensor, groups: _Groups, uniforms_B: Tensor, lanes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities of one token of each row. Row b belongs to lane ``lanes[b]``."""
-        ids, logprobs = (
-            torch.zeros_like(uniforms_B, dtype=torch.int64),
-            torch.zeros_like(uniforms_B, dtype=torch.float32),
-        )
+        if len(groups) == 1:
+            result = draw(logits_BV, groups[0][0], uniforms_B)
+            self._keep(result, lanes)
+            return result.ids_B, result.logprobs_B
+        ids = torch.zeros_like(uniforms_B, dtype=torch.int64)
+        logprobs = torch.zeros_like(uniforms_B, dtype=torch.float32)
         for params, rows in groups:
-            if rows is None:
-                result = draw(logits_BV, params, uniforms_B)
-                self._keep(result, lanes)
-                return result.ids_B, result.logprobs_B
             result = draw(logits_BV[rows], params, uniforms_B[rows])
             self._keep(result, [lanes[row] for row in rows.tolist()])
             ids[rows], logprobs[rows] = result.ids_B, result.logprobs_B
@@ -254,24 +251,28 @@ class Lanes:
     def _retire(self, lanes: np.ndarray) -> None:
         """Free these lanes, whose completions have ended."""
         records, index = self._records, self._index(lanes)
-        lengths = self._state[2, index].tolist()
-        ids, logprobs = (table[:, : max(lengths)][index].cpu() for table in (self._ids, self._logprobs))
-        texts = ids.numpy()
+        lengths = self._state[2].index_select(0, index).tolist()
+        ids, logprobs = (
+            table[:, : max(lengths)].index_select(0, index).cpu().numpy() for table in (self._ids, self._logprobs)
+        )
         failed: list[int] = []
-        for row, (lane, length) in enumerate(zip(lanes.tolist(), lengths, strict=True)):
-            request, kept = records["request"][lane], records["kept"][lane]
-            (_, version), *changes = records["versions"][lane]
-            if changes:
-                version = torch.full((length,), version)
-                for start, changed in changes:
-                    version[start:] = changed
-            event = conclude(request, ids[row, :length], logprobs[row, :length], version, kept and kept[:length])
-            self._events.append(event)
-            if isinstance(event, Failed):
-                failed.append(lane)
-            begin, end = len(request.prompt), len(request.prompt) + length - 1  # the last token was not fed
-            self._texts[lane, begin:end] = texts[row, : length - 1]
-            records["known"][lane] = end
+        with torch.inference_mode(False):  # what is reported may take part in training
+            for row, (lane, length) in enumerate(zip(lanes.tolist(), lengths, strict=True)):
+                request, kept = records["request"][lane], records["kept"][lane]
+                (_, version), *changes = records["versions"][lane]
+                if changes:
+                    version = torch.full((length,), version)
+                    for start, changed in changes:
+                        version[start:] = changed
+                event = conclude_arrays(
+                    request, ids[row, :length], logprobs[row, :length], version, kept and kept[:length]
+                )
+                self._events.append(event)
+                if isinstance(event, Failed):
+                    failed.append(lane)
+                begin, end = len(request.prompt), len(request.prompt) + length - 1  # the last token was not fed
+                self._texts[lane, begin:end] = ids[row, : length - 1]
+                records["known"][lane] = end
         self._free(lanes)
         if failed:
             self._free(np.array(failed), forget=True)
@@ -282,7 +283,7 @@ class Lanes:
         self._records["live"][lanes] = False
         self._records["used"][lanes] = self._clock
         index = self._index(lanes)
-        self._state[2:, index] = 0
+        self._state[2:].index_fill_(1, index, 0)
         if forget and self.cache is not None:
             self._records["known"][lanes] = self._records["used"][lanes] = 0
             self.cache.clear(index)
@@ -314,7 +315,6 @@ class Lanes:
             params, length = request.params, len(request.prompt)
             self._texts[lane, :length] = request.prompt
             kind = self._kinds.setdefault(_drawing(params), len(self._kinds))
-            self._texts[lane, :length] = request.prompt
             records[lane] = (
                 *(True, bool(params.stop_token_ids), request.stream, kind),
                 *(length - self._step_number, self._step_number + params.max_new_tokens - 1),
@@ -333,7 +333,8 @@ class Lanes:
         self._stops.index_copy_(0, index, stops_BS)
         groups = self._groups(records["kind"][lanes], np.arange(len(lanes)))
         ids, logprobs = self._draw(torch.cat(logits), groups, numbers[:, 0], lanes.tolist())
-        self._ids[index, 0], self._logprobs[index, 0] = ids, logprobs
+        self._ids[:, 0].index_copy_(0, index, ids)
+        self._logprobs[:, 0].index_copy_(0, index, logprobs)
         positions = self._index(records["known"][lanes])
         moves = (ids.unsqueeze(1) != stops_BS).all(1).long()
         self._state.index_copy_(1, index, torch.stack((ids, positions, torch.ones_like(ids), moves)))
@@ -341,28 +342,25 @@ class Lanes:
         self._stream(lanes[records["streams"][lanes]])
 
     def _shrink(self) -> None:
-        """Nobody waits: close the gaps when that takes away enough rows."""
+        """Close the gaps between live lanes where that takes away enough rows; no request waits."""
+        assert self.cache is not None
         live = self._records["live"]
         size = _up(int(live.sum()))
         if size > _SHRINK_BELOW * self._active:
             return
-        source = live[size:].nonzero()[0] + size
-        if len(source):
-            self._exchange(source, (~live[:size]).nonzero()[0][: len(source)])
+        first = live[size:].nonzero()[0] + size
+        if len(first):
+            second = (~live[:size]).nonzero()[0][: len(first)]
+            both, other = np.concatenate((first, second)), np.concatenate((second, first))
+            records = self._records[both]
+            until = int(np.where(records["live"], records["base"] + self._step_number, records["known"]).max())
+            self.cache.swap(list(zip(first.tolist(), second.tolist(), strict=True)), until)
+            for array in (self._records, self._texts):
+                array[both] = array[other]
+            both, other = self._index(both), self._index(other)
+            for table in (self._state.T, self._ids, self._logprobs, self._uniforms, self._stops):
+                table[both] = table[other]
         self._activate(size)
-
-    def _exchange(self, first: np.ndarray, second: np.ndarray) -> None:
-        """Let lanes ``first`` and ``second`` change places."""
-        assert self.cache is not None
-        both, other = np.concatenate((first, second)), np.concatenate((second, first))
-        records = self._records[both]
-        until = int(np.where(records["live"], records["base"] + self._step_number, records["known"]).max())
-        for array in (self._records, self._texts):
-            array[both] = array[other]
-        both, other = self._index(both), self._index(other)
-        self.cache.swap(list(zip(first.tolist(), second.tolist(), strict=True)), until)
-        for table in (self._state.T, self._ids, self._logprobs, self._uniforms, self._stops):
-            table[both] = table[other]
 
     def _widen(self, lanes: int = 0, new_tokens: int = 0, stop_tokens: int = 0) -> None:
         """Have so many more lanes in the tables, and columns for so many tokens."""
