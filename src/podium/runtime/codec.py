@@ -85,7 +85,7 @@ def _reduction(cls: type[Any]) -> Literal["default", "code", "tensor", "ref"]:
 
 
 def read_as(mode: Reading, read: Callable[[], T]) -> T:
-    """The result of ``read()``, during which references become ``mode``. Elsewhere they stay references."""
+    """The result of ``read()``. References that this thread decodes meanwhile become ``mode``, and others stay."""
     before, _here.mode = _here.mode, mode
     _here.lent = []
     try:

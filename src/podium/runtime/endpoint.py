@@ -44,23 +44,17 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """The declaration of an endpoint: the method's name and parameters, and how its calls are split and joined.
-
-    Attributes:
-        names: The parameters without ``self``.
-        open_ended: The method takes ``**kwargs``.
-        returns: None where ``cluster.start(returns=...)`` decides.
-    """
+    """The declaration of an endpoint: the method's name and parameters, and how its calls are split and joined."""
 
     name: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the parameters without ``self``
     required: frozenset[str]
-    open_ended: bool
+    open_ended: bool  # the method takes ``**kwargs``
     dispatch: Dispatch
     collect: Collect[Any, Any]
     concurrent: bool
-    returns: Returns | None = None
-    reads: Reading = "tensor"
+    returns: Returns | None  # None where ``cluster.start(returns=...)`` decides
+    reads: Reading
 
     def arguments(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Name the arguments of one call.
@@ -150,10 +144,8 @@ class Endpoint(Generic[P, Out]):
 
 
 class EndpointMethod(Generic[P, Ret, Out]):
-    """A marked method in its class. On a worker it is the plain method, and on a handle an :class:`Endpoint`.
-
-    A type checker sees an :class:`Endpoint` in both places, since Python's types cannot tell the two apart.
-    """
+    """A marked method in its class. On a worker it is the plain method, and on a handle an :class:`Endpoint`, which
+    is what a type checker sees in both places."""
 
     def __init__(self, function: Callable[..., Any], spec: EndpointSpec) -> None:
         update_wrapper(cast(Any, self), function)
@@ -224,7 +216,9 @@ def endpoint(
             "or 'ref'"
         )
     if readonly and receives == "ref":
-        raise ConfigError("endpoint(receives='ref', readonly=True): what is a reference cannot be written to anyway")
+        raise ConfigError(
+            "endpoint(receives='ref', readonly=True): nobody can write to a reference; leave out one of the two"
+        )
     declare = partial(
         _declare,
         dispatch=dispatch or broadcast(),

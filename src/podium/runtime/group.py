@@ -39,19 +39,14 @@ class _Waiting(NamedTuple):
 
 
 class WorkerGroup:
-    """The workers of one class on all ranks, at ``handle.group``. Endpoints are attributes of the handle itself.
-
-    Attributes:
-        processes: The worker processes, shared with the workers that are colocated with these.
-        timeout_s: Default deadline of calls.
-    """
+    """The workers of one class on all ranks, at ``handle.group``. Endpoints are attributes of the handle itself."""
 
     def __init__(self, processes: ProcessSet, name: str, role: Role) -> None:
-        self.processes = processes
+        self.processes = processes  # shared with the workers that are colocated with these
         self.name = name
         self.cls: type = role.bound.cls
         self.world = World(processes.size, role.meshes)
-        self.timeout_s = role.timeout_s
+        self.timeout_s = role.timeout_s  # default deadline of calls
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.RLock()
         processes.watch.register(self)
@@ -100,10 +95,10 @@ class WorkerGroup:
     def restart(self) -> None:
         """Kill the processes, start new ones in the same slots, and make all their workers again, colocated ones too.
 
-        No call is repeated, and the state of the workers is lost.
+        Calls in flight fail, no call is repeated, and the state of the workers is lost.
 
         Raises:
-            ConfigError: The group is closed, or the backend has no processes to kill.
+            ConfigError: The group is closed or another controller's, or the backend has no processes to kill.
             WorkerStartError: A process or a constructor failed. The group is broken until a restart succeeds.
         """
         if self.name not in self.processes.workers:

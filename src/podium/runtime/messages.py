@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 __all__ = ["Capabilities", "Death", "Failure", "Node", "OnDeath", "Packed", "Place", "ProcessSpec", "Reply", "Request"]
+__all__ += ["Resources"]
 
 Resources = Mapping[str, float]
 """Amounts by name: "cpu", "gpu" (accelerators of any make), "memory" (bytes), and a node's custom resources."""
@@ -29,16 +30,11 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine.
-
-    Attributes:
-        resources: All that the node has, reserved or not.
-        taken: Resources that others than this controller hold, by holder.
-    """
+    """One machine."""
 
     name: str
-    resources: Resources
-    taken: Mapping[str, Resources] = field(default_factory=dict[str, Any])
+    resources: Resources  # all that the node has, reserved or not
+    taken: Mapping[str, Resources] = field(default_factory=dict[str, Any])  # what other controllers hold, by holder
 
 
 @dataclass(frozen=True)
@@ -52,28 +48,18 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """One worker process to start.
+    """One worker process to start. The backend makes ``place.devices``, and no others, visible before the worker's code
+    is imported."""
 
-    Attributes:
-        label: Name of the process in logs.
-        place: Where it runs. The backend makes ``place.devices``, and no others, visible before the worker's code is
-            imported.
-        token: The token of ``Backend.reserve`` for the reservation whose place number ``slot`` this is.
-        threads: Number of threads for computing.
-        env: Environment variables, which are set before anything is imported.
-        options: The backend's own options, from ``cluster.start(options=...)``.
-        detached: Name of the group if the process outlives this controller, else "".
-    """
-
-    label: str
+    label: str  # name of the process in logs
     rank: int
     place: Place
-    token: Any
+    token: Any  # the token of ``Backend.reserve`` for the reservation whose place number ``slot`` this is
     slot: int
-    threads: int
-    env: Mapping[str, str] = field(default_factory=dict[str, Any])
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    detached: str = ""
+    threads: int  # number of threads for computing
+    env: Mapping[str, str] = field(default_factory=dict[str, Any])  # set before anything is imported
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # from ``cluster.start(options=...)``
+    detached: str = ""  # name of the group if the process outlives this controller
 
 
 class Death(NamedTuple):
@@ -91,24 +77,18 @@ OnDeath = Callable[[int, Death], None]
 class Request:
     """One call for one worker process, to be run by ``WorkerProcess.execute(number, target, method, arguments)``.
 
-    Attributes:
-        number: The call's number, by which it can be cancelled.
-        target: Name of the worker; "" for a method of the worker process itself.
-        shared, own: Arguments, which are merged. Many processes receive the same ``shared``.
-        wants_result: Whether the result is needed, or only the end of the call.
-        concurrent: The request runs at once, beside others, by ``WorkerProcess.execute_concurrently``. Other requests
-            run one at a time in the order sent.
-        wire: Free for the backend to use. The same request may go to many processes.
+    A concurrent request runs at once, beside others, by ``WorkerProcess.execute_concurrently``. Other requests run one
+    at a time in the order sent. The same request may go to many processes.
     """
 
-    number: int
-    target: str
+    number: int  # by which the request can be cancelled
+    target: str  # name of the worker; "" for a method of the worker process itself
     method: str
-    shared: Packed
-    own: Packed | None = None
-    wants_result: bool = True
+    shared: Packed  # arguments that many processes receive
+    own: Packed | None = None  # further arguments for this process; the two are merged
+    wants_result: bool = True  # or only the end of the call
     concurrent: bool = False
-    wire: Any = None
+    wire: Any = None  # for the backend to use
 
 
 class Reply(NamedTuple):

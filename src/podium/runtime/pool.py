@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
-from podium.runtime.messages import Node, Place
+from podium.runtime.messages import Node, Place, Resources
 
 __all__ = ["Inventory", "Reservation", "ResourcePool", "Slot"]
 
@@ -94,27 +94,17 @@ class ResourcePool:
 
 
 class Inventory:
-    """Counts what is free on each node and who holds the rest, for every pool of this controller.
-
-    A reservation takes all of its slots or none, and is decided before anything waits.
-    """
+    """Counts what is free on each node and who holds the rest, for every pool of this controller."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._lock = threading.Lock()
         self._reservations: list[Reservation] = []
 
-    def reserve(self, slots: Sequence[int] | int, want: Mapping[str, float], *, detached: bool = False) -> ResourcePool:
-        """Reserve slots that hold ``want`` each.
+    def reserve(self, slots: Sequence[int] | int, want: Resources, *, detached: bool = False) -> ResourcePool:
+        """Reserve slots that hold ``want`` each. ``slots`` are numbers for each node, or a total to spread.
 
-        Args:
-            slots: Number of slots on each node, where every entry gets a node of its own. An integer is a total: its
-                slots go to as few nodes as have room for all of them, in parts as equal as the room allows.
-
-        Raises:
-            PlacementError: There is no room now. The message says what was asked, what is free where, and who holds
-                the rest.
-            ConfigError: A number of slots is below 1, or an amount is negative.
+        Raises what ``Cluster.pool`` raises, and does not wait.
         """
         numbers = [slots] if isinstance(slots, int) else slots
         if not numbers or any(number < 1 or number % 1 for number in numbers):
@@ -145,11 +135,8 @@ class Inventory:
             return ResourcePool(reservation.slots)
 
     def release(self, pool: ResourcePool) -> None:
-        """Give back the reservations that ``pool`` is made of. Slices of them end with it.
-
-        Raises:
-            PlacementError: A group still runs on one of them.
-        """
+        """Give back the reservations that ``pool`` is made of, and with them all slices. Raises PlacementError while a
+        group runs on one of them."""
         with self._lock:
             for reservation in pool.reservations:
                 if reservation.holders:
@@ -194,12 +181,9 @@ class Inventory:
         return shares
 
     def _refusal(
-        self,
-        slots: Sequence[int] | int,
-        want: Mapping[str, float],
-        nodes: Sequence[Node],
-        free: Mapping[str, Mapping[str, float]],
+        self, slots: Sequence[int] | int, want: Resources, nodes: Sequence[Node], free: Mapping[str, Resources]
     ) -> str:
+        """The error message: what was asked, what is free where, and who holds the rest."""
         if isinstance(slots, int):
             each = ", ".join(f"{amount:g} {name}" for name, amount in want.items())
             asked = f"{slots} slots of {each or 'nothing'} each, on any nodes"
@@ -224,12 +208,12 @@ class Inventory:
         return f"asked for {asked}; {has}; held by: {holders}"
 
 
-def _most(amounts: Mapping[str, float], want: Mapping[str, float]) -> float:
+def _most(amounts: Mapping[str, float], want: Resources) -> float:
     """The largest of the amounts that are wanted."""
     return max((amounts.get(name, 0.0) for name in want), default=0.0)
 
 
-def _room(free: Mapping[str, float], shares: Sequence[float], want: Mapping[str, float], limit: int) -> int:
+def _room(free: Mapping[str, float], shares: Sequence[float], want: Resources, limit: int) -> int:
     """How many slots of ``want`` fit on a node, up to ``limit``."""
     fits = [free.get(name, 0.0) / amount for name, amount in want.items()]
     if gpus := want.get("gpu", 0.0):

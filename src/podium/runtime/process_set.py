@@ -54,12 +54,7 @@ class Record:
 
 
 class ProcessSet:
-    """The worker processes on a pool. They share one process group of torch.distributed.
-
-    Attributes:
-        workers: The workers that run in every process, by name; empty once the set is closed.
-        calls: The calls to the processes that run now. A restart replaces them.
-    """
+    """The worker processes on a pool. They share one process group of torch.distributed."""
 
     def __init__(
         self,
@@ -75,23 +70,20 @@ class ProcessSet:
         self.name = name
         self.size = len(pool)
         self.options = options
-        self.workers: dict[str, Role] = {}
+        self.workers: dict[str, Role] = {}  # what runs in every process; empty once the set is closed
         self.backend = backend
         self.watch = watch
         self._threads = threads
         self._rendezvous = ""
         self._attached = attached is not None
-        self.calls = attached or self._boot()
+        self.calls = attached or self._boot()  # a restart replaces them
         for reservation in pool.reservations:
             reservation.holders.append(name)
 
     @classmethod
     def attach(cls, backend: Backend, watch: Watch, name: str) -> tuple[ProcessSet, Record]:
-        """The processes of a detached group that another controller started as ``name``.
-
-        Raises:
-            ConfigError: There is no such group, or it is still starting.
-        """
+        """The processes of a detached group that another controller started as ``name``. Raises ConfigError if there is
+        no such group, or if it is still starting."""
         calls = ProcessCalls(backend, watch, name, ())
         calls.handles = backend.attach(name, calls.on_death)
         record = None
@@ -113,12 +105,8 @@ class ProcessSet:
         return tuple(handle.pid for handle in self.calls.handles)
 
     def construct(self, name: str, role: Role) -> None:
-        """Make a worker in every process.
-
-        Raises:
-            ConfigError: The processes belong to another controller.
-            WorkerStartError: A constructor raised or took too long, or a process ended. Its ``rank`` failed first.
-        """
+        """Make a worker in every process. Raises WorkerStartError if a constructor raises or takes too long, or a
+        process ends; its ``rank`` failed first. Raises ConfigError for processes of another controller."""
         if self._attached:
             raise ConfigError(f"group {self.name} is another controller's: no worker can be added to it")
         nodes = [slot.node for slot in self.pool]
@@ -153,13 +141,8 @@ class ProcessSet:
         self.workers[name] = role
 
     def restart(self) -> None:
-        """Kill all processes, start new ones in the same slots, and make their workers again. Calls in flight fail, and
-        none is repeated.
-
-        Raises:
-            ConfigError: This backend has no processes to kill, or they belong to another controller.
-            WorkerStartError: A process or a constructor failed. The set is broken until a restart succeeds.
-        """
+        """Kill all processes, start new ones in the same slots, and make their workers again. Raises what
+        ``WorkerGroup.restart`` raises."""
         if not self.backend.capabilities.processes:
             raise ConfigError(f"{self.name}: this backend has no processes to kill and restart; use 'local'")
         if self._attached:

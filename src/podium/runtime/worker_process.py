@@ -107,8 +107,7 @@ class WorkerProcess:
 
     Args:
         ships_exceptions: Outcomes leave this process, so exceptions are pickled.
-        make_store: Makes the store for tensors that stay here by reference, when the first one does. Default: a store
-            whose blocks travel with the messages that refer to them.
+        make_store: Makes the store of tensors that stay here by reference. Default: a MemoryStore.
     """
 
     def __init__(self, *, ships_exceptions: bool = True, make_store: Callable[[], TensorStore] | None = None) -> None:
@@ -130,8 +129,7 @@ class WorkerProcess:
     # -- running requests ----------------------------------------------------------------------------------------
 
     def execute(self, number: int, target: str, method: str, values: Values) -> Outcome:
-        """Run one request to its end in this thread. Nothing is raised here but what is no ``Exception``:
-        KeyboardInterrupt and a debugger's quit."""
+        """Run one request to its end in this thread. Only KeyboardInterrupt and a debugger's quit are raised."""
         started = time.monotonic_ns()
         if number in self._cancelled:
             self._cancelled.discard(number)

@@ -1,12 +1,17 @@
-"""Handles of colocated workers."""
+"""Handles of colocated workers, and of groups of another controller."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import pytest
 
 import podium
-from podium import Worker, colocate, endpoint
-from podium.errors import ConfigError
+from podium import Cluster, Worker, colocate, endpoint
+from podium.backends.inline import InlineBackend
+from podium.errors import ConfigError, WorkerDied
+from podium.runtime import Capabilities, Death, ProcessHandle, Reply, Request
+from podium.runtime.messages import OnDeath
 
 
 class Named(Worker):
@@ -30,3 +35,32 @@ def test_handles_are_found_as_attributes_and_as_a_mapping() -> None:
         assert both._critic is both["_critic"]
         with pytest.raises(AttributeError, match=r"no worker 'policy' here; there are \['_critic', 'actor'\]"):
             both.policy  # noqa: B018 - it raises
+
+
+class Dying(ProcessHandle):
+    """A process that ends when it is asked for something."""
+
+    def __init__(self, on_death: OnDeath) -> None:
+        self.on_death = on_death
+
+    def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
+        self.on_death(0, Death("signal SIGKILL"))
+
+    def kill(self) -> None: ...
+
+
+class OneDetached(InlineBackend):
+    capabilities = Capabilities(processes=True, collectives=False, concurrent=True, detached=True)
+
+    def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
+        return [Dying(on_death)]
+
+
+def test_a_detached_process_that_ends_before_it_has_told_its_place_is_reported() -> None:
+    backend = OneDetached()
+    backend.capabilities = OneDetached.capabilities
+    with (
+        Cluster(backend) as cluster,
+        pytest.raises(WorkerDied, match=r"kept\.attach: rank 0 of kept on an unknown node"),
+    ):
+        cluster.attach("kept")

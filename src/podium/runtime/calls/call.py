@@ -49,8 +49,7 @@ class Call(Generic[T]):
         self._read: Callable[[], T] | None = None
         self._value: T | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self.on_cancel: Callable[[], None] | None = None
-        """Called when the caller cancels. Set by the runtime."""
+        self.on_cancel: Callable[[], None] | None = None  # set by the runtime, and called when the caller cancels
 
     # -- for the caller ------------------------------------------------------------------------------------------
 
@@ -67,7 +66,7 @@ class Call(Generic[T]):
         return self._outcome()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the call has ended, in whatever way. Returns False if it has not within ``timeout_s``."""
+        """Wait until the call has a result or has failed. Returns False if neither happens within ``timeout_s``."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         nap = FIRST_NAP_S
         while not self._ended:
@@ -84,7 +83,7 @@ class Call(Generic[T]):
         return self._ended
 
     def done(self) -> bool:
-        """Whether the call has ended, in whatever way."""
+        """Whether the call has a result or has failed."""
         return self._ended
 
     def cancel(self) -> bool:
@@ -229,4 +228,6 @@ class Watch:
                 try:
                     ticks.pop()(time.monotonic())
                 except Exception:
-                    logging.getLogger("podium").exception("the watch of a cluster met an error; it goes on")
+                    logging.getLogger("podium").exception(
+                        "a check of the deadlines of calls failed; the next one follows"
+                    )

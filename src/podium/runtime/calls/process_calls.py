@@ -1,4 +1,4 @@
-"""The calls to one set of running processes: requests out, replies in, causes found. See the package for the whole."""
+"""The calls to one set of running processes: requests, replies, and the causes of failures."""
 
 from __future__ import annotations
 
@@ -52,56 +52,35 @@ def _take_number() -> int:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A call on its way.
-
-    Attributes:
-        target: Name of the worker; "" for a method of the worker process itself.
-        wanted: The ranks whose results count, in the order in which to join them.
-        open: The ranks that have not replied.
-        replies: Good replies by rank.
-        call_id: Telemetry's name for the call, which is never used again.
-        held: An error that waits for its cause to arrive.
-        expired: The deadline has passed, and the ranks are being asked for their stacks.
-        cancelled: The ranks were told to drop the call.
-        breaking: A rank that raised is destroying its process groups.
-        next_stall: Seconds of waiting after which the next warning is due.
-    """
+    """A call on its way."""
 
     call: Call[Any]
-    target: str
+    target: str  # name of the worker; "" for a method of the worker process itself
     method: str
     split: Split
     collect: Collect[Any, Any]
-    wanted: Sequence[int]
-    open: set[int]
+    wanted: Sequence[int]  # the ranks whose results count, in the order in which to join them
+    open: set[int]  # the ranks that have not replied
     number: int = field(default_factory=_take_number)
-    call_id: int = field(default_factory=itertools.count().__next__)
+    call_id: int = field(default_factory=itertools.count().__next__)  # telemetry's name, which is never used again
     submitted_ns: int = field(default_factory=time.monotonic_ns)
-    replies: dict[int, Reply] = field(default_factory=dict[int, Reply])
-    held: PodiumError | None = None
-    expired: bool = False
-    cancelled: bool = False
-    breaking: bool = False
-    next_stall: float = STALL_S
+    replies: dict[int, Reply] = field(default_factory=dict[int, Reply])  # good ones, by rank
+    held: PodiumError | None = None  # an error that waits for its cause to arrive
+    expired: bool = False  # the deadline has passed, and the ranks are being asked for their stacks
+    cancelled: bool = False  # the ranks were told to drop the call
+    breaking: bool = False  # a rank that raised is destroying its process groups
+    next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
 
 
 class ProcessCalls:
-    """The calls to the processes of one set, from their start to their end.
-
-    Attributes:
-        name: Name of the group, for messages.
-        nodes: Name of each rank's node; empty while that is not known.
-        handles: The processes in rank order. Whoever starts them sets them, and passes :meth:`on_death` to the backend.
-        lost: The ranks whose process has ended.
-        broken: Why no call can succeed before a restart; "" if calls can.
-    """
+    """The calls to the processes of one set, from their start to their end."""
 
     def __init__(self, backend: Backend, watch: Watch, name: str, nodes: Sequence[str]) -> None:
-        self.name = name
-        self.nodes = nodes
-        self.handles: Sequence[ProcessHandle] = ()
-        self.lost: dict[int, Death] = {}
-        self.broken = ""
+        self.name = name  # of the group, for messages
+        self.nodes = nodes  # each rank's node; empty while that is not known
+        self.handles: Sequence[ProcessHandle] = ()  # set by whoever starts them and passes on_death to the backend
+        self.lost: dict[int, Death] = {}  # the ranks whose process has ended
+        self.broken = ""  # why no call can succeed before a restart
         self._backend = backend
         self._in_flight: dict[int, InFlight] = {}  # by call_id: a number may be another call's by now
         self._sending = threading.Lock()
@@ -138,12 +117,8 @@ class ProcessCalls:
         collect: Collect[Any, Any],
         concurrent: bool = False,
     ) -> None:
-        """Send ``call`` to the ranks of ``split``. ``collect`` makes its result of theirs.
-
-        Raises:
-            SerializationError: An argument does not pickle.
-            WorkerDied, EndpointError, CallCancelled: The group has lost a rank, is broken, or is closed.
-        """
+        """Send ``call`` to the ranks of ``split``. ``collect`` joins their results. Raises SerializationError, or
+        WorkerDied, EndpointError or CallCancelled if the group has lost a rank, is broken or is closed."""
         if self._unsettled:
             self._wait_until(lambda: not self._unsettled, BREAK_S + STATUS_S)
         self._refuse_if_unusable(call.label)
@@ -299,7 +274,7 @@ class ProcessCalls:
         )
 
     def _node(self, rank: int) -> str:
-        return self.nodes[rank] if rank < len(self.nodes) else "a node that it has not told yet"
+        return self.nodes[rank] if rank < len(self.nodes) else "an unknown node"
 
     def _break(self, flight: InFlight, rank: int, failure: Failure) -> None:
         """Free the ranks that still run: they may wait in a collective for ``rank``, which raised."""
