@@ -1,4 +1,4 @@
-"""Names and shapes of the columns that flow between Podium's rooms.
+"""Names and shapes of the columns that flow between Podium's packages.
 
 Legend: B rows, N tokens over all rows. A *token column* is a :class:`~podium.data.Jagged` with the offsets of
 ``tokens``; its entry t describes ``tokens[t]`` given ``tokens[:t]``, so the entry at a row's first token is 0.
@@ -20,11 +20,11 @@ LOSS_WEIGHTS: Final = "loss_weights"  # token column, float32: loss = sum(weight
 VERSIONS: Final = "versions"  # token column, int64: version of the weights that sampled the token
 REWARDS: Final = "rewards"  # float32 [B]: score of the completion
 GROUP: Final = "group"  # int64 [B]: completions of one prompt share it
-SEED: Final = "seed"  # int64 [B] or [B, n]: of the sampler, one a completion
+SEED: Final = "seed"  # int64 [B] or [B, n]: the sampler's seed for each completion
 TEXT: Final = "text"  # Jagged uint8: the completion as UTF-8, without special tokens
 PART: Final = "part/"  # prefix of columns, float32 [B]: a named part of the reward; NaN where a row has none
-DATA: Final = "data/"  # prefix of python columns: a column of the data, for each row that of its prompt
-FINISH_REASON: Final = "finish_reason"  # python column of str: "stop" or "length"
+DATA: Final = "data/"  # prefix of Python columns: a column of the data, taken from the row of the prompt
+FINISH_REASON: Final = "finish_reason"  # Python column of str: "stop" or "length"
 PROMPT_TOKENS: Final = "prompt_tokens"  # Jagged int64
-KEPT_SIZES: Final = "kept_sizes"  # token column, int64: how many ids top-k/top-p left to draw it from; 0 if not drawn
+KEPT_SIZES: Final = "kept_sizes"  # token column, int64: the number of ids that top-k and top-p left; 0 if it was not drawn
 KEPT_IDS: Final = "kept_ids"  # Jagged int64: those ids, token after token, most probable first
