@@ -26,5 +26,5 @@ PART: Final = "part/"  # prefix of columns, float32 [B]: a named part of the rew
 DATA: Final = "data/"  # prefix of Python columns: a column of the data, taken from the row of the prompt
 FINISH_REASON: Final = "finish_reason"  # Python column of str: "stop" or "length"
 PROMPT_TOKENS: Final = "prompt_tokens"  # Jagged int64
-KEPT_SIZES: Final = "kept_sizes"  # token column, int64: the number of ids that top-k and top-p left; 0 if it was not drawn
+KEPT_SIZES: Final = "kept_sizes"  # token column, int64: the number of ids that top-k and top-p left; 0 if not drawn
 KEPT_IDS: Final = "kept_ids"  # Jagged int64: those ids, token after token, most probable first
