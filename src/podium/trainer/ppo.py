@@ -15,19 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
 from podium.data import Batch, fields
 from podium.errors import RewardError
-from podium.rollout.tasks import PromptStream
+from podium.rollout.tasks import PromptStream, load_examples
 from podium.runtime import Call
 from podium.telemetry import CompletionsSampled, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
 from podium.trainer.config import PPOConfig
 from podium.trainer.preflight import check_columns, check_lengths
-from podium.trainer.prompts import Prompt, completion_seeds, load_prompts, prompt_batch, row_order
+from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
 
@@ -70,7 +71,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def collect(self, step: int) -> ScoredBatch:
         """Take prompts, draw completions and grade them. Only the generator and the grader take part."""
-        stage = self.stage_of(step, "collect")
+        stage = partial(self.clock.stage, step=step, half="collect")
         with stage("prompts"):
             prompts = self.stream.take(self.config.batch.prompts)
         with stage("generate"):
@@ -85,7 +86,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             The step's metrics, by their names in :mod:`podium.telemetry.metrics`.
         """
         step, batch = scored.step, scored.batch
-        stage = self.stage_of(step, "learn")
+        stage = partial(self.clock.stage, step=step, half="learn")
         with stage("logprobs"):
             batch = self.logprobs(batch)
         with stage("values"):
@@ -230,11 +231,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         }
 
     def load_data(self) -> PromptStream[Prompt]:
-        config = self.config
-        prompts = load_prompts(config.data, self.tokenizer, seed=config.run.seed)
+        config, data, seed = self.config, self.config.data, self.config.run.seed
+        prompts = encoded(load_examples(data.train, data, "train", seed), self.tokenizer, data, "training")
         check_columns(prompts, self._declared.data, config.algorithm.advantage)
         check_lengths(config.model, self.sampling.max_new_tokens, "training", prompts)
-        return PromptStream(prompts, config.run.seed)
+        return PromptStream(prompts, seed)
 
     def prepare(self, stack: ExitStack) -> None:
         super().prepare(stack)

@@ -16,23 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
-from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts, load_examples
+from podium.rollout.tasks import DataConfig, Example, encode_prompts, load_examples
 from podium.telemetry import Note, emit
 
-__all__ = [
-    "Pair",
-    "Prompt",
-    "completion_seeds",
-    "encoded",
-    "load_held_out",
-    "load_pairs",
-    "load_prompts",
-    "prompt_batch",
-    "row_order",
-]
-
-Pair = tuple[Tensor, Tensor]
-"""The tokens of a prompt with its answer, and their loss mask."""
+__all__ = ["Prompt", "completion_seeds", "encoded", "load_held_out", "prompt_batch", "row_order"]
 
 _EVALUATION = -1
 
@@ -61,26 +48,15 @@ def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:
     return Batch(columns, {"text": True})
 
 
-def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> list[Prompt]:
-    """Load the training prompts. Raises ConfigError or DataError as ``load_examples`` and ``encode_prompts`` do."""
-    return encoded(load_examples(config.train, config, "train", seed), tokenizer, config, "training")
-
-
 def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> list[Prompt]:
-    """Load ``items`` held-out prompts, the same ones in every run. Raises as :func:`load_prompts`."""
+    """Load ``items`` held-out prompts, which are the same in every run. Raises ConfigError or DataError."""
     return encoded(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out")
-
-
-def load_pairs(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> list[Pair]:
-    """Load prompts with their answers. Raises as :func:`load_prompts`, and DataError where an answer is missing."""
-    pairs = encode_pairs(load_examples(config.train, config, "train", seed), tokenizer, config)
-    return [(torch.tensor(tokens), torch.tensor(mask)) for tokens, mask in pairs]
 
 
 def encoded(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str
 ) -> list[Prompt]:
-    """Encode ``examples``. A note says how many were too long; ``what`` names them there."""
+    """Encode ``examples``. A note says how many of the ``what`` prompts were too long. Raises as ``encode_prompts``."""
     found = encode_prompts(examples, tokenizer, config)
     if found.dropped or found.cut:
         emit(

@@ -10,16 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from podium.algorithms import loss_weights
 from podium.data import Batch, Jagged, fields
-from podium.rollout.tasks import PromptStream
+from podium.rollout.tasks import PromptStream, encode_pairs, load_examples
 from podium.telemetry import metrics as names
 from podium.trainer.config import SFTConfig
-from podium.trainer.prompts import Pair, load_pairs
 from podium.trainer.trainer import Trainer
 
 __all__ = ["Examples", "SFTTrainer"]
+
+Pair = tuple[Tensor, Tensor]
+"""The tokens of a prompt with its answer, and their loss mask."""
 
 
 @dataclass(frozen=True)
@@ -67,5 +70,6 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
         return super().evaluate(step)
 
     def load_data(self) -> PromptStream[Pair]:
-        pairs = load_pairs(self.config.data, self.tokenizer, seed=self.config.run.seed)
-        return PromptStream(pairs, self.config.run.seed)
+        data, seed = self.config.data, self.config.run.seed
+        pairs = encode_pairs(load_examples(data.train, data, "train", seed), self.tokenizer, data)
+        return PromptStream([(torch.tensor(tokens), torch.tensor(mask)) for tokens, mask in pairs], seed)

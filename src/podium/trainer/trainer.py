@@ -9,9 +9,9 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -109,10 +109,6 @@ class Trainer(ABC, Generic[C, E, R]):
     def keeps_apart(self) -> str:
         """Why the two halves cannot run beside each other; empty where they can."""
         return ""
-
-    def stage_of(self, step: int, half: str) -> Callable[[str], AbstractContextManager[None]]:
-        """Return a function from a stage's name to a block that is timed as that stage of ``step``."""
-        return lambda name: self.clock.stage(name, step, half)
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
