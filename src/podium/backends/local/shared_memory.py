@@ -121,10 +121,12 @@ class SegmentPool:
             StoreFullError: There is no room for it.
         """
         try:
-            with tempfile.TemporaryFile(dir=directory) as file, self._lock:
+            with tempfile.TemporaryFile(dir=directory) as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
-                lease = Lease(self, self._add(Segment(os.dup(file.fileno()), label, lambda: None)))
-                _ = lease.segment.mapping
+                segment = Segment(os.dup(file.fileno()), label, lambda: None)
+            with self._lock:
+                lease = Lease(self, self._add(segment))
+                _ = segment.mapping
                 return lease
         except OSError as error:
             raise StoreFullError(

@@ -216,7 +216,9 @@ def send_message(connection: socket.socket, message: bytes, leases: Sequence[Lea
 
 def split_message(message: bytes, leases: Sequence[Lease]) -> list[tuple[bytes, Sequence[Lease]]]:
     """The messages to send for one that may have too many segments, in order."""
-    last = max(0, len(leases) - 1) // MOST_FDS * MOST_FDS
+    if len(leases) <= MOST_FDS:
+        return [(message, leases)]
+    last = (len(leases) - 1) // MOST_FDS * MOST_FDS
     before = [(b"+", leases[at : at + MOST_FDS]) for at in range(0, last, MOST_FDS)]
     return [*before, (message, leases[last:])]
 

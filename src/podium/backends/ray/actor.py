@@ -1,4 +1,4 @@
-"""What runs inside a Ray actor: a WorkerProcess behind three kinds of calls.
+"""What runs inside a Ray actor: a WorkerProcess behind four kinds of calls.
 
 The actor is a threaded one with concurrency groups, because a call through an async actor takes longer. Ray keeps a
 caller's calls in the order sent, and the default group has one thread.
