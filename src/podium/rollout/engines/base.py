@@ -49,12 +49,10 @@ class Engine(ABC):
     """Draws completions from a language model, and takes new weights in place.
 
     A completion depends on its prompt, its sampling parameters, its seed and the weights. It does not depend on the
-    other requests, their order, or the number of ranks that they are spread over. Each engine's docstring says how far
-    floating-point rounding lets it keep that promise.
-
-    New weights may come while requests are in flight. ``gate`` keeps the two apart: no token is drawn from weights of
-    two versions, and each token carries the version that drew it. An engine's docstring says how soon it lets new
-    weights in: between two tokens, or between two batches.
+    other requests, their order, or the number of ranks. New weights may come while requests are in flight. No token is
+    drawn from weights of two versions, because ``gate`` is closed while they come, and each token carries the version
+    that drew it. An engine's docstring says whether new weights come in between two tokens or between two batches, and
+    what depends on floating-point rounding.
 
     A subclass has a constructor with the parameters ``config`` and ``model``. It implements ``supports``, ``advance``,
     ``drop`` if it holds requests between two calls of ``advance``, and the methods for new weights. An engine that
@@ -95,7 +93,7 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, model: nn.Module) -> str | None:
-        """Return why the engine cannot run ``model``, or None when it can."""
+        """Return why the engine cannot run ``model``, or None if it can."""
 
     @property
     def version(self) -> int:
@@ -115,10 +113,7 @@ class Engine(ABC):
         self._enqueue([request], self._events)
 
     def abort(self, id: RequestId) -> None:
-        """End a request early: its last event is ``Aborted``. Nothing happens if it is not in flight.
-
-        Any thread may call this at any time.
-        """
+        """End a request, if it is in flight, with the event ``Aborted``. Any thread may call this at any time."""
         with self._changed:
             box = self._in_flight.pop(id, None)
             if box is not None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -20,8 +19,10 @@ from transformers import (
 )
 
 from podium.rollout.sampling import Completion
+from podium.testing.engines import VOCABULARY, trained_logprobs
 
-VOCABULARY = 97
+__all__ = ["VOCABULARY", "MakeModel", "same", "trained_logprobs"]
+
 MakeModel = Callable[..., Any]
 
 _SHAPE: dict[str, Any] = {
@@ -88,19 +89,6 @@ def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(2, 30, (10,), generator=generator).tolist()
     return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-
-
-def trained_logprobs(model: Any, prompt: Sequence[int], completion: Completion, temperature: float) -> Tensor:
-    """Log-probabilities of a completion by one forward pass over the whole sequence, as a trainer computes them."""
-    sequence = torch.tensor([[*prompt, *completion.token_ids.tolist()]], device=model.device)
-    with torch.no_grad():
-        logits = model(sequence, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu() / temperature
-    if completion.kept is not None:
-        outside = torch.ones_like(logits, dtype=torch.bool)
-        for position in range(len(completion)):
-            outside[position, completion.kept.at(position)] = False
-        logits = logits.masked_fill(outside, float("-inf"))
-    return torch.log_softmax(logits, -1).gather(1, completion.token_ids.unsqueeze(1)).squeeze(1)
 
 
 def same(first: Sequence[Completion], second: Sequence[Completion]) -> bool:

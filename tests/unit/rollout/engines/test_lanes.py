@@ -13,9 +13,8 @@ from podium.errors import ConfigError
 from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Request
 from podium.rollout.engines.native import NativeEngine
 from podium.rollout.sampling import Completion, SamplingParams
-from podium.testing.engines import trained_logprobs
 
-from .conftest import VOCABULARY, MakeModel, same
+from .conftest import VOCABULARY, MakeModel, same, trained_logprobs
 
 STOPS = tuple(range(6))
 MIXED = [

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from podium.rollout.engines.native.parameters import DecoderWeights
 
-__all__ = ["ROW_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class"]
+__all__ = ["ROW_QUANTUM", "GemmCache", "KVCache", "SdpaCache", "cache_class", "round_up"]
 
 # Results of a row depend on neither the number of rows nor the span of positions as long as both are multiples of 16
 # and the span is at least 32: elsewhere BLAS takes kernels that sum in another order.
@@ -99,7 +99,7 @@ class KVCache(ABC):
             cache[:, : smaller.lanes, :, : smaller.length] = old
 
     def _rounded(self, until: int) -> int:
-        return min(max(-(-until // _TIME_QUANTUM) * _TIME_QUANTUM, _SHORTEST_SPAN), self.length)
+        return min(max(round_up(until, _TIME_QUANTUM), _SHORTEST_SPAN), self.length)
 
 
 class GemmCache(KVCache):
@@ -191,6 +191,11 @@ class SdpaCache(KVCache):
 def _signature(weights: DecoderWeights) -> tuple[object, ...]:
     shape = (len(weights.layers), weights.heads, weights.kv_heads, weights.head_dim)
     return (*shape, weights.dtype, weights.device)
+
+
+def round_up(size: int, quantum: int = ROW_QUANTUM) -> int:
+    """The smallest multiple of ``quantum`` that is at least ``size``."""
+    return -(-size // quantum) * quantum
 
 
 def cache_class(device: torch.device) -> type[KVCache]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache
+from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, round_up
 from podium.rollout.engines.native.parameters import DecoderWeights, Dense
 
 __all__ = ["Decoder", "Past", "Prefill"]
@@ -71,8 +71,8 @@ class Decoder:
         weights, device = self.weights, self.weights.device
         starts = [0] * len(prompts) if past is None else past.lengths
         lengths = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
-        width = _up(max(map(len, prompts)), _PROMPT_QUANTUM)
-        query_width = _up(max(lengths), _PROMPT_QUANTUM)
+        width = round_up(max(map(len, prompts)), _PROMPT_QUANTUM)
+        query_width = round_up(max(lengths), _PROMPT_QUANTUM)
         column = torch.cat([torch.arange(length) for length in lengths])
         row = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(lengths))
         start = torch.tensor(starts)
@@ -174,10 +174,6 @@ def _add(residual: Tensor, x: Tensor, dense: Dense) -> Tensor:
     if dense.bias is None:
         return torch.addmm(residual, x, dense.weight_t)
     return residual + torch.addmm(dense.bias, x, dense.weight_t)
-
-
-def _up(size: int, quantum: int) -> int:
-    return -(-size // quantum) * quantum
 
 
 def _pad_rows(index: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from podium.devices import free_memory_bytes
 from podium.errors import ConfigError
 from podium.rollout.engines.config import EngineConfig
 from podium.rollout.engines.model import ModelEngine
-from podium.rollout.engines.native.cache import ROW_QUANTUM, cache_class
+from podium.rollout.engines.native.cache import ROW_QUANTUM, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.engines.native.lanes import Lanes
 from podium.rollout.engines.native.parameters import read_weights, unsupported
@@ -85,12 +85,13 @@ class NativeEngine(ModelEngine):
         if lanes.cache is not None and not lanes.live and not lanes.cache.fits(self._decoder.weights):
             lanes.clear()
         cache = lanes.cache
-        length = _up(self.waiting.longest, _LENGTH_QUANTUM)
-        count = _up(min(most, lanes.live + len(self.waiting)), ROW_QUANTUM)
+        length = round_up(self.waiting.longest, _LENGTH_QUANTUM)
+        count = round_up(min(most, lanes.live + len(self.waiting)), ROW_QUANTUM)
         if cache is not None and cache.length >= length and cache.lanes >= count:
             return True
         held = 0 if cache is None else self._bytes(cache.lanes, cache.length)
-        budget = self._budget(held)
+        gib, device = self.config.cache_gib, self._decoder.weights.device
+        budget = (free_memory_bytes(device) + held) // 4 if gib is None else int(gib * 2**30)
         affordable = budget // self._bytes(1, length)
         count = min(count, max(affordable - affordable % ROW_QUANTUM, ROW_QUANTUM))
         if cache is not None:
@@ -101,7 +102,7 @@ class NativeEngine(ModelEngine):
                 # A conversation grows by a little at a time; the cache grows at once for several turns.
                 doubled = min(2 * cache.length, self.positions or 2 * cache.length)
                 spacious = length > cache.length and held + self._bytes(larger, max(longer, doubled)) <= budget
-                lanes.resize(larger, _up(max(longer, doubled), _LENGTH_QUANTUM) if spacious else longer)
+                lanes.resize(larger, round_up(max(longer, doubled), _LENGTH_QUANTUM) if spacious else longer)
                 return True
             if lanes.live:
                 return cache.length >= length
@@ -109,16 +110,7 @@ class NativeEngine(ModelEngine):
         lanes.resize(count, length)
         return True
 
-    def _budget(self, held: int) -> int:
-        """Bytes that keys and values may take, ``held`` of which they take now."""
-        gib = self.config.cache_gib
-        return (free_memory_bytes(self._decoder.weights.device) + held) // 4 if gib is None else int(gib * 2**30)
-
     def _bytes(self, lanes: int, length: int) -> int:
         weights = self._decoder.weights
         per_position = cache_class(weights.device).bytes_per_position(weights)
-        return lanes * _up(length, _LENGTH_QUANTUM) * per_position
-
-
-def _up(size: int, quantum: int) -> int:
-    return -(-size // quantum) * quantum
+        return lanes * round_up(length, _LENGTH_QUANTUM) * per_position

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from podium.rollout.engines.draw import Draw, draw, uniforms
 from podium.rollout.engines.gate import WeightGate
-from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, cache_class
+from podium.rollout.engines.native.cache import KVCache, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
 from podium.rollout.sampling import SamplingParams
@@ -345,7 +345,7 @@ class Lanes:
         """Close the gaps between live lanes where that takes away enough rows; no request waits."""
         assert self.cache is not None
         live = self._records["live"]
-        size = _up(int(live.sum()))
+        size = round_up(int(live.sum()))
         if size > _SHRINK_BELOW * self._active:
             return
         first = live[size:].nonzero()[0] + size
@@ -374,7 +374,7 @@ class Lanes:
 
     def _activate(self, lanes: int) -> None:
         """Decode lanes 0 to ``lanes``, rounded up, from now on; the views are made once for many steps."""
-        self._active = active = _up(lanes)
+        self._active = active = round_up(lanes)
         tokens, positions, drawn, self._moves = self._state[:, :active]
         tables = (self._uniforms[:active], self._ids[:active], self._logprobs[:active], self._stops[:active])
         self._views = (tokens, positions, drawn.unsqueeze(1), *tables)
@@ -442,10 +442,6 @@ def _due(waiting: RequestQueue, last: _Key, count: int) -> list[_Key]:
     """Prompts after ``last`` of which all requests are among the next ``count``."""
     coming = list(islice(dropwhile(lambda key: key == last, map(_key, waiting)), count + 1))
     return [key for key, _ in groupby(coming) if len(coming) <= count or key != coming[-1]]
-
-
-def _up(rows: int) -> int:
-    return -(-rows // ROW_QUANTUM) * ROW_QUANTUM
 
 
 def _parts(texts: Sequence[Sequence[int]], most_tokens: int) -> Iterator[slice]:
