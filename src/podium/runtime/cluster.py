@@ -415,7 +415,7 @@ class Cluster:
 
     def _threads(self, pool: ResourcePool) -> list[int]:
         """Number of threads for computing of each slot: its own cores, or its share of the node's. More threads than
-        cores on one node made training steps 15 times slower."""
+        cores would slow one another down."""
         cores = {node.name: node.resources.get("cpu", 1) for node in self._backend.nodes()}
         return [
             max(1, int(slot.resources.get("cpu", 0) or cores[slot.node] // max(1, self._inventory.slots_on(slot.node))))
