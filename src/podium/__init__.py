@@ -5,8 +5,6 @@
 ...     pool = cluster.pool([4])
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

@@ -14,8 +14,6 @@ A section stands beside the class that it configures. Its fields are its keys; t
 ``dataclasses.replace`` makes a changed copy, which is checked again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

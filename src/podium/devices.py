@@ -1,7 +1,5 @@
 """Everything that depends on the kind of a device: its choice, precision, memory and random state."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

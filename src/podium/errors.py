@@ -19,8 +19,6 @@ PodiumError
 All of them pickle, so that a worker of a worker can raise them through two processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

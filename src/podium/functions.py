@@ -1,7 +1,5 @@
 """Functions that a configuration names: rewards, advantages, losses and schedules."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Packages whose public names are imported on first use, so that importing a light module imports nothing heavy."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

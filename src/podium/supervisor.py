@@ -13,8 +13,6 @@ the socket to the controller closes, or the supervisor's parent is no longer the
 its descendants and ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -6,8 +6,6 @@ The functions work on the flat layout of :class:`podium.data.Jagged` (N tokens o
 float32 at least. Names end in their shape: ``logprobs_N``, ``rewards_B``, ``offsets_B1``.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

@@ -12,8 +12,6 @@ micro-batches. Gradients of ranks are summed, not averaged.
   section 3.2.
 """
 
-from __future__ import annotations
-
 from typing import get_args
 
 import torch

@@ -1,7 +1,5 @@
 """The settings of the algorithm: which advantage, which loss, and their constants. This module imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, cast

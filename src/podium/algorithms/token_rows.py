@@ -3,8 +3,6 @@
 Legend: B rows, N tokens over all rows, M chosen tokens (a subset of N in order), ``row_N`` the row of each token.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The files of a backend: its private directory, and the logs of its worker processes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import shutil

@@ -6,8 +6,6 @@ overlap. Deadlines are checked when an endpoint has returned. There are no colle
 kill: where a script asks for that, the error names the local backend.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Ctrl-C between the replies, never inside one."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable

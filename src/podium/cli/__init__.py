@@ -3,8 +3,6 @@
 Each command imports what it needs when it runs, so that help and mistakes are answered at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """``podium backends`` lists the backends that are installed, and what each can do."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

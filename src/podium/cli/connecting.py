@@ -1,7 +1,5 @@
 """The arguments ``--backend NAME`` and ``--backend.OPTION VALUE`` of every command that starts workers."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """``podium eval MODEL`` and ``podium sample MODEL``. MODEL is a run with a final model, a directory, or a hub name."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """``podium train grpo|ppo|sft`` reads a configuration, chooses a backend and calls the trainer."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -1,7 +1,5 @@
 """What flows between Podium's packages: batches of named columns, and references to tensors that are elsewhere."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.data import fields as fields

@@ -4,8 +4,6 @@ To map a fresh page takes longer than the copy that fills it, and the allocator 
 Blocks for large copies are therefore kept, and used again once the last tensor in them is gone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import threading

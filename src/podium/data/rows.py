@@ -1,7 +1,5 @@
 """The base class of values that have rows, and the rule for joining parts. Nothing here needs torch."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self

@@ -5,8 +5,6 @@ long as a :class:`Block` object for it does, in any process. Its backend decides
 process: beside a message, as a descriptor or a name, or, if it is plain, inside the message.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -4,8 +4,6 @@ keep()     tensor ──copy──▶ block ◀── references      what was r
 InPlace    tensor  ═══════  block ◀── references      what is in the tensor when a reader looks
 """
 
-from __future__ import annotations
-
 import copy
 import uuid
 from collections import OrderedDict, defaultdict

@@ -1,7 +1,5 @@
 """Verifiable rewards: functions from a completion and its example to a score, run where they can be killed."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

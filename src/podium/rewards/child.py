@@ -3,8 +3,6 @@
 A line is data alone, so that whoever reads it runs no code of the reward's.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import math

@@ -1,7 +1,5 @@
 """The settings of a grader, and the grade that it gives a completion."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

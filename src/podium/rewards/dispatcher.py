@@ -9,8 +9,6 @@ earlier lines are kept, and its later items go to another process. The dispatche
 covers the grader, the grading processes, their ends and the nearest deadline.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import select

@@ -1,7 +1,5 @@
 """The scorers of reasoning-gym's own tasks, some of which give partial credit."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

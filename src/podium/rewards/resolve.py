@@ -1,7 +1,5 @@
 """The rewards that have names, and the search for the function that a configuration names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 

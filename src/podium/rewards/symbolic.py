@@ -1,7 +1,5 @@
 """Mathematical equality of final answers by math-verify, to which ``1/2``, ``0.5`` and ``\\frac{1}{2}`` are equal."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from functools import lru_cache

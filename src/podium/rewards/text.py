@@ -1,7 +1,5 @@
 """Rewards that compare texts: character by character, or by their final numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from decimal import Decimal

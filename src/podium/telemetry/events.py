@@ -4,8 +4,6 @@ Times ending in ``_ns`` are CLOCK_MONOTONIC nanoseconds (``time.monotonic_ns``):
 processes of one machine, so a worker's times and the controller's times lie on one axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Numbers and foreign text, as a person reads them in a terminal."""
 
-from __future__ import annotations
-
 import math
 import unicodedata
 

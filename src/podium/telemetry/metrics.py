@@ -4,8 +4,6 @@ A name's part before the slash is its panel in TensorBoard, W&B and Trackio. Sha
 lengths in tokens, times in seconds, log-probabilities in nats.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 LOSS: Final = "loss"

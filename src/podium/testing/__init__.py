@@ -1,7 +1,5 @@
 """The public contract suite: a backend's author imports it and names the backend."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

@@ -1,7 +1,5 @@
 """Contract: calls in flight: order, overlap, waiting, cancelling, deadlines, calls as arguments, errors."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import time

@@ -1,7 +1,5 @@
 """The whole contract suite as one class."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

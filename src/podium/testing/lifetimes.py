@@ -1,7 +1,5 @@
 """Contract: start, close, restart, and what a failed constructor leaves behind. Processes where there are any."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

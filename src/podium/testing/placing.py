@@ -1,7 +1,5 @@
 """Contract: pools and slots, meshes, the worker's context, colocation, names."""
 
-from __future__ import annotations
-
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor

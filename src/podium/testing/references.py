@@ -1,7 +1,5 @@
 """Contract: references stand for tensors that stay with their workers, and free them when nobody needs them."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """The backend under test, and checks that many tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

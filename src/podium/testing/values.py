@@ -1,7 +1,5 @@
 """Contract: values survive the way to a worker and back, and nobody else's copy changes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """The training loops, with their configuration, checkpoints, evaluation and reports."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

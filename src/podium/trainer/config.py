@@ -3,8 +3,6 @@
 All other sections stand beside the classes that they configure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count

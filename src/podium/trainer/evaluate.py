@@ -1,7 +1,5 @@
 """Evaluation on held-out prompts: the generator answers, and the grader judges the answers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Names of files and directories, their lock, and writes that leave the old content or the new at any moment."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

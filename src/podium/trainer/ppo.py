@@ -10,8 +10,6 @@ Tensors with a value for each token stay with the workers that made them. The ba
 them, lengths and rewards of rows, and lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

@@ -5,8 +5,6 @@ What is drawn depends on the run's seed, the step and the place, never on what w
 Legend: P prompts, n completions a prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

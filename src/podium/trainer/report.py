@@ -1,7 +1,5 @@
 """The report at the end of a run has accuracies, completions before and after, the learning curve and paths."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ split       processes 0..R-1  policy [reference] [critic] estimator
             processes R..     generator                                         weights are streamed after each step
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace

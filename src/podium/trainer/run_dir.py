@@ -13,8 +13,6 @@
 A file that is replaced is written aside and renamed over the old one, so that it stays whole when the run is killed.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json

@@ -4,8 +4,6 @@ collect   take examples
 learn     update
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

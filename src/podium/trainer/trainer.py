@@ -3,8 +3,6 @@
 fit ─▶ prepare: directory, cluster, data, grader, roles ─▶ resume ─▶ schedule: collect, learn, … ─▶ finish
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Where models and algorithms meet the runtime: policy, critic, reference, generator and estimator."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

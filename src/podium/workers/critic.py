@@ -1,7 +1,5 @@
 """The critic: a language model's body with a scalar head, which estimates the value of each state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

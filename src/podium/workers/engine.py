@@ -8,8 +8,6 @@ One step over a global minibatch that is spread over ranks and cut into micro-ba
 The weights are normalized over the whole minibatch, so that the sum is the loss, however the minibatch was cut.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -3,8 +3,6 @@
 Legend: N tokens over all rows (completions) of a step.
 """
 
-from __future__ import annotations
-
 import torch
 
 from podium.algorithms import (

@@ -1,7 +1,5 @@
 """The generator: completions from prompts, by an engine that holds the policy's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """The base of the workers that are trained: a model, its optimizer, and checkpoints of both."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

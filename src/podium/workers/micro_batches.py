@@ -6,8 +6,6 @@ row's last token predicts nothing and is no input. Rows without loss are left ou
 Legend: B rows, T padded length, N tokens of the batch, K tokens of the micro-batch that carry loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

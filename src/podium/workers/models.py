@@ -1,7 +1,5 @@
 """Models: loaded from a directory or the hub, or made from scratch; adapters; and Hugging Face's format to save."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Both give the *sum* over ranks of each rank's gradient, never the mean: losses c
 the global batch, so that sums are right whatever the number of ranks.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar, cast

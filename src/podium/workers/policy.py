@@ -1,7 +1,5 @@
 """The policy: the language model that is trained, by reinforcement or by examples."""
 
-from __future__ import annotations
-
 import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence

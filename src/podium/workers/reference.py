@@ -1,7 +1,5 @@
 """The reference: a frozen model that the policy is kept close to."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any, cast

@@ -3,8 +3,6 @@
 Legend: K tokens with loss, V vocabulary, S kept ids over all K tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, cast
 

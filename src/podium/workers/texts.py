@@ -3,8 +3,6 @@
 Text is a column of UTF-8 bytes, laid out like tokens, so that it can stay with the worker that made it.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

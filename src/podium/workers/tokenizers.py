@@ -1,7 +1,5 @@
 """Tokenizers: those that transformers loads, and a small one of Podium with one token a character."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final, cast
 

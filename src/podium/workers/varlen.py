@@ -5,8 +5,6 @@ Half precision on CUDA uses torch's variable-length flash kernel. Everything els
 product attention, which is slower and gives the same results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final

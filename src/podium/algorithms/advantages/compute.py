@@ -1,7 +1,5 @@
 """Run the estimator that the configuration names, and check what it returns."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from podium.algorithms.config import AlgorithmConfig

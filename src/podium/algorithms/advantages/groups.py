@@ -1,7 +1,5 @@
 """Moments of groups of rows. Legend: B rows, G distinct groups."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Group-relative advantages. Legend: B rows, G distinct groups, N tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from podium.algorithms.advantages.groups import group_statistics

@@ -1,7 +1,5 @@
 """REINFORCE++. Legend: N tokens, M masked tokens (those of N that the policy chose, in order)."""
 
-from __future__ import annotations
-
 import torch
 
 from podium.algorithms.config import AlgorithmConfig

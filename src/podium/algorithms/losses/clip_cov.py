@@ -1,7 +1,5 @@
 """Clip-Cov: no gradient at a few tokens of high covariance, drawn from the whole minibatch."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -1,7 +1,5 @@
 """The loss of supervised fine-tuning."""
 
-from __future__ import annotations
-
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide

@@ -1,7 +1,5 @@
 """Group sequence policy optimization: one ratio for each row."""
 
-from __future__ import annotations
-
 from podium.algorithms.config import AlgorithmConfig
 from podium.algorithms.kl import bounded_exp
 from podium.algorithms.losses.ppo_clip import clipped_surrogate, log_ratio

@@ -1,7 +1,5 @@
 """The loss of a policy: what the configuration names, importance weights, KL divergence and entropy bonus."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

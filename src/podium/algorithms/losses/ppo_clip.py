@@ -1,7 +1,5 @@
 """The clipped surrogate of PPO."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

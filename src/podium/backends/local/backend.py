@@ -10,8 +10,6 @@ Sending never waits: what a socket does not take is queued, and the I/O sends it
 whoever asks for a result does.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle

@@ -6,8 +6,6 @@
 The end of the control socket means that the controller is gone.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

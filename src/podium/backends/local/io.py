@@ -10,8 +10,6 @@ others'. The I/O thread polls only when nobody has driven for HOT_S.
     I/O thread ── every TICK_S: nobody drives and nobody did for HOT_S? take the turn and poll
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -9,8 +9,6 @@ It imports the modules to preload with one thread and runs nothing of them. When
 directory. It sits in a session of its own, where a terminal's SIGINT does not reach.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -4,8 +4,6 @@ The kernel counts who holds the memory. Nothing leaks however processes end, and
 them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ it the proc's mailbox, is always free; outcomes leave through a port of the cont
            └─▶ control ──▶ thread: concurrent requests, through ``WorkerProcess.execute_concurrently``
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

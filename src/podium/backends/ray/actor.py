@@ -9,8 +9,6 @@ caller's calls in the order sent, and the default group has one thread.
     watch                     never returns: its failure is the process's end
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

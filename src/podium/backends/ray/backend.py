@@ -8,8 +8,6 @@ Calls are actor calls. The thread that waits for one takes in the replies; where
 A call is delivered at most once, so actors are never restarted behind anyone's back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Ray's API, and this process's connection to Ray: made by the first open backend, and ended by the last."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

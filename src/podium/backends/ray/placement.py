@@ -6,8 +6,6 @@ nothing. They are placed in the bundle of their slot, so that groups which share
 process sees the devices of its slot.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

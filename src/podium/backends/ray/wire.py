@@ -9,8 +9,6 @@ such objects go beside the value. Ray counts who holds them, frees them when nob
 spills them to disk. They end with their owner.
 """
 
-from __future__ import annotations
-
 import ctypes
 import pickle
 import struct

@@ -3,8 +3,6 @@
 The names are looked up on first use, so that importing this package imports neither rich nor a tracker.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

@@ -1,7 +1,5 @@
 """The base class of all sinks, with a lock around every event."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

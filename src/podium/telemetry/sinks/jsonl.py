@@ -1,7 +1,5 @@
 """metrics.jsonl has one JSON object on a line for every step and evaluation, written before the next step begins."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ would write into the bar. While `LogRouter` is installed, such handlers write to
 handler if it had none. Removing it restores the former state.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator

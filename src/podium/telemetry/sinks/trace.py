@@ -17,8 +17,6 @@ The file is in the format's JSON array form, whose closing bracket is optional: 
 file also opens after a crash. Times of workers on another machine are on that machine's clock.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

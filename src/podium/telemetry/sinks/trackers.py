@@ -1,7 +1,5 @@
 """TensorBoard, W&B and Trackio. Each package is imported when its sink is built, and named if it is missing."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """Schedules arrange the two halves of training steps in time. A schedule is one function over :class:`Steps`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from podium.trainer.schedules.steps import Steps

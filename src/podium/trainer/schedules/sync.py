@@ -8,8 +8,6 @@
 newest weights: those of step k carry version k - 1. Nobody works beside anybody else.
 """
 
-from __future__ import annotations
-
 from podium.trainer.schedules.steps import Steps
 
 __all__ = ["sync"]

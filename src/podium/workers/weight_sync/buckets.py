@@ -3,8 +3,6 @@
 A piece is some rows of one tensor. A bucket is a list of pieces of about one size in bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The whole model's weights under Hugging Face's names: gathered from shards, adapters merged in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 
