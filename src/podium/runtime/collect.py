@@ -1,7 +1,5 @@
 """How the ranks' results become one. A user's own way is a subclass of :class:`Collect`."""
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Meshes of ranks, and how a call's arguments reach the ranks. A user's own way is a subclass of :class:`Dispatch`."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Records that pass between the runtime and a backend: places, processes, requests, replies, deaths."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The kind of a value follows from its type. It is found by the type's name, so th
 for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any

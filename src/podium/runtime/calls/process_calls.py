@@ -1,7 +1,5 @@
 """The calls to one set of running processes: requests, replies, and the causes of failures."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
