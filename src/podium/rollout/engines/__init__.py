@@ -1,7 +1,5 @@
 """Generation engines: one contract, several ways to draw completions from a language model."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

@@ -6,8 +6,6 @@ depend on the other completions of the batch.
 Legend: B rows (completions), V vocabulary, K candidates kept by top-k, W width of a chunk, C chunks of a row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -8,8 +8,6 @@ Weights are written in place while no token is drawn. A second copy of the model
 memory from the engine's cache.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Records of the engine contract: requests go in, events come out."""
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence

@@ -19,8 +19,6 @@ tests run. CUDA and tensor parallelism have not been run.
   CPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """Where prompts come from: files, hub datasets, generated tasks; how they are written, and in which order taken."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports

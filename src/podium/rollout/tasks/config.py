@@ -1,7 +1,5 @@
 """Settings of the data: where examples come from and how they become prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -8,8 +8,6 @@ The side of an example depends on the text of its prompt alone: on no seed, no o
 therefore disjoint in every run and with every seed, and equal prompts are on one side.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json

@@ -1,7 +1,5 @@
 """Rows of JSON Lines and Parquet files and of datasets of the hub, each with the place that an error about it names."""
 
-from __future__ import annotations
-
 import difflib
 import glob
 import json

@@ -1,7 +1,5 @@
 """The order in which a run takes its examples, and the place that the run has reached."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar

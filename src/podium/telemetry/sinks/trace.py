@@ -54,6 +54,7 @@ class TraceSink(Sink):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("w", encoding="utf-8")
         self._file.write("[\n")
+        self._file.flush()  # a child that is forked later must not hold a copy that it writes at its end
         self._chunk = chunk
         self._limit_bytes = limit_bytes
         self._nbytes = 2

@@ -6,8 +6,6 @@ Legend: N prompt tokens of a prefill, packed; P prompts; T longest prompt; A act
 H heads, K kv heads, D head_dim; V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

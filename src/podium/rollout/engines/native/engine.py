@@ -1,7 +1,5 @@
 """The native engine: requests in, completions out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 
 import torch

@@ -23,8 +23,6 @@ through it again before the next token is drawn.
 Legend: A active lanes, B rows of one draw, T most new tokens, S most stop tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache

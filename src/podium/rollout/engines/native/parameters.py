@@ -9,8 +9,6 @@ The ``nn.Parameter`` objects stay the same, so optimizers, gradients, ``state_di
 before, and what they write is read through the joined matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
