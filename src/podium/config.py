@@ -72,7 +72,7 @@ def section(path: str = "") -> Callable[[type[C]], type[C]]:
     """
 
     def decorate(cls: type[C]) -> type[C]:
-        cast("Any", cls)._refuse_bool = field_validator("*", mode="before")(_refuse_bool)
+        cast("Any", cls)._refuse_conversions = field_validator("*", mode="before")(_refuse_conversions)
         made: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
         check = made.__init__
 
@@ -126,6 +126,7 @@ def build_config(
         cls: The section.
         values: Values by name of the key.
         key: Path of the key that holds ``values``, as in "algorithm.options". Errors put it before the names of keys.
+            Text is then no number, because the configuration keeps these values as they were given.
         source: File that the values were read from. Errors name it, except for keys in ``typed``.
         typed: Dotted paths of the values that were given on the command line.
 
@@ -133,7 +134,7 @@ def build_config(
         ConfigError: Every mistake found, one a line.
     """
     try:
-        return _validated(cls, values)
+        return _validated(cls, values, text_as_number=not key)
     except pydantic.ValidationError as error:
         lines = [
             f"{source}: {line}" if source and not any(f"{name}.".startswith(f"{path}.") for name in typed) else line
@@ -239,21 +240,27 @@ def _put(values: dict[str, Any], dotted: str, value: object) -> None:
 # -- checking --------------------------------------------------------------------------------------------------------
 
 
-def _validated(cls: type[C], values: Mapping[str, Any]) -> C:
+def _validated(cls: type[C], values: Mapping[str, Any], text_as_number: bool = True) -> C:
     merged = dict(values)
     for name, field in _fields(cls).items():
         if isinstance(field.default_factory, functools.partial) and isinstance(values.get(name), Mapping):
             merged[name] = {**field.default_factory.keywords, **values[name]}
-    return cast(Any, cls).__pydantic_validator__.validate_python(merged)
+    return cast(Any, cls).__pydantic_validator__.validate_python(merged, context=text_as_number)
 
 
-def _refuse_bool(cls: type, value: Any, info: ValidationInfo) -> Any:
-    """Refuse true and false where a key takes no such value. Pydantic would take them for 1 and 0."""
+def _refuse_conversions(cls: type, value: Any, info: ValidationInfo) -> Any:
+    """Refuse true and false where a key takes no such value. Pydantic would take them for 1 and 0.
+
+    Of options, text is refused as well where a key takes a number or a truth value.
+    """
     arms = _arms(_fields(cls)[str(info.field_name)].annotation)
     taken = {inner for arm in arms for inner in (arm, *typing.get_args(arm))}
     given = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
     if any(isinstance(one, bool) for one in given) and not taken & {bool, Any}:
         raise PydanticCustomError("bool", "a truth value")
+    text = any(isinstance(one, str) and one not in taken for one in given)
+    if info.context is False and text and taken & {int, float, bool} and not taken & {str, Any}:
+        raise PydanticCustomError("text", "text")
     return value
 
 

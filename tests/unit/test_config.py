@@ -213,6 +213,8 @@ def test_options_are_checked_under_the_key_that_holds_them() -> None:
         "algorithm.options.alpha = 2: expected a number from 0 to 1",
         "unknown key algorithm.options.alhpa (value 1): did you mean algorithm.options.alpha?",
     ]
+    with pytest.raises(ConfigError, match=r"^algorithm.options.alpha = '1': expected a number from 0 to 1$"):
+        build_config(Options, {"alpha": "1"}, key="algorithm.options")
 
 
 @pytest.mark.parametrize(
