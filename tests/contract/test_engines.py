@@ -112,6 +112,33 @@ class AbortsAll(Broken):
         return super().advance(interrupted)
 
 
+class DropsNothing(Broken):
+    """Goes on with a request that was aborted."""
+
+    def drop(self, ids: Collection[RequestId]) -> None:
+        pass
+
+
+class DropsEventsOnly(Broken):
+    """Goes on with a request that was aborted, under an id that nobody knows."""
+
+    def __init__(self, config: EngineConfig, model: nn.Module) -> None:
+        super().__init__(config, model)
+        self.private: dict[RequestId, RequestId] = {}
+
+    def drop(self, ids: Collection[RequestId]) -> None:
+        for id in ids:
+            self.private.pop(id, None)
+
+    def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
+        waiting = self.waiting.take(len(self.waiting))
+        self.private |= {one.id: object() for one in waiting if one.id not in self.private.values()}
+        self.waiting.push(dataclasses.replace(one, id=self.private.get(one.id, one.id)) for one in waiting)
+        public = {private: id for id, private in self.private.items()}
+        events = super().advance(interrupted)
+        return [dataclasses.replace(event, id=public[event.id]) for event in events if event.id in public]
+
+
 class FirstComeFirstServed(Broken):
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
         waiting = self.waiting.take(len(self.waiting))
@@ -149,6 +176,8 @@ BROKEN: dict[type[Broken], str] = {
     Mute: "test_streamed_tokens_are_those_of_the_completion",
     FirstComeFirstServed: "test_requests_of_a_higher_priority_begin_first",
     AbortsAll: "test_an_abort_ends_one_request_and_no_other",
+    DropsNothing: "test_an_aborted_request_draws_no_more_and_its_id_is_free",
+    DropsEventsOnly: "test_an_aborted_request_draws_no_more_and_its_id_is_free",
     Unchecked: "test_a_bad_request_is_refused_by_its_name_and_harms_no_other",
     WrongVersions: "test_new_weights_are_drawn_from_and_named",
     OldWeights: "test_new_weights_are_drawn_from_and_named",

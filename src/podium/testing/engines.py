@@ -272,6 +272,25 @@ class EngineContract:
         engine.submit(request(0, prompts[0]))
         check_same(completion_of(drained(engine)[0]), expected[0], "under the id of an aborted request")
 
+    def test_an_aborted_request_draws_no_more_and_its_id_is_free(self, target: EngineTarget) -> None:
+        engine, prompts = target.make(target.model(0), max_sequences=1), prompts_of()
+        long, short = SamplingParams(max_new_tokens=90), SamplingParams(max_new_tokens=4)
+        (expected,) = engine.generate([prompts[1]], short, [1])
+        engine.submit(request("again", prompts[0], long, seed=0, stream=True))
+        engine.poll(timeout_s=0)
+        engine.abort("again")
+        engine.submit(request("again", prompts[1], short, seed=1, stream=True))
+        events: list[Event] = []
+        for _ in range(20):  # each is one call of advance at most
+            events += engine.poll(timeout_s=0)
+        streamed = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+        stale = "the second request of an id got events of the first, which was aborted: forget requests in drop(ids)"
+        assert streamed == expected.token_ids.tolist()[: len(streamed)], stale
+        held = "4 tokens took over 20 calls of advance: a request that was aborted draws on; end it in drop(ids)"
+        last = events[-1] if events else None
+        assert isinstance(last, Finished), held
+        check_same(last.completion, expected, "under the id of an aborted request")
+
     def test_a_bad_request_is_refused_by_its_name_and_harms_no_other(self, target: EngineTarget) -> None:
         engine, prompts = target.make(target.model(0)), prompts_of()
         engine.submit(request(0, prompts[0]))
