@@ -81,6 +81,12 @@ def test_the_requests_of_the_page_on_engines_are_served(tmp_path: Path) -> None:
     assert {line.partition(" ")[0] for line in done.stdout.splitlines()} == {"a", "b"}
 
 
+def test_the_engine_of_the_page_on_engines_is_the_one_of_the_examples() -> None:
+    """tests/contract/test_engines.py runs the contract suite on the latter."""
+    _, engine, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engines.md").read_text(), re.DOTALL)
+    assert engine == (ROOT / "examples" / "custom_engine.py").read_text()
+
+
 def test_the_page_on_configuration_prints_what_it_says(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         Failed as Failed,
         Finished as Finished,
         Request as Request,
+        RequestId as RequestId,
+        RequestQueue as RequestQueue,
         Tokens as Tokens,
         conclude as conclude,
     )

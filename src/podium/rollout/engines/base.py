@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from podium.errors import ConfigError, GenerationError
@@ -64,9 +65,10 @@ class Engine(ABC):
         refusal: Why nothing can be drawn before the first ``refresh``; "" where the weights are there.
 
     Attributes:
-        waiting: Requests that ``advance`` has not begun. Only ``advance`` touches it.
-        vocabulary: Number of tokens that the model knows. The constructor sets it.
-        positions: The longest sequence that the model takes, or None for any. The constructor sets it.
+        waiting: The requests that ``advance`` has not begun, in a ``podium.rollout.engines.RequestQueue``. Only
+            ``advance`` takes requests from the queue.
+        vocabulary: Number of tokens that the model knows. The constructor of a subclass sets it.
+        positions: The longest sequence that the model takes, or None for any. The constructor of a subclass sets it.
         prefilled_tokens: Number of prompt tokens that went through the model so far, where the engine counts them.
     """
 
@@ -75,6 +77,7 @@ class Engine(ABC):
     options: ClassVar[type | None] = None
     """The class, under ``@section("engine.options")``, of options that the engine reads by ``config.read_options``."""
 
+    waiting: RequestQueue
     vocabulary: int
     positions: int | None = None
     prefilled_tokens: int = 0
@@ -237,6 +240,7 @@ class Engine(ABC):
             self._take_in()
         self._changed.notify_all()
 
+    @torch.no_grad()
     def _advance(self, deadline: float | None) -> list[Event]:
         def interrupted() -> bool:
             came = bool(self._arrived) or bool(self._aborted)
@@ -256,7 +260,7 @@ class Engine(ABC):
             return []
 
     def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise ConfigError for a prompt that the engine cannot continue; ``subject`` names it. Lengthen as needed."""
+        """Raise ConfigError, naming ``subject``, for a prompt that cannot be continued. Subclasses may add checks."""
         if not len(prompt):
             raise ConfigError(f"{subject} is empty; give it at least one token, such as the model's BOS")
         low, high = min(prompt), max(prompt)
@@ -273,19 +277,22 @@ class Engine(ABC):
 
     @abstractmethod
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
-        """Do a piece of work for the requests that were begun and those in ``waiting``; return what came of it.
+        """Do a piece of work for requests in ``waiting`` and those that earlier calls began, and return their events.
 
-        There is at least one such request. A piece of work may be one token of each, or a whole batch. It should end
-        soon after an event is there, and when ``interrupted()`` is true, which it becomes when a request arrives, one
-        is aborted, or the time of ``poll`` is over. Each request gets one ``Finished`` or ``Failed`` (see
-        :func:`~podium.rollout.engines.requests.conclude`), and before that, if it asks for it, ``Tokens``. An exception
-        fails all requests that were begun or waited.
+        There is at least one such request. A piece of work may be one token of each request, or a whole batch. Each
+        request gets one ``Finished`` or ``Failed`` (see :func:`~podium.rollout.engines.requests.conclude`), and before
+        that, if it asks for them, ``Tokens``. An exception fails all requests that were begun or waited.
 
-        The weights are read within ``with self.gate:``, after which ``self.version`` is theirs.
+        A call that draws several tokens of requests that it can put aside returns as soon as it has an event. Between
+        two tokens it calls ``interrupted()``, and returns when that is true: a request has arrived, one was aborted, or
+        the time of ``poll`` is over.
+
+        Gradients are switched off. Each forward pass runs in a block ``with self.gate:``, during which no new weights
+        come. Inside the block, ``self.version`` is the version of the weights that the pass uses.
         """
 
     def drop(self, ids: Collection[RequestId]) -> None:  # noqa: B027 - an engine that works batch by batch holds none
-        """Forget these requests, as far as ``advance`` has begun them. Their events would be ignored."""
+        """End the work on those of ``ids`` that ``advance`` has begun. The base class has reported them as aborted."""
 
     # -- new weights ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import traceback
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -57,7 +58,8 @@ class EngineConfig:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"engine.name = {self.name!r}: expected {AUTO} or an installed engine: "
-                f"{', '.join(sorted(installed_engines()))}{hint}"
+                f"{', '.join(sorted(installed_engines()))}{hint}; an engine of your own is chosen by the name of its "
+                "entry point in the group podium.engines, not by module:Class: see docs/engines.md"
             )
 
     def read_options(self, section: type[S]) -> S:
@@ -69,7 +71,8 @@ class EngineConfig:
         try:
             return build_config(section, self.options, key="engine.options")
         except ConfigError as error:
-            raise ConfigError(f"engine.name = {self.name!r}: {error}") from None
+            owner = f"engine.name = {self.name!r}" if self.name != AUTO else f"{section.__module__}.{section.__name__}"
+            raise ConfigError(f"{owner}: {error}") from None
 
 
 @section("engine.options")
@@ -140,7 +143,10 @@ def engine_class(name: str) -> type[Engine]:
     try:
         found: Any = entry.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{subject} cannot be loaded: {error}; mend that, or use engine.name=auto") from error
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this function's
+        lines = [f"{one.filename}:{one.lineno}: " for one in frames if "importlib" not in one.filename]
+        where = lines[-1] if lines else ""
+        raise ConfigError(f"{subject} cannot be loaded: {where}{error}; mend that, or use engine.name=auto") from error
     if not (inspect.isclass(found) and issubclass(found, Engine)):
         raise ConfigError(f"{subject} is no engine: expected a subclass of podium.rollout.engines.Engine")
     if missing := sorted(found.__abstractmethods__):

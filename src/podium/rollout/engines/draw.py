@@ -35,6 +35,8 @@ class Draw(NamedTuple):
 def uniforms(seeds_B: Tensor, start: int, count: int) -> Tensor:
     """Numbers in [0, 1) for positions ``start`` to ``start + count - 1`` of each seed: float64 ``[B, count]``.
 
+    The seeds are int64, and the result is on their device. Position 0 is that of a completion's first token.
+
     Position p of seed s is output p + 1, cut to 52 bits, of the SplitMix64 generator whose state is the mixed seed
     (Steele, Lea and Flood, 2014, "Fast Splittable Pseudorandom Number Generators", figure 14).
     """
@@ -48,8 +50,8 @@ def uniforms(seeds_B: Tensor, start: int, count: int) -> Tensor:
 def draw(logits_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
     """Draw one token a row from ``logits_BV``, float32, whose contents are overwritten.
 
-    ``uniforms_B`` is float64 in [0, 1). Log-probabilities are those of the distribution drawn from; at temperature 0
-    those of the most probable token at temperature 1.
+    ``uniforms_B`` is float64 in [0, 1), on the same device, where the result is as well. Log-probabilities are those of
+    the distribution drawn from; at temperature 0 those of the most probable token at temperature 1.
     """
     if params.temperature == 0:
         ids = logits_BV.argmax(-1)

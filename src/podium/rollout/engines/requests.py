@@ -111,6 +111,8 @@ Event: TypeAlias = Tokens | Finished | Failed | Aborted
 class RequestQueue:
     """The requests that an engine has not begun, in the order in which it should begin them.
 
+    The engine's base class adds requests and removes those that were aborted; ``advance`` takes those that it begins.
+
     Attributes:
         longest: At least the number of positions that the longest of these requests may take.
     """
@@ -132,7 +134,10 @@ class RequestQueue:
             self.longest = max(self.longest, len(request.prompt) + request.params.max_new_tokens)
 
     def take(self, count: int, alike: Callable[[Request], object] | None = None) -> list[Request]:
-        """Remove and return the first ``count`` requests, of those for which ``alike`` returns what the first has."""
+        """Remove and return the first ``count`` requests, or fewer.
+
+        ``alike`` limits them to those for which it returns the same as for the first request.
+        """
         if alike is None:
             taken, self._requests = self._requests[:count], self._requests[count:]
             self.drop(())
@@ -142,7 +147,7 @@ class RequestQueue:
         return taken
 
     def drop(self, ids: Collection[RequestId]) -> None:
-        """Remove the requests of these ids, as far as they are in the queue."""
+        """Remove those of the requests ``ids`` that are in the queue."""
         if ids:
             self._requests = [one for one in self._requests if one.id not in ids]
         if not self._requests:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from podium.config import load_config
 from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.rollout.engines import EngineConfig, check_engine, installed_engines, make_engine
@@ -47,6 +48,7 @@ class Plain(TransformersEngine):
 
 def function(config, model): ...
 """
+BROKEN = "import podium\n\nfrom podium.errors import Nothing\n"
 Install = Callable[[str], None]
 
 
@@ -77,6 +79,7 @@ def test_an_engine_reads_the_options_that_its_class_declares(install: Install, m
     [
         ("mine", {"dept": 1}, "unknown key engine.options.dept (value 1): did you mean engine.options.depth?"),
         ("mine", {"depth": "far"}, "engine.options.depth = 'far': expected an integer"),
+        ("mine", {"depth": "12"}, "engine.options.depth = '12': expected an integer"),
         ("native", {"depth": 1}, "unknown key engine.options.depth (value 1): this engine has no options"),
         ("auto", {"depth": 1}, "unknown key engine.options.depth (value 1): set engine.name to the engine that has it"),
     ],
@@ -90,6 +93,42 @@ def test_a_wrong_option_is_refused_with_the_engine_and_the_key(
         with pytest.raises(ConfigError) as refused:
             check()
         assert str(refused.value) == f"engine.name = {name!r}: {message}"
+
+
+def test_text_is_no_number_in_options_also_from_the_command_line() -> None:
+    config = load_config(
+        GRPOConfig, None, ["--data.train=chain_sum", "--engine.name=vllm", "--engine.options.max_model_len", "64"]
+    )
+    assert config.engine.options == {"max_model_len": 64}
+    assert config.engine.read_options(VllmOptions).max_model_len == 64
+    with pytest.raises(ConfigError, match=r"engine.options.max_model_len = '64': expected an integer from 1 to 1e9"):
+        EngineConfig(name="vllm", options={"max_model_len": "64"}).read_options(VllmOptions)
+
+
+@pytest.mark.parametrize("name", ["my_engine:Engine", "mine"])
+def test_an_unknown_name_says_how_an_engine_of_ones_own_is_chosen(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"entry point in the group podium\.engines, not by module:Class: see docs/engin"
+    ):
+        EngineConfig(name=name)
+
+
+def test_a_class_that_is_used_without_a_name_is_named_by_its_options() -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig(options={"enforce_eagr": True}).read_options(VllmOptions)
+    assert str(refused.value).startswith(
+        "podium.rollout.engines.config.VllmOptions: unknown key engine.options.enforce"
+    )
+
+
+def test_a_broken_import_is_named_with_its_file_and_line(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("Deep")
+    monkeypatch.delitem(sys.modules, "engine_of_mine", raising=False)
+    (tmp_path / "engine_of_mine.py").write_text(BROKEN)
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*engine_of_mine\.py:3: cannot import name 'Nothing'"):
+        check_engine(EngineConfig(name="mine"))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +152,11 @@ def test_what_is_no_engine_is_refused_before_anything_starts(install: Install, a
 
 def test_the_options_of_the_page_on_engines_are_read(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[4] / "docs" / "engines.md").read_text()
-    _, example, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    _, _, example, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "plain_of_the_page.py").write_text(example)
     engine = load_function(f"{tmp_path}/plain_of_the_page.py:PlainEngine", key="engine.name")
-    options: Any = EngineConfig(options={"chunk": 4}).read_options(vars(engine)["options"])
-    assert options.chunk == 4
+    options: Any = EngineConfig(options={"max_batch": 4}).read_options(vars(engine)["options"])
+    assert options.max_batch == 4
 
 
 def test_options_of_vllm_are_typed() -> None:
