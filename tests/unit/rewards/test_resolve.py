@@ -21,7 +21,7 @@ def test_every_named_reward_resolves(name: str) -> None:
         ("gsm8", r"did you mean 'gsm8k'\?"),
         ("zzz", "expected one of exact, fraction, gsm8k, math, reasoning_gym, module:function"),
         ("podium.rewards.text:exacd", r"has no 'exacd'; did you mean 'exact'\?"),
-        ("podium.rewards.text:annotations", "is not a function"),
+        ("podium.rewards.text:__name__", "is not a function"),
     ],
 )
 def test_a_wrong_name_is_explained(spec: str, message: str) -> None:
