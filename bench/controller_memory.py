@@ -74,7 +74,7 @@ class Idle(Policy):
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first())
     def update(self, batch: Batch) -> dict[str, float]:
-        batch = self.weighted(batch, "token-mean")
+        batch = self.weighted(batch)
         columns = [batch[name] for name in batch]
         return {"loss": sum(float(column.values.sum()) for column in columns if isinstance(column, Jagged))}
 
