@@ -362,7 +362,7 @@ def model_size(model: ModelConfig) -> ModelSize:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from podium.workers.models import load_model
+    from podium.workers.models import load_model, with_adapters
 
     with torch.device("meta"):
         if not model.path:
@@ -376,15 +376,10 @@ def model_size(model: ModelConfig) -> ModelSize:
     heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
     head_width = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     parameters = trained = sum(p.numel() for p in whole.parameters())
-    if (lora := model.lora) is not None:
-        adapted = [
-            module
-            for name, module in whole.named_modules()
-            if isinstance(module, torch.nn.Linear)
-            and module is not whole.get_output_embeddings()
-            and (not lora.targets or name.rpartition(".")[2] in lora.targets)
-        ]
-        trained = sum(lora.rank * (module.in_features + module.out_features) for module in adapted)
+    if model.lora is not None:
+        with torch.device("meta"):
+            adapted = with_adapters(whole, model.lora, model.seed)
+        trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     return ModelSize(
         parameters=parameters,
         trained=trained,

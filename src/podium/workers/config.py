@@ -32,8 +32,8 @@ class LoraConfig:
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """This share of the adapters' inputs is set to zero during training."""
     targets: tuple[str, ...] = ()
-    """The linear layers with these names get adapters. An empty list means all linear layers except the
-    output layer."""
+    """The linear layers and embeddings with these names get adapters. A layer that shares its weight with another one
+    is refused. An empty list means all linear layers except the output layer."""
 
 
 @section("model")

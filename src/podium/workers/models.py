@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from podium.devices import parse_dtype
@@ -17,7 +18,7 @@ from podium.errors import CheckpointError, ConfigError
 from podium.workers.config import LoraConfig, ModelConfig
 from podium.workers.tokenizers import load_tokenizer
 
-__all__ = ["load_model", "longest_text", "plain_model", "save_pretrained"]
+__all__ = ["load_model", "longest_text", "plain_model", "save_pretrained", "with_adapters"]
 
 
 def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -31,7 +32,7 @@ def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTr
     """
     model = _from_scratch(config) if config.config else _from_path(config)
     if config.lora is not None:
-        model = _with_adapters(model, config.lora, config.seed)
+        model = with_adapters(model, config.lora, config.seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # checkpointed blocks of frozen layers would otherwise cut the graph
@@ -141,9 +142,15 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
+def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
+    """Return ``model`` with adapters, which alone require gradients.
+
+    Raises:
+        ConfigError: The targets match no layer, or a layer into which adapters cannot be merged.
+    """
     import peft
 
+    _check_targets(model, lora.targets)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast(int, lora.alpha),
@@ -157,6 +164,28 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTr
             return cast(PreTrainedModel, peft.get_peft_model(model, settings))
         except ValueError as error:
             raise ConfigError(f"model.lora: {error}") from error
+
+
+def _check_targets(model: PreTrainedModel, targets: Iterable[str]) -> None:
+    """Check that what adapters of these layers learn can be merged into the weights.
+
+    Raises:
+        ConfigError: It cannot; names the layer.
+    """
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    for target in targets:
+        for name, layer in model.named_modules():
+            if f".{name}".endswith(f".{target}"):
+                if not isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
+                    reason = f"{name} is a {type(layer).__name__}, neither a linear layer nor an embedding"
+                elif others := set(places[id(layer.weight)]) - {f"{name}.weight"}:
+                    shared = ", ".join(sorted(other.removesuffix(".weight") for other in others))
+                    reason = f"{name} shares its weight with {shared}, so that an adapter of one cannot be merged"
+                else:
+                    continue
+                raise ConfigError(f"model.lora.targets: {reason}; leave {target} out")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.errors import ConfigError
+from podium.trainer.preflight import model_size
 from podium.workers import LoraConfig, ModelConfig, load_model
 from podium.workers.models import save_pretrained
 from podium.workers.tokenizers import load_tokenizer
@@ -75,15 +76,26 @@ def test_saved_models_load_with_transformers_in_the_dtype_they_had(tmp_path: Pat
     assert same(again, model)
 
 
-def test_adapters_train_alone_and_merge_into_the_weights(tmp_path: Path) -> None:
-    model = load_model(ADAPTED)
+UNTIED = {**SHAPE, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [(SHAPE, ()), (UNTIED, ("lm_head",)), (UNTIED, ("embed_tokens",)), (UNTIED, ("embed_tokens", "lm_head", "q_proj"))],
+    ids=["all-linear", "head", "embedding", "both"],
+)
+def test_adapters_train_alone_and_merge_into_the_weights(
+    tmp_path: Path, shape: dict[str, Any], targets: tuple[str, ...]
+) -> None:
+    config = replace(ADAPTED, config=shape, lora=LoraConfig(rank=4, alpha=8.0, targets=targets))
+    model = load_model(config)
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
         name for name, _ in model.named_parameters() if "lora_" in name
     }
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding" in name:
             torch.nn.init.normal_(parameter)
-    merged = load_model(TINY)
+    merged = load_model(config.plain)
     plain = merged(IDS).logits
     assert not merged.load_state_dict(dict(full_weights(model)), strict=False).unexpected_keys
     assert torch.allclose(merged(IDS).logits, model(IDS).logits, atol=1e-4)
@@ -93,3 +105,25 @@ def test_adapters_train_alone_and_merge_into_the_weights(tmp_path: Path) -> None
     save_pretrained(model, dict(full_weights(model)), tmp_path, None)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.allclose(loaded(IDS).logits, merged(IDS).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_one_tensor_in_two_places_are_refused(target: str) -> None:
+    adapted = replace(TINY, lora=LoraConfig(targets=("q_proj", target)))
+    message = rf"model\.lora\.targets: .*{target} shares its weight with .*; leave {target} out"
+    with pytest.raises(ConfigError, match=message):
+        load_model(adapted)
+    with pytest.raises(ConfigError, match=message):
+        model_size(adapted)  # in a dry run
+
+
+def test_adapters_of_a_convolution_are_refused() -> None:
+    shape = {"model_type": "mamba", "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*conv1d is a Conv1d.*leave conv1d out"):
+        load_model(replace(TINY, config=shape, attention="eager", lora=LoraConfig(targets=("conv1d",))))
+
+
+@pytest.mark.parametrize("targets", [(), ("embed_tokens", "lm_head"), ("q_proj",)])
+def test_a_dry_run_counts_the_parameters_of_adapters(targets: tuple[str, ...]) -> None:
+    config = replace(TINY, config=UNTIED, lora=LoraConfig(rank=4, targets=targets))
+    assert model_size(config).trained == sum(p.numel() for p in load_model(config).parameters() if p.requires_grad)

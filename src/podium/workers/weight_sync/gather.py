@@ -84,9 +84,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _delta(layer: Any, adapter: str, dtype: torch.dtype) -> Tensor:
-    down, up = _whole(layer.lora_A[adapter].weight), _whole(layer.lora_B[adapter].weight)
-    delta = (up.float() @ down.float()) * layer.scaling[adapter]
-    return (delta.T if layer.fan_in_fan_out else delta).to(dtype)
+    if embedding := adapter in layer.lora_embedding_A:
+        down, up = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+    else:
+        down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    delta = (_whole(up).float() @ _whole(down).float()) * layer.scaling[adapter]
+    return (delta.T if embedding or layer.fan_in_fan_out else delta).to(dtype)
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
