@@ -105,10 +105,20 @@ async def main() -> None:
     critic = cluster.start(Critic.bind(1.0), into=scorer)
     reveal_type(critic.value)  # Endpoint[(batch: Batch, temperature: float), list[list[float]]]
     reveal_type(critic.score(Batch({})))  # Batch
-    reveal_type(critic.group)  # WorkerGroup
+    reveal_type(critic.group)  # WorkerGroup[Critic]
+    reveal_type(critic.group.on(1).score)  # Endpoint[(batch: Batch), Batch]
+    reveal_type(critic.group.on(slice(2)).plain.submit(1))  # Call[list[str]]
+    reveal_type(critic.group.function(_shipped))  # Endpoint[(x: int), list[str]]
+    reveal_type(critic.group.function(_shipped, on=1, collect=first()).submit(3))  # Call[str]
+    reveal_type(critic.group.function(_shipped, collect=nothing())(x=3))  # None
+    reveal_type(critic.group.function(_measured, collect=Spread())())  # tuple[float, float]
     reveal_type(critic.group.run(_shipped, 3))  # list[str]
     reveal_type(critic.group.run_on(1, _shipped, x=3))  # str
     reveal_type(cluster.start(colocate(a=Scorer.bind(1.0)), pool))  # Colocated
+
+
+def _measured(worker: Critic) -> float:
+    return worker.bias
 
 
 def _shipped(worker: Critic, x: int) -> str:

@@ -117,7 +117,7 @@ class Cluster:
         self._backend = backend
         self._inventory = Inventory(backend)
         self._watch = Watch()
-        self._groups: dict[str, WorkerGroup] = {}
+        self._groups: dict[str, WorkerGroup[Any]] = {}
         self._names = threading.Lock()
         self._starting: set[str] = set()
         self._closed = False
@@ -132,7 +132,7 @@ class Cluster:
         return self._backend.nodes()
 
     @property
-    def groups(self) -> Mapping[str, WorkerGroup]:
+    def groups(self) -> Mapping[str, WorkerGroup[Any]]:
         """The groups that run, by name."""
         return {name: group for name, group in self._groups.copy().items() if name in group.processes.workers}
 

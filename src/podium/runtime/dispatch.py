@@ -4,17 +4,19 @@ import heapq
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
 from podium.runtime.rows import count_rows, open_rows, slice_rows, take_rows, token_lengths
 
-__all__ = ["Arguments", "Dispatch", "Mesh", "PerRank", "RowPlan", "Split", "World"]
+__all__ = ["Among", "Arguments", "Dispatch", "Mesh", "PerRank", "Ranks", "RowPlan", "Shipped", "Split", "World"]
 __all__ += ["broadcast", "only", "per_rank", "scatter", "shard"]
 
 T = TypeVar("T")
+Ranks = int | slice | Sequence[int]
+"""Ranks as a script chooses them: one, a slice of them, or several in the order given."""
 
 
 class Mesh:
@@ -291,6 +293,51 @@ class shard(Dispatch):
             for part, short in zip(rows, padding, strict=True)
         )
         return RowPlan(padded, padding, self.balance == "rows" or parts == 1, tokens)
+
+
+class Among(Dispatch):
+    """Another dispatch over some ranks of a group, as if the group had no others.
+
+    Raises:
+        ConfigError: A rank is outside the group or given twice, or there is none.
+    """
+
+    def __init__(self, inner: Dispatch, ranks: Ranks, size: int, group: str) -> None:
+        every = range(size)
+        chosen: Any = every[ranks] if isinstance(ranks, slice) else ranks
+        try:
+            self._ranks: list[int] = [every[rank] for rank in ([chosen] if hasattr(chosen, "__index__") else chosen)]
+        except (IndexError, TypeError):
+            raise ConfigError(f"on({ranks!r}) in {group}, which has {size} ranks: a rank, a slice or a list") from None
+        if not self._ranks or len({*self._ranks}) < len(self._ranks):
+            raise ConfigError(f"on({ranks!r}) in {group} of {size} ranks: at least one rank, and none of them twice")
+        self._inner = inner
+        self._world = World(len(self._ranks), {"default": Mesh(dp=len(self._ranks))})
+
+    def split(self, arguments: Arguments, world: World) -> Split:
+        if isinstance(self._inner, shard) and self._inner.mesh != "default":
+            raise ConfigError(
+                f"{arguments.method} shards over mesh {self._inner.mesh!r}, which needs all ranks of the group; "
+                f"it cannot run on({self._ranks})"
+            )
+        split = self._inner.split(arguments, self._world)
+        ranks, collectors = ([self._ranks[at] for at in places] for places in (split.ranks, split.collectors))
+        return replace(split, ranks=ranks, collectors=collectors)
+
+
+class Shipped(Dispatch):
+    """Another dispatch, for the arguments of ``function``, which travels with them and runs on the worker ``name``."""
+
+    def __init__(self, inner: Dispatch, name: str, function: Callable[..., Any]) -> None:
+        self._inner, self._name, self._function = inner, name, function
+
+    def split(self, arguments: Arguments, world: World) -> Split:
+        split = self._inner.split(arguments, world)
+        shared = {"worker": self._name, "function": self._function, "values": split.shared}
+        if split.own is None:
+            return replace(split, shared=shared)
+        own = {id(part): {"own": part} for part in split.own}  # ranks with the very same part keep sharing it
+        return replace(split, shared=shared, own=[own[id(part)] for part in split.own])
 
 
 def _part(value: Any, rows: Sequence[int]) -> Any:

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
         readonly: bool
 
 
-__all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "Returns", "endpoint", "endpoints_of"]
+__all__ = ["Endpoint", "EndpointMethod", "EndpointSpec", "Returns", "endpoint", "endpoints_of", "spec_of_function"]
 
 TAKEN = ("bind", "ctx", "group")
+NUMBERS = tuple(map(str, range(100)))
 Returns = Literal["value", "ref"]
 """Whether the tensors of a result come to the controller, or stay with the worker that made them."""
 
@@ -55,6 +56,7 @@ class EndpointSpec:
     concurrent: bool
     returns: Returns | None  # None where ``cluster.start(returns=...)`` decides
     reads: Reading
+    shipped: bool = False  # a function that travels with each call, and no method of the class
 
     def arguments(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Name the arguments of one call.
@@ -103,7 +105,7 @@ class Endpoint(Generic[P, Out]):
     __slots__ = ("_group", "_timeout_s", "_window", "spec")
 
     def __init__(
-        self, group: WorkerGroup, spec: EndpointSpec, timeout_s: float | None = None, window: Window | None = None
+        self, group: WorkerGroup[Any], spec: EndpointSpec, timeout_s: float | None = None, window: Window | None = None
     ) -> None:
         self._group = group
         self.spec = spec
@@ -234,6 +236,10 @@ def _declare(function: Callable[..., Any], dispatch: Dispatch, **how: Any) -> En
     called = f"endpoint {function.__qualname__}"
     if function.__name__ in TAKEN:
         raise ConfigError(f"{called}: every worker has a {function.__name__!r} already; rename it")
+    return EndpointMethod(function, _spec(function, called, dispatch, **how))
+
+
+def _spec(function: Callable[..., Any], called: str, dispatch: Dispatch, **how: Any) -> EndpointSpec:
     parameters = list(inspect.signature(function).parameters.values())[1:]
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
@@ -245,7 +251,7 @@ def _declare(function: Callable[..., Any], dispatch: Dispatch, **how: Any) -> En
     sharded = (dispatch.args or ()) if isinstance(dispatch, shard) else ()
     if unknown := [name for name in sharded if name not in named]:
         raise ConfigError(f"{called}: shard(args=...) names {unknown}, but its parameters are {[*named]}")
-    spec = EndpointSpec(
+    return EndpointSpec(
         name=function.__name__,
         names=tuple(named),
         required=frozenset(name for name, parameter in named.items() if parameter.default is parameter.empty),
@@ -253,7 +259,21 @@ def _declare(function: Callable[..., Any], dispatch: Dispatch, **how: Any) -> En
         dispatch=dispatch,
         **how,
     )
-    return EndpointMethod(function, spec)
+
+
+def spec_of_function(function: Callable[..., Any], dispatch: Dispatch, collect: Collect[Any, Any]) -> EndpointSpec:
+    """The declaration of a function that travels with its calls. Where a parameter has no name to send it under,
+    positional arguments are sent under their numbers."""
+    name = getattr(function, "__name__", type(function).__name__)
+    how: dict[str, Any] = {"dispatch": dispatch, "collect": collect, "concurrent": False, "returns": None}
+    how |= {"reads": "tensor", "shipped": True}
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+    except (ValueError, TypeError):  # a function of C
+        parameters = None
+    if parameters is None or any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
+        return EndpointSpec(name=name, names=NUMBERS, required=frozenset(), open_ended=True, **how)
+    return _spec(function, name, **how)
 
 
 def endpoints_of(cls: type) -> dict[str, EndpointSpec]:

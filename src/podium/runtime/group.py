@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, overload
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.runtime.calls import Call, CallArgument
-from podium.runtime.dispatch import Mesh, World
-from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of
+from podium.runtime.collect import Collect, concat, first, gather, reduce
+from podium.runtime.dispatch import Among, Dispatch, Mesh, Ranks, Shipped, World, broadcast
+from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of, spec_of_function
 from podium.runtime.pool import ResourcePool
 from podium.runtime.process_set import ProcessSet, Role
 from podium.runtime.worker import Worker
@@ -22,7 +25,9 @@ __all__ = ["Colocated", "Replicas", "WorkerGroup", "WorkerHandle"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Out = TypeVar("Out")
 W = TypeVar("W", bound=Worker)
+Shippable = Callable[Concatenate[Any, P], T]
 
 
 class _Waiting(NamedTuple):
@@ -38,7 +43,7 @@ class _Waiting(NamedTuple):
         return [v.call for v in (*self.args, *self.kwargs.values()) if type(v) is CallArgument and not v.call.done()]
 
 
-class WorkerGroup:
+class WorkerGroup(Generic[W]):
     """The workers of one class on all ranks, at ``handle.group``. Endpoints are attributes of the handle itself."""
 
     def __init__(self, processes: ProcessSet, name: str, role: Role) -> None:
@@ -72,20 +77,60 @@ class WorkerGroup:
         """Names of the workers that are colocated with these. They restart together."""
         return tuple(name for name in self.processes.workers if name != self.name)
 
-    def run(self, function: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Run ``function(worker, *args, **kwargs)`` on every rank, and return the results in rank order."""
-        return self._run(range(self.world_size), function, args, kwargs)
+    def on(self, ranks: Ranks) -> W:
+        """The handle of some ranks: ``group.on(1).score(batch)``, ``group.on(slice(2, 4))``, ``group.on([3, 0])``.
 
-    def run_on(self, rank: int, function: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        The dispatch and collect of an endpoint work as if the group had these ranks alone, in this order.
+
+        Raises:
+            ConfigError: A rank is outside the group or given twice, or there is none.
+        """
+        return cast(W, WorkerHandle(self, partial(Among, ranks=ranks, size=self.world_size, group=self.name)))
+
+    @overload
+    def function(
+        self, function: Shippable[P, T], *, on: Ranks | None = ..., dispatch: Dispatch = ..., collect: gather = ...
+    ) -> Endpoint[P, list[T]]: ...
+    @overload
+    def function(
+        self, function: Shippable[P, T], *, on: Ranks | None = ..., dispatch: Dispatch = ...,
+        collect: concat | first | reduce,
+    ) -> Endpoint[P, T]: ...  # fmt: skip
+    @overload
+    def function(
+        self, function: Shippable[P, Any], *, on: Ranks | None = ..., dispatch: Dispatch = ...,
+        collect: Collect[Any, Out],
+    ) -> Endpoint[P, Out]: ...  # fmt: skip
+    def function(
+        self,
+        function: Callable[..., Any],
+        *,
+        on: Ranks | None = None,
+        dispatch: Dispatch | None = None,
+        collect: Collect[Any, Any] | None = None,
+    ) -> Endpoint[Any, Any]:
+        """An endpoint that runs ``function(worker, ...)``, which travels with each call.
+
+        >>> lengths = group.function(count, dispatch=shard(), collect=concat())  # doctest: +SKIP
+        >>> call = lengths.within(timeout_s=60).submit(batch)  # doctest: +SKIP
+
+        Args:
+            on: The ranks on which it runs, as in :meth:`on`. Default: all.
+            dispatch, collect: As in :func:`~podium.runtime.endpoint`.
+        """
+        spec = spec_of_function(function, dispatch or broadcast(), collect or gather())
+        chosen = spec.dispatch if on is None else Among(spec.dispatch, on, self.world_size, self.name)
+        return Endpoint(self, replace(spec, dispatch=Shipped(chosen, self.name, function)))
+
+    def run(self, function: Shippable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Run ``function(worker, *args, **kwargs)`` on every rank, and return the results in rank order."""
+        return self.function(function)(*args, **kwargs)
+
+    def run_on(self, rank: int, function: Shippable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function(worker, *args, **kwargs)`` on one rank, and return its result."""
         if not -self.world_size <= rank < self.world_size:
             raise ConfigError(f"run_on(rank={rank}) in {self.name}, which has {self.world_size} ranks")
-        return self._run((rank % self.world_size,), function, args, kwargs)[0]
-
-    def _run(self, ranks: Sequence[int], function: Callable[..., T], args: Any, kwargs: Any) -> list[T]:
-        shared = {"worker": self.name, "function": function, "args": args, "kwargs": kwargs}
-        label = f"{self.name}.{getattr(function, '__name__', 'run')}"
-        return self.processes.calls.request(label, "run", self.timeout_s, shared, ranks=ranks)
+        return self.function(function, on=rank, collect=first())(*args, **kwargs)
 
     def stores(self) -> list[Usage | None]:
         """For each rank, how much it keeps by reference, or None if it never kept anything."""
@@ -143,7 +188,8 @@ class WorkerGroup:
             call.fail(error)
             return
         split = spec.dispatch.split(spec.arguments(call.label, args, kwargs), self.world)
-        self.processes.calls.send(call, self.name, spec.name, split, spec.collect, spec.concurrent)
+        target, method = ("", "run") if spec.shipped else (self.name, spec.name)
+        self.processes.calls.send(call, target, method, split, spec.collect, spec.concurrent)
 
     def _advance(self) -> None:
         """Send what can be sent, from a new thread: packing takes time, and the caller may be taking in replies."""
@@ -176,10 +222,11 @@ class WorkerHandle:
     """The handle that ``cluster.start`` returns. It has an :class:`Endpoint` for each endpoint of the class, and the
     :class:`WorkerGroup` as ``group``."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup[Any], among: Callable[[Dispatch], Dispatch] | None = None) -> None:
         self.group = group
         for name, spec in endpoints_of(group.cls).items():
-            setattr(self, name, Endpoint[Any, Any](group, spec))
+            chosen = spec if among is None else replace(spec, dispatch=among(spec.dispatch))
+            setattr(self, name, Endpoint[Any, Any](group, chosen))
 
     def __getattr__(self, name: str) -> Any:
         endpoints = sorted(endpoints_of(self.group.cls)) if "group" in vars(self) else []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from podium.errors import ConfigError
 from podium.runtime.dispatch import Mesh
@@ -102,8 +102,8 @@ class Worker:
         return Bound(worker, args, dict(kwargs))
 
     @property
-    def group(self) -> WorkerGroup:
-        """On the controller's handle: the group (restart, close, run, world_size). A worker itself has none."""
+    def group(self) -> WorkerGroup[Self]:
+        """On the controller's handle: the group (restart, close, on, run, world_size). A worker itself has none."""
         raise AttributeError(
             f"{type(self).__name__}.group exists on the controller's handle, which cluster.start() returns; "
             "inside a worker use self.ctx"

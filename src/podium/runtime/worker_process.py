@@ -242,11 +242,15 @@ class WorkerProcess:
             current_context.reset(token)
         self._functions.clear()
 
-    def do_run(self, worker: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a shipped function on a worker."""
+    def do_run(
+        self, worker: str, function: Callable[..., Any], values: Mapping[str, Any], own: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a shipped function on a worker. Arguments whose names are numbers are positional."""
+        named = {**values, **(own or {})}
+        args = [named.pop(str(at)) for at in range(len(named)) if str(at) in named]
         token = current_context.set(self.workers[worker].ctx)
         try:
-            return function(self.workers[worker], *args, **kwargs)
+            return function(self.workers[worker], *args, **named)
         finally:
             current_context.reset(token)
 

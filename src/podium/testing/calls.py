@@ -175,6 +175,14 @@ class CallContract:
             sleeper.sleep(0.6)
         assert sleeper.sleep.within(timeout_s=30.0)(0.2) == ["sync"]
 
+    def test_a_function_and_chosen_ranks_keep_a_deadline_of_their_own(self, live: Sleeper) -> None:
+        with pytest.raises(DeadlineExceeded, match=r"sleeper\S*\._rest passed its deadline of 0\.2 s; 1 of 1 ranks"):
+            live.group.function(_rest, on=1).within(timeout_s=0.2)(1.0)
+        with pytest.raises(DeadlineExceeded) as caught:
+            live.group.on(1).sleep.within(timeout_s=0.2)(1.0)
+        assert caught.value.running == (1,)
+        assert live.group.on(0).double.within(timeout_s=10.0)(1) == [2]
+
     def test_a_deadline_is_a_positive_number(self, sleeper: Sleeper) -> None:
         for wrong in (0, -1, float("nan")):
             refuses(ConfigError, "positive number of seconds", sleeper.sleep.within, timeout_s=wrong)
@@ -285,6 +293,8 @@ class CallContract:
         assert counter.group.run(_add_as_method, amount=2) == [3, 3]
         assert counter.group.run_on(1, _add_as_method, 4) == 7
         assert counter.group.run_on(-1, lambda worker: worker.ctx.rank) == 1
+        assert counter.group.run(_sum, 1, 2, plus=3) == [6, 6]
+        assert counter.group.run(getattr, "count") == counter.add(0)
         refuses(ConfigError, r"run_on\(rank=2\)", counter.group.run_on, 2, _add_as_method, 4)
         with pytest.raises(EndpointError, match="ZeroDivisionError"):
             counter.group.run(lambda worker: 1 // 0)
@@ -307,6 +317,14 @@ class _Leaver(Worker):
 def _add_as_method(worker: Counter, amount: int) -> int:
     worker.count += amount
     return worker.count
+
+
+def _sum(worker: Counter, *numbers: int, plus: int = 0) -> int:
+    return sum(numbers) + plus
+
+
+def _rest(worker: Sleeper, seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def _wait_until_running(sleeper: Sleeper) -> None:

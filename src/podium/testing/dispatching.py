@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from podium.data import Batch, Jagged, Rows as HasRows, fields
 from podium.errors import ConfigError
-from podium.runtime import Mesh, per_rank
+from podium.runtime import Mesh, concat, gather, nothing, per_rank, scatter, shard
 from podium.testing.target import refuses, started
 from podium.testing.values import make_batch, same_batch
 from podium.testing.workers import Probe, Rows
@@ -38,6 +39,14 @@ class Letters(HasRows):
     @classmethod
     def concat(cls, parts: Sequence[Letters], names: Sequence[str] = ()) -> Letters:
         return Letters("".join(part.text for part in parts))
+
+
+def _same(worker: Rows, rows: Any) -> Any:
+    return rows
+
+
+def _place(worker: Rows, value: Any) -> tuple[int, Any]:
+    return worker.ctx.rank, value
 
 
 GRID = Mesh(pp=2, dp=2, tp=2, output={"pp": -1})
@@ -74,6 +83,49 @@ class DispatchContract:
         assert probe.backwards() == [(2, 0), (1, 1), (0, 2)]
         assert probe.spread() == 4.0
         assert probe.options(x=1, y=2) == [{"x": 1, "y": 2}] * 3
+
+    def test_the_script_chooses_ranks_and_the_endpoints_rules_hold_for_these(self, probe: Probe, rows: Rows) -> None:
+        two = probe.group.on(slice(1, 3))
+        assert probe.group.on(1).rank() == [1]
+        assert probe.group.on(-1).rank.within(timeout_s=60.0).submit().result() == [2]
+        assert two.rank() == [1, 2]
+        assert probe.group.on([2, 0]).rank() == [2, 0]
+        assert probe.group.on([2, 0]).scattered(per_rank([7, 8])) == [(2, 7, "-"), (0, 8, "-")]
+        assert two.last() == [2]
+        assert two.echo_once("x") == "x"
+        assert two.largest() == 2
+        assert rows.group.on(slice(1, 3)).received([1, 2, 3]) == [(1, [1]), (2, [2, 3])]
+        batch = make_batch([3, 1, 4, 1, 5])
+        assert same_batch(rows.group.on([2, 0]).same_by_tokens(batch), batch)
+        before = probe.seen()
+        two.silent()
+        assert probe.seen() == [before[0], before[1] + 1, before[2] + 1], "the other ranks are not called"
+
+    def test_ranks_that_cannot_be_chosen_are_named(self, probe: Probe, grid: Rows) -> None:
+        for wrong in (3, -4, [0, 3], "0", 0.5):
+            refuses(ConfigError, rf"on\({re.escape(repr(wrong))}\) in shared_probe, which has 3", probe.group.on, wrong)
+        for wrong in ([], [0, 0], slice(3, 3), [2, -1]):
+            refuses(ConfigError, "at least one rank, and none of them twice", probe.group.on, wrong)
+        says = r"shared_grid\.over_grid shards over mesh 'grid', which needs all ranks"
+        refuses(ConfigError, says, grid.group.on([0, 1]).over_grid, [1])
+        refuses(
+            ConfigError, r"argument 'own' has 3 values for 1 ranks", probe.group.on(0).scattered, per_rank([1, 2, 3])
+        )
+
+    def test_functions_are_shipped_with_every_dispatch_and_collect(self, rows: Rows, grid: Rows) -> None:
+        batch = make_batch([3, 1, 4, 1, 5])
+        joined = rows.group.function(_same, dispatch=shard(balance="tokens"), collect=concat())
+        assert same_batch(joined(batch), batch)
+        assert same_batch(joined.within(timeout_s=60.0).submit(rows=batch).result(), batch)
+        ranks = rows.group.function(_place, on=[2, 1], dispatch=scatter())
+        assert ranks.submit(per_rank([7, 8])).result() == [(2, 7), (1, 8)]
+        assert grid.group.function(_place, dispatch=shard("grid"), collect=gather())([1, 2, 3]) == [
+            (4, [1]),
+            (6, [2, 3]),
+        ]
+        assert rows.group.function(_place, collect=nothing())(1) is None
+        refuses(ConfigError, r"shared_rows\._same\(\) misses \['rows'\]", rows.group.function(_same))
+        refuses(ConfigError, r"shared_rows\._same\(\) takes 1 positional", rows.group.run, _same, 1, 2)
 
     @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 12])
     def test_rows_are_split_evenly_and_joined_in_order(self, rows: Rows, count: int) -> None:

@@ -47,6 +47,10 @@ def kept(stash: Stash) -> int:
     return sum(usage.nbytes for usage in stash.group.stores() if usage is not None)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
 
+def _total(worker: Stash, value: Tensor) -> float:
+    return float(value.sum())
+
+
 class ReferenceContract:
     stash = started(Stash.bind(), 2, name="stash", distributed=False)
 
@@ -116,6 +120,13 @@ class ReferenceContract:
         first = stash.double.submit(batch(20))
         second = stash.double.submit(first.arg())
         assert torch.equal(second.result().fetch("x").dense("x"), batch(20).dense("x") * 4)
+
+    def test_references_go_to_and_come_from_chosen_ranks(self, stash: Stash) -> None:
+        (ref,) = stash.group.on(1).make(30, 500)
+        assert type(ref) is TensorRef
+        assert "of rank 1" in ref.places[0]
+        assert stash.group.on(0).total(ref) == [15_000.0]
+        assert stash.group.function(_total, on=0)(ref) == [15_000.0]
 
     def test_a_group_can_return_references_by_default(self, cluster: Cluster) -> None:
         stash = cluster.start(Stash.bind(), cluster.pool([1]), name="by-default", distributed=False, returns="ref")

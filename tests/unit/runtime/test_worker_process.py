@@ -101,7 +101,7 @@ def test_a_broken_collective_counts_as_the_consequence_of_something_else(
     def fail(worker: Subject) -> None:
         raise error
 
-    outcome = process.execute(1, "", "run", {"worker": "subject", "function": fail, "args": (), "kwargs": {}})
+    outcome = process.execute(1, "", "run", {"worker": "subject", "function": fail, "values": {}})
     assert outcome.value.secondary is secondary
 
 
