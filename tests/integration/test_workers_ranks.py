@@ -170,7 +170,7 @@ def test_a_checkpoint_whose_ranks_share_no_disk_is_refused(cluster: Cluster, tmp
     policy = Apart.bind(TINY, OPTIM, ParallelConfig(strategy="fsdp2"))
     with (
         started(cluster, 2, policy=policy) as group,
-        pytest.raises(EndpointError, match=r"lacks \S+distcp, which other ranks wrote on their own nodes"),
+        pytest.raises(EndpointError, match=r"lacks \S+safetensors, which other ranks wrote on their own nodes"),
     ):
         group.policy.save(str(tmp_path / "checkpoint"))
 

@@ -1,8 +1,11 @@
 """Checkpoints of a run hold all that the next step depends on. A checkpoint is complete, or it is not there.
 
+A checkpoint is data: reading one runs no code, whoever wrote it. A file that is not as it was written is refused.
+
 checkpoints/step-000012/
   trainer.json      step, place in the data, coefficients, evaluations so far, time spent
-  policy/ critic/   model, optimizer, step count and random state, written by their workers
+  policy/ critic/   model, optimizer, step count and random state, written by their workers as safetensors
+  manifest.json     the size and checksum of each file, here and in each of these directories
 checkpoints/latest  a link to the newest
 
 write aside ─▶ sync every file ─▶ rename ─▶ move `latest` ─▶ remove what is beyond `keep`
@@ -23,6 +26,7 @@ from podium.errors import CheckpointError
 from podium.telemetry import CheckpointSaved, Sample, emit
 from podium.trainer.evaluate import Evaluation
 from podium.trainer.files import remove, step_name, step_of, sync_folder, sync_tree
+from podium.workers.manifest import check_manifest, file_sums, write_manifest
 
 if TYPE_CHECKING:
     from podium.trainer.roles import Roles
@@ -74,8 +78,9 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
     """Restore the roles from the checkpoint at ``path``, and return the controller's own state.
 
     Raises:
-        CheckpointError: The checkpoint does not fit the roles, or belongs to another kind of run.
+        CheckpointError: The checkpoint is damaged, does not fit the roles, or belongs to another kind of run.
     """
+    check_manifest(path, others=[entry.name for entry in path.iterdir() if entry.is_dir()])
     state = TrainerState.read(path / _STATE)
     for name, worker in roles.learners.items():
         if not (path / name).is_dir():
@@ -109,6 +114,7 @@ class Checkpoints:
                         "a file system that all nodes share; set run.dir to one"
                     )
             (folder / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+            write_manifest(folder, file_sums([folder / _STATE]))
 
     @contextmanager
     def writing(self, step: int, *, keep: int = 0) -> Iterator[Path]:

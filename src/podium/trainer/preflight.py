@@ -72,6 +72,8 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
         ConfigError: A function, a package or a model's directory is missing. The message says what to do.
         DataError: A file of the data is missing.
     """
+    if config.run.resume:
+        _refuse_code_of(Path(config.run.resume), config)
     check_data(config.data)
     name = config.reward.name
     if reward and name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
@@ -88,6 +90,20 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
     for key, path in paths.items():
         if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
             raise ConfigError(f"{key} = {path!r}: there is no such directory")
+
+
+def _refuse_code_of(run: Path, config: PPOConfig | SFTConfig) -> None:
+    """Refuse functions in files of the run: a user who resumes the run of a stranger takes only data from there."""
+    names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
+    if isinstance(config, PPOConfig):
+        names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
+    for key, name in names.items():
+        file = name.rpartition(":")[0]
+        if file.endswith(".py") and Path(file).expanduser().resolve().is_relative_to(run.resolve()):
+            raise ConfigError(
+                f"{key} = {name!r} is code in the directory of the run that is resumed, and nothing there is run as "
+                f"code: read {file}, move it elsewhere, and give its new place with --{key}"
+            )
 
 
 def load_schedule(name: str) -> Schedule:

@@ -72,11 +72,20 @@ class Summary:
 
 
 def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
-    """Return the directory of the run that ``config`` resumes or names. A run without a name has one that is free."""
+    """Return the directory of the run that ``config`` resumes or names. A run without a name has one that is free.
+
+    Raises:
+        ConfigError: The name leads out of ``run.dir``.
+    """
     if config.run.resume:
         return Path(config.run.resume)
-    if config.run.name:
-        return Path(config.run.dir) / config.run.name
+    if name := config.run.name:
+        if ".." in Path(name).parts or not Path(name).parts or Path(name).is_absolute():
+            raise ConfigError(
+                f"run.name = {name!r} names no directory inside run.dir = {config.run.dir!r}: choose a plain name, and "
+                "set run.dir to store the run elsewhere"
+            )
+        return Path(config.run.dir) / name
     stamp = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-{recipe}"
     return free_name(Path(config.run.dir) / stamp)
 

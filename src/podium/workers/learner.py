@@ -1,17 +1,18 @@
 """The base of the workers that are trained: a model, its optimizer, and checkpoints of both."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
@@ -20,20 +21,22 @@ from podium.errors import CheckpointError
 from podium.runtime import Worker, endpoint, nothing
 from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
+from podium.workers.manifest import check_manifest, file_sums, write_manifest
 from podium.workers.models import load_model
 from podium.workers.texts import sampled_counts
 
 __all__ = ["Learner"]
 
 _RANDOM = "random."
+_FILE_BYTES = 1 << 30  # torch holds the tensors of one file in memory a second time while it writes them
 
 
 class Learner(Worker):
     """A model, its optimizer, and its checkpoints on all ranks of the group.
 
     A checkpoint has parameters, optimizer state, step counts and each rank's random state, written by
-    torch.distributed.checkpoint. It can be read on another number of ranks than it was written on, replicated or
-    sharded.
+    torch.distributed.checkpoint as safetensors files, with a manifest of their checksums. Reading a checkpoint runs no
+    code, whoever wrote it. It can be read on another number of ranks than it was written on, replicated or sharded.
 
     Args:
         model: The model to train.
@@ -81,18 +84,21 @@ class Learner(Worker):
         Raises:
             CheckpointError: The directory cannot be written, or is not the same one for all ranks.
         """
-        elsewhere: set[str] = set()
+        folder, state = Path(path), self._state()
+        writer = _Writer(path, fqn_to_index_mapping=self._files(state), save_distributed=True)
         try:
             with _single_process_is_fine() as alone:
-                state_dict_saver.save(self._state(), checkpoint_id=path, no_dist=alone)
+                state_dict_saver.save(state, storage_writer=writer, no_dist=alone)
+            files = sorted(folder.glob("*.safetensors"))
+            own = file_sums(files[self.ctx.rank :: self.ctx.world_size])
+            sums: list[Any] = [own] * self.ctx.world_size
+            if not alone:
+                dist.all_gather_object(sums, own)
             if self.ctx.rank == 0:
-                stored: Any = FileSystemReader(path).read_metadata().storage_data
-                elsewhere = {one.relative_path for one in stored.values()} - {
-                    file.name for file in Path(path).iterdir()
-                }
+                write_manifest(folder, {name: one for part in sums for name, one in part.items()})
         except (OSError, CheckpointException) as error:
             raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
-        if elsewhere:
+        if elsewhere := writer.written - {file.name for file in files}:
             raise CheckpointError(
                 f"the checkpoint {path} lacks {', '.join(sorted(elsewhere))}, which other ranks wrote on their own "
                 "nodes: a run's directory must be on a file system that all nodes share"
@@ -103,12 +109,14 @@ class Learner(Worker):
         """Read what :meth:`save` wrote. A rank that did not exist then keeps its random state.
 
         Raises:
-            CheckpointError: There is no finished checkpoint, or it is one of another model.
+            CheckpointError: There is no finished checkpoint, it is damaged, or it is one of another model.
         """
+        check_manifest(Path(path), part=self.ctx.rank, parts=self.ctx.world_size)
+        reader = HuggingFaceStorageReader(path)
         try:
-            stored = FileSystemReader(path).read_metadata().state_dict_metadata
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"no finished checkpoint at {path}: {error}") from error
+            stored = reader.read_metadata().state_dict_metadata
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read the checkpoint {path}: {type(error).__name__}: {error}") from error
         state = self._state()
         absent = sorted(name for name in state if name not in stored and not name.startswith(_RANDOM))
         extra = sorted(name for name in stored if name not in state and not name.startswith(_RANDOM))
@@ -119,8 +127,8 @@ class Learner(Worker):
         wanted = {name: value for name, value in state.items() if name in stored}
         try:
             with _single_process_is_fine() as alone:
-                state_dict_loader.load(wanted, checkpoint_id=path, no_dist=alone)
-        except (OSError, ValueError, CheckpointException) as error:
+                state_dict_loader.load(wanted, storage_reader=reader, no_dist=alone)
+        except (OSError, ValueError, SafetensorError, CheckpointException) as error:
             raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
         self.engine.step_count, self.engine.skipped_count = (int(count) for count in wanted["counts"])
         for name, device in self._random_names().items():
@@ -161,6 +169,16 @@ class Learner(Worker):
         devices = {"cpu": torch.device("cpu")} | ({} if self.device.type == "cpu" else {"device": self.device})
         return {f"{_RANDOM}{self.ctx.rank}.{kind}": device for kind, device in devices.items()}
 
+    def _files(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the number of the file of each tensor, from 1. The tensors of a file have about ``_FILE_BYTES``."""
+        kinds = [name.rpartition(".")[2] for name in self._random_names()]
+        numbers = {f"{_RANDOM}{rank}.{kind}": 1 for rank in range(self.ctx.world_size) for kind in kinds}
+        before = 0
+        for name, value in state.items():
+            numbers.setdefault(name, 1 + before // _FILE_BYTES)
+            before += value.nbytes
+        return numbers
+
 
 @contextmanager
 def _single_process_is_fine() -> Iterator[bool]:
@@ -168,3 +186,12 @@ def _single_process_is_fine() -> Iterator[bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield not dist.is_initialized()
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Also tells the coordinating rank which files all ranks have written."""
+
+    written: frozenset[str] = frozenset()
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        self.written = frozenset(one.storage_data.relative_path for part in results for one in part)

@@ -15,6 +15,7 @@ from podium.telemetry import CheckpointSaved, Event, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.checkpoints import Checkpoints, load_checkpoint
 from podium.workers import Policy
+from podium.workers.manifest import file_sums, write_manifest
 from tests.integration.training import tiny
 
 
@@ -129,7 +130,17 @@ with checkpoints.writing(10) as folder:
 @pytest.mark.parametrize("text", ["{", '{"step": 1}', '{"stepp": 1, "first": null, "last": null}'])
 def test_a_state_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "trainer.json").write_text(text)
+    write_manifest(tmp_path, file_sums([tmp_path / "trainer.json"]))
     with pytest.raises(CheckpointError, match=r"trainer\.json is not the state of a training run"):
+        load_checkpoint(tmp_path, None)  # pyright: ignore[reportArgumentType] - fails before it is used
+
+
+def test_a_state_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trainer.json"
+    file.write_text('{"step": 12}')
+    write_manifest(tmp_path, file_sums([file]))
+    file.write_text('{"step": 13}')
+    with pytest.raises(CheckpointError, match=r"trainer\.json is damaged.* resume from another checkpoint"):
         load_checkpoint(tmp_path, None)  # pyright: ignore[reportArgumentType] - fails before it is used
 
 

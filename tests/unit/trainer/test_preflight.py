@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from podium.cli import main
+from podium.config import config_to_yaml
 from podium.errors import ConfigError
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.preflight import check_given, names_of_given
@@ -93,3 +94,19 @@ def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:
     assert longest_text(ModelConfig(path=str(tmp_path))) == 32
     with pytest.raises(ConfigError, match="its configuration cannot be read"):
         longest_text(ModelConfig(path=str(tmp_path / "absent")))
+
+
+def test_code_in_the_directory_of_a_resumed_run_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "code.py").write_text(f"open({str(tmp_path / 'code was run')!r}, 'w')\ndef score(text, row): return 1.0\n")
+    for key in ("reward.name", "algorithm.loss", "algorithm.advantage", "run.schedule"):
+        section, _, field = key.partition(".")
+        named = {section: {field: f"{run}/../run/code.py:score"}}
+        config = tiny(GRPOConfig, tmp_path, **named)
+        (run / "config.yaml").write_text(config_to_yaml(config))
+        assert main(["train", "grpo", "--resume", str(run), "--backend", "inline"]) == 2
+        assert f"{key} = " in (said := capsys.readouterr().err)
+        assert "is code in the directory of the run that is resumed" in " ".join(said.split())
+        assert main(["train", "grpo", "--resume", str(run), "--dry-run"]) == 2
+    assert not (tmp_path / "code was run").exists()

@@ -20,8 +20,10 @@ from podium.errors import ConfigError
 from podium.rewards import Grade
 from podium.telemetry import EvalFinished, PhaseStarted, StepFinished, emit, metrics
 from podium.telemetry.sinks import JsonlSink
+from podium.trainer import GRPOConfig
 from podium.trainer.completions import CompletionsLog
-from podium.trainer.run_dir import RunDirectory, Summary, library_versions
+from podium.trainer.run_dir import RunDirectory, Summary, library_versions, run_path
+from tests.integration.training import tiny
 from tests.unit.trainer.test_completions import rollouts, scored
 
 
@@ -49,6 +51,13 @@ def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
     run.write_summary(Summary(task="copy", seed=0, steps=1, wall_s=1.0))
     with pytest.raises(ConfigError, match="a finished run"):
         RunDirectory(run.path)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/../../x", "."])
+def test_a_name_that_leads_out_of_the_runs_is_refused(tmp_path: Path, name: str) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"name": name})
+    with pytest.raises(ConfigError, match=r"run\.name = .* names no directory inside run\.dir"):
+        run_path(config, "grpo")
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
+from random import Random
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +16,7 @@ from podium.data import Batch, Jagged
 from podium.errors import CheckpointError, ConfigError, DataError
 from podium.rollout.sampling import SamplingParams
 from podium.workers import Critic, Generator, ModelConfig, OptimConfig, ParallelConfig, Policy, Reference
+from podium.workers.manifest import file_sums, write_manifest
 from tests.unit.workers.tiny import ADAPTED, TINY, oracle_logprobs, recorded
 
 OPTIM = OptimConfig(lr=3e-3)
@@ -210,6 +214,86 @@ def test_checkpoints_that_are_missing_or_of_another_model_are_named(tmp_path: Pa
     Policy(TINY, OPTIM).save(str(tmp_path / "policy"))
     with pytest.raises(CheckpointError, match="another model"):
         Critic(TINY, OPTIM).load(str(tmp_path / "policy"))
+
+
+class Exploit:
+    """A pickle of this writes a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
+    """Exploits stand in every file that the checkpoint has, and in the files that torch's own reader unpickles."""
+    folder, mark = tmp_path / "policy", tmp_path / "code was run"
+    pickle.loads(pickle.dumps(Exploit(mark)))
+    assert mark.exists()  # so the exploit works
+    mark.unlink()
+    policy = Policy(TINY, OPTIM)
+    policy.save(str(folder))
+    buffer = BytesIO()
+    torch.save(Exploit(mark), buffer)
+    exploits = pickle.dumps(Exploit(mark)), buffer.getvalue()
+    for exploit in exploits:
+        for name in (".metadata", "__0_0.distcp"):
+            (folder / name).write_bytes(exploit)
+        write_manifest(folder, file_sums(file for file in folder.iterdir() if file.name != "manifest.json"))
+        policy.load(str(folder))
+    for exploit in exploits:
+        for file in folder.iterdir():
+            file.write_bytes(exploit)
+        with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+            policy.load(str(folder))
+        write_manifest(folder, file_sums(file for file in folder.iterdir() if file.name != "manifest.json"))
+        with pytest.raises(CheckpointError, match=f"cannot read the checkpoint {folder}"):
+            policy.load(str(folder))
+    assert not mark.exists()
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    """One of a hundred random bits is flipped at a time, in any file of the checkpoint; then files go and come."""
+    folder, random = tmp_path / "policy", Random(0)
+    policy = Policy(TINY, OPTIM)
+    policy.update(recorded())
+    policy.save(str(folder))
+    files = sorted(folder.iterdir())
+    for _ in range(100):
+        file = random.choice(files)
+        content = file.read_bytes()
+        place, bit = random.randrange(len(content)), 1 << random.randrange(8)
+        file.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+        with pytest.raises(CheckpointError, match=str(folder)):
+            policy.load(str(folder))
+        file.write_bytes(content)
+    policy.load(str(folder))
+    (folder / "more.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"has \['more.safetensors'\]"):
+        policy.load(str(folder))
+    (folder / "more.safetensors").unlink()
+    for file in files:
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(CheckpointError, match=file.name):
+            policy.load(str(folder))
+        file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(CheckpointError, match=file.name):
+            policy.load(str(folder))
+        file.write_bytes(content)
+
+
+def test_tensors_are_spread_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("podium.workers.learner._FILE_BYTES", 20_000)
+    policy = Policy(TINY, OPTIM)
+    policy.update(recorded())
+    policy.save(str(tmp_path / "policy"))
+    assert len(list((tmp_path / "policy").glob("*.safetensors"))) > 3
+    other = Policy(replace(TINY, seed=9), OPTIM)
+    other.update(recorded())
+    other.load(str(tmp_path / "policy"))
+    assert other.update(recorded()) == policy.update(recorded())
 
 
 def test_save_pretrained_is_a_model_to_start_from(tmp_path: Path) -> None:

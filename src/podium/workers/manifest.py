@@ -1,0 +1,74 @@
+"""The manifest of a directory: the size and the SHA-256 checksum of each file in it.
+
+A reader that checks the manifest first never takes a flipped bit, a half-written file or a file of somebody else's for
+what was written.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from podium.errors import CheckpointError
+
+__all__ = ["MANIFEST", "check_manifest", "file_sums", "write_manifest"]
+
+MANIFEST: Final = "manifest.json"
+_FORMAT: Final = 1
+
+
+def file_sums(files: Iterable[Path]) -> dict[str, Any]:
+    """Return the size and checksum of each file, by its name."""
+    return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
+
+
+def write_manifest(folder: Path, sums: Mapping[str, Any]) -> None:
+    """Write the manifest of ``folder``, whose files have these :func:`file_sums`."""
+    content = {"format": _FORMAT, "files": dict(sorted(sums.items()))}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def check_manifest(folder: Path, *, part: int = 0, parts: int = 1, others: Iterable[str] = ()) -> None:
+    """Compare the files in ``folder`` with its manifest: the names and sizes of all, the content of every ``parts``-th.
+
+    Args:
+        folder: The directory.
+        part: The number of the caller among ``parts`` processes, which share the work.
+        parts: How many processes check this folder at the same time.
+        others: Names in ``folder`` that the manifest does not cover.
+
+    Raises:
+        CheckpointError: There is no manifest, or a file is missing, additional or not as it was written.
+    """
+    try:
+        content: Any = json.loads((folder / MANIFEST).read_bytes())
+        sums: dict[str, Any] = {str(name): (one["bytes"], one["sha256"]) for name, one in content["files"].items()}
+        there = {entry.name for entry in folder.iterdir()} - {MANIFEST, *others}
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"no finished checkpoint at {folder}: it has no {MANIFEST}, which every checkpoint of this version has"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
+    if content.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{folder / MANIFEST} has format {content.get('format')!r}, and this version of Podium reads {_FORMAT}"
+        )
+    if there != sums.keys():
+        lost, extra = sorted(sums.keys() - there), sorted(there - sums.keys())
+        raise CheckpointError(
+            f"{folder} is damaged: it lacks {lost[:3]} and has {extra[:3]}, which its manifest does not name; resume "
+            "from another checkpoint"
+        )
+    for number, (name, (size, digest)) in enumerate(sorted(sums.items())):
+        file = folder / name
+        if file.stat().st_size != size or (number % parts == part and _sha256(file) != digest):
+            raise CheckpointError(
+                f"{file} is damaged: its content is not what was written; resume from another checkpoint"
+            )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
