@@ -94,6 +94,9 @@ class InlineBackend(Backend):
     def unpack(self, payload: Any) -> Any:
         return payload.read("the result") if isinstance(payload, _Copy) else payload
 
+    def store(self) -> MemoryStore:
+        return self._store
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()

@@ -10,9 +10,12 @@ and never raise.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from podium.runtime.messages import Capabilities, Node, OnDeath, Packed, Place, ProcessSpec, Reply, Request
+
+if TYPE_CHECKING:
+    from podium.data import TensorStore
 
 __all__ = ["Backend", "ProcessHandle"]
 
@@ -83,6 +86,13 @@ class Backend(ABC):
     @abstractmethod
     def unpack(self, payload: Packed) -> Any:
         """The value of a reply's payload, for the caller to keep. Called at most once. Raises SerializationError."""
+
+    def store(self) -> "TensorStore":
+        """A new store in the controller's process, for ``Cluster.put``. The blocks of the default one travel with each
+        message that refers to them."""
+        from podium.data import MemoryStore  # numpy with it, which a script may do without
+
+        return MemoryStore()
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool | None:
         """Deliver replies in the calling thread until ``ended()`` or ``timeout_s``, and return True. Returns False at

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
 from podium.functions import nearest
@@ -25,6 +25,9 @@ from podium.runtime.messages import Capabilities, Node
 from podium.runtime.pool import Inventory, ResourcePool
 from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
 from podium.runtime.worker import Bound, Worker
+
+if TYPE_CHECKING:
+    from podium.data import TensorStore
 
 __all__ = ["Cluster", "backend_class", "backends", "colocate", "connect"]
 
@@ -120,6 +123,7 @@ class Cluster:
         self._groups: dict[str, WorkerGroup[Any]] = {}
         self._names = threading.Lock()
         self._starting: set[str] = set()
+        self._store: TensorStore | None = None
         self._closed = False
         atexit.register(self.close)
 
@@ -199,6 +203,37 @@ class Cluster:
     def release(self, pool: ResourcePool) -> None:
         """Give a pool's slots back. Raises PlacementError while a group runs on them."""
         self._inventory.release(pool)
+
+    def put(self, value: T) -> T:
+        """Store the tensors of ``value`` once, and return the value with a :class:`podium.TensorRef` in the place of
+        each. Every call that takes the result passes on references, so a batch for three groups is stored once.
+
+        What becomes a reference is what does in a result with ``returns="ref"``. The memory is freed with the last
+        reference.
+
+        Raises:
+            ConfigError: ``value`` has no tensors.
+            StoreFullError: There is no room.
+        """
+        self._refuse_unless_open("put", detached=False)
+        from podium.data.structure import keep, map_tensors
+
+        tensors: list[object] = []
+
+        def note(tensor: object) -> object:
+            tensors.append(tensor)
+            return tensor
+
+        map_tensors(value, note)
+        if not tensors:
+            raise ConfigError(
+                f"put(): {type(value).__name__} has no tensors, such as those of a Batch, dict, list or tuple, to "
+                "store; pass it to the calls as it is"
+            )
+
+        with self._names:
+            self._store = self._store or self._backend.store()
+        return keep(value, self._store, "the controller")
 
     def start(
         self,

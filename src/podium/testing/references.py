@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from podium.data import Batch, TensorRef
-from podium.errors import CallCancelled, DataError, EndpointError, RefLostError, WorkerDied
+from podium.errors import CallCancelled, ConfigError, DataError, EndpointError, RefLostError, WorkerDied
 from podium.runtime import Cluster
 from podium.testing.target import need, refuses, started
 from podium.testing.values import LARGE, make_batch, same_batch, same_tensor, tensors
@@ -127,6 +127,26 @@ class ReferenceContract:
         assert "of rank 1" in ref.places[0]
         assert stash.group.on(0).total(ref) == [15_000.0]
         assert stash.group.function(_total, on=0)(ref) == [15_000.0]
+
+    def test_what_is_put_is_passed_on_by_reference_and_freed_with_the_last_one(
+        self, cluster: Cluster, stash: Stash
+    ) -> None:
+        whole = batch(60)
+        put = cluster.put({"batch": whole, "also": [whole.dense("x"), torch.ones(3)], "note": "as it is"})
+        whole.dense("x").zero_()
+        far, again = put["batch"], put["also"][0]
+        assert type(far["x"]) is type(again) is TensorRef
+        assert put["note"] == "as it is"
+        assert far["x"].places == ("the controller",)
+        assert cluster.put(far)["x"] is far["x"], "references stay what they are"
+        other = cluster.start(Stash.bind(), cluster.pool([3]), name="other", distributed=False)
+        for group in (stash, other, stash.group.on(1)):
+            assert same_batch(group.values(far.take([7, 0, 7])), batch(60).take([7, 0, 7]))
+            assert same_batch(group.double(far), batch(60).with_columns(x=batch(60).dense("x") * 2))
+        assert stash.overwrite(again) == [float(batch(60).dense("x").sum()) + (at + 1) * 120_000 for at in range(2)]
+        assert torch.equal(again.get(), batch(60).dense("x"))
+        for nothing in ("text", [1, 2], {"a": 1}):
+            refuses(ConfigError, r"put\(\): .* has no tensors", cluster.put, nothing)
 
     def test_a_group_can_return_references_by_default(self, cluster: Cluster) -> None:
         stash = cluster.start(Stash.bind(), cluster.pool([1]), name="by-default", distributed=False, returns="ref")

@@ -7,8 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from podium import Cluster
 from podium.backends.files import LAST_LINES, Files, Log
+from podium.backends.local import LocalBackend
+from podium.backends.local.shared_memory import Lease, SegmentPool
+from podium.testing.workers import Stash
 
 
 def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
@@ -60,3 +65,25 @@ with podium.connect("local", preload=["torch", "no_such_module"]) as cluster:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=200)
     assert done.stdout == "1\n[125000000.0]\n", done.stderr
     assert "preload of no_such_module failed: ModuleNotFoundError" in done.stderr
+
+
+def test_what_is_put_is_stored_once_for_all_groups_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    take = SegmentPool.take
+
+    def counted(self: SegmentPool, nbytes: int, what: str, label: str = "") -> Lease:
+        taken.append(nbytes)
+        return take(self, nbytes, what, label)
+
+    monkeypatch.setattr(SegmentPool, "take", counted)
+    backend = LocalBackend()
+    with Cluster(backend) as cluster:
+        groups = [cluster.start(Stash.bind(), name=name, distributed=False) for name in ("one", "two", "three")]
+        taken.clear()
+        put = cluster.put(torch.ones(100_000))
+        assert [group.total(put) for group in groups] == [[100_000.0]] * 3
+        assert taken == [400_000]
+        assert [*backend.segments.kept()] == ["the controller"]
+        del put
+        assert groups[0].seen() == [0]
+        assert not backend.segments.kept()

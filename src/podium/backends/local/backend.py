@@ -26,6 +26,7 @@ from podium.backends.files import Files
 from podium.backends.local.io import IoLoop
 from podium.backends.local.process import START_TIMEOUT_S, LocalProcess
 from podium.backends.local.shared_memory import SegmentPool
+from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import NOTHING, Inbound, Parcel, pack
 from podium.backends.process import THREAD_VARIABLES, accelerators, command, machine
 from podium.errors import ConfigError, WorkerStartError
@@ -69,7 +70,7 @@ class LocalBackend(Backend):
         self.accelerators = accelerators()
         self._nodes = machine(self.accelerators, nodes)
         _raise_descriptor_limit()
-        self.store = store_bytes, "" if spill_dir is None else str(Path(spill_dir).absolute())
+        self.store_options = store_bytes, "" if spill_dir is None else str(Path(spill_dir).absolute())
         self.files = Files(log_dir, echo)
         self.segments = SegmentPool()
         self.processes: dict[int, LocalProcess] = {}
@@ -120,6 +121,9 @@ class LocalBackend(Backend):
 
     def unpack(self, payload: Inbound | None) -> Any:
         return None if payload is None else payload.read("the result")
+
+    def store(self) -> LocalStore:
+        return LocalStore(self.segments, *self.store_options)
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
         return self.io.drive(ended, timeout_s)

@@ -69,7 +69,7 @@ class LocalProcess(ProcessHandle):
         backend.io.watch(self._calls.fileno(), self._on_readable, self._calls_out.flush)
         backend.io.watch(self._control.fileno(), lambda: True, self._control_out.flush)
         env, fresh = environment_of(spec, backend.accelerators), any(name.startswith(EARLY) for name in spec.env)
-        settings = (tuple(Surroundings.here(spec.threads)), backend.store)
+        settings = (tuple(Surroundings.here(spec.threads)), backend.store_options)
         order = pickle.dumps(("start", token, env, fresh, str(self.log.path), *settings))
         with calls, control:
             try:

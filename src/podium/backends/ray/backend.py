@@ -23,7 +23,7 @@ from podium.backends.ray.actor import GROUPS, ProcessActor
 from podium.backends.ray.connect import connect, disconnect, ray
 from podium.backends.ray.placement import Inventory
 from podium.backends.ray.process import RayProcess, Replies
-from podium.backends.ray.wire import Parcel, pack
+from podium.backends.ray.wire import Parcel, RayStore, pack
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Node, OnDeath, Place, ProcessSpec
@@ -134,6 +134,9 @@ class RayBackend(Backend):
 
     def unpack(self, payload: Parcel) -> Any:
         return payload.read("the result")
+
+    def store(self) -> RayStore:
+        return RayStore(self._store_bytes)
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool | None:
         return self._replies.drive(ended, timeout_s)
