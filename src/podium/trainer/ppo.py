@@ -128,7 +128,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def logprobs(self, batch: Batch) -> Batch:
         """Add log-probabilities under the policy before its update, and under the reference."""
         inputs = _select(batch, _MODEL_INPUTS)
-        pending = [self.roles.policy.logprobs.submit(inputs)] if self._needs_old_logprobs else []
+        reads_entropy = {"entropy": True} if fields.ENTROPY in self._declared.columns else {}
+        pending = [self.roles.policy.logprobs.submit(inputs, **reads_entropy)] if self._needs_old_logprobs else []
         if self.roles.reference is not None:
             pending.append(self.roles.reference.logprobs.submit(inputs))
         for call in pending:

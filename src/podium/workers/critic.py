@@ -80,4 +80,10 @@ class Critic(Learner):
         }
 
     def _values(self, micro: MicroBatch) -> Tensor:
-        return run_model(self.model, micro).logits[0, :, 0].float()
+        """Return the output of the head, ``[K]``, before the model caps or scales it as it does logits."""
+        outputs: list[Tensor] = []
+        head = cast(Any, plain_model(self.model).get_output_embeddings())
+        with head.register_forward_hook(lambda _head, _args, output: outputs.append(output)):
+            logits = run_model(self.model, micro).logits
+        # FSDP2 gathers the parameters of the backward pass when the gradient reaches what the whole model returned.
+        return (outputs[0] + 0 * logits)[0, :, 0].float()

@@ -50,9 +50,13 @@ class Policy(Learner):
         return self.config.lora is not None
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
-    def logprobs(self, batch: Batch) -> Batch:
-        """Compute ``old_logprobs`` and ``entropy`` of the tokens with loss, 0 elsewhere: see :func:`score_tokens`."""
-        return Batch(self._scores(batch), batch.meta)
+    def logprobs(self, batch: Batch, entropy: bool = False) -> Batch:
+        """Compute ``old_logprobs`` of the tokens with loss, 0 elsewhere: see :func:`score_tokens`.
+
+        Args:
+            entropy: Whether ``entropy`` is computed too, which reads the distribution over the vocabulary once more.
+        """
+        return Batch(self._scores(batch, entropy), batch.meta)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -145,13 +149,14 @@ class Policy(Learner):
         else:
             deque(whole, maxlen=0)  # shards are gathered from all ranks
 
-    def _scores(self, batch: Batch) -> dict[str, Jagged]:
+    def _scores(self, batch: Batch, entropy: bool) -> dict[str, Jagged]:
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
-            scores = score_tokens(self.model, batch, micro, entropy=True)
-            assert scores.entropy is not None
-            return {fields.OLD_LOGPROBS: scores.logprobs, fields.ENTROPY: scores.entropy}
+            scores = score_tokens(self.model, batch, micro, entropy=entropy)
+            found = {fields.OLD_LOGPROBS: scores.logprobs}
+            return found if scores.entropy is None else {**found, fields.ENTROPY: scores.entropy}
 
-        return self.engine.evaluate(batch, compute, (fields.OLD_LOGPROBS, fields.ENTROPY))
+        names = (fields.OLD_LOGPROBS, fields.ENTROPY) if entropy else (fields.OLD_LOGPROBS,)
+        return self.engine.evaluate(batch, compute, names)
 
     def _minibatch_figures(self, batch: Batch, columns: Sequence[str]) -> dict[str, Jagged]:
         """Token columns that the loss's ``minibatch`` function computes from the tokens of all ranks.
@@ -164,7 +169,7 @@ class Policy(Learner):
             return {}
         mask = batch.jagged(fields.LOSS_MASK)
         chosen_N, lengths_B = mask.values.bool(), sampled_counts(mask)
-        scores = self._scores(batch)
+        scores = self._scores(batch, entropy=True)
         own = {
             **{name: batch.jagged(name).values[chosen_N] for name in (fields.TOKENS, *columns)},
             "logprobs": scores[fields.OLD_LOGPROBS].values[chosen_N],

@@ -41,7 +41,8 @@ def colocated(worker: Any, **others: Any) -> Any:
 
 def test_logprobs_are_those_of_the_model_at_the_batchs_temperature() -> None:
     policy, batch = Policy(TINY), recorded(temperature=0.7)
-    out = policy.logprobs(batch)
+    assert "entropy" not in policy.logprobs(batch)
+    out = policy.logprobs(batch, entropy=True)
     alone = torch.cat([oracle_logprobs(policy.model, row, 0.7) for row in batch.jagged("tokens").unbind()])
     assert torch.allclose(values_of(out, "old_logprobs"), alone * values_of(batch, "loss_mask"), atol=1e-5)
     entropy = values_of(out, "entropy")[values_of(batch, "loss_mask")]
@@ -60,7 +61,7 @@ def test_sft_lowers_the_loss_and_knows_no_advantages() -> None:
 def test_a_policy_update_reports_the_whole_minibatch() -> None:
     policy = Policy(TINY, OPTIM, algorithm=AlgorithmConfig(kl_in="loss", kl_coef=0.1))
     batch = recorded()
-    batch = batch.merge(policy.logprobs(batch))
+    batch = batch.merge(policy.logprobs(batch, entropy=True))
     metrics = policy.update(batch)
     mask = values_of(batch, "loss_mask")
     old, rollout = values_of(batch, "old_logprobs")[mask], values_of(batch, "rollout_logprobs")[mask]
@@ -126,6 +127,26 @@ def test_the_critic_starts_at_zero_and_learns_the_returns() -> None:
         last = critic.update(batch)
     assert last["value/explained_variance"] > 0.2
     assert last["value/loss"] < first["value/loss"]
+
+
+GEMMA2 = {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0}
+SCALED = [GEMMA2, {"model_type": "cohere", "logit_scale": 0.1}, {"model_type": "granite", "logits_scaling": 9.0}]
+
+
+@pytest.mark.parametrize("fields", SCALED, ids=lambda fields: fields["model_type"])
+def test_a_value_passes_no_cap_or_scale_of_the_models_logits(fields: dict[str, Any]) -> None:
+    shape = {name: value for name, value in TINY.config.items() if name != "head_dim"}
+    critic, batch = Critic(replace(TINY, config={**shape, **fields}), OptimConfig(lr=0.1, grad_clip=0.0)), recorded()
+    head: Any = critic.model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    torch.nn.init.constant_(head.bias, 5.0)
+    mask = values_of(batch, "loss_mask")
+    values = values_of(critic.values(batch), "values")
+    assert torch.equal(values[mask], torch.full((int(mask.sum()),), 5.0))
+    batch = batch.with_columns(values=batch.jagged("values").like(values))
+    error = 5.0 - values_of(batch, "returns")[mask]
+    metrics = critic.update(batch)
+    assert metrics["value/loss"] == pytest.approx(float(error.square().mean()) / 2, rel=1e-4)
+    assert head.bias.item() == pytest.approx(5.0 - 0.1, rel=1e-4)
 
 
 def test_the_reference_stays_and_shares_an_adapted_policys_weights() -> None:
