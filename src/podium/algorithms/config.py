@@ -63,6 +63,9 @@ class AlgorithmConfig:
     importance_cap: float | None = Field(default=None, gt=1, le=1e9)
     """Weights that correct for differences between generator and trainer are capped at this value. 2 is usual; null
     means no such weights."""
+    max_mismatch: float | None = Field(default=0.5, gt=0, le=1e9)
+    """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
+    many nats on average. null never ends the run."""
     epochs: int = Field(default=1, ge=1, le=10**6)
     """Training goes this many times over the completions of a step."""
     minibatches: int = Field(default=1, ge=1, le=10**6)

@@ -18,6 +18,7 @@ RATIO_MEAN: Final = "policy/ratio_mean"
 RATIO_MAX: Final = "policy/ratio_max"
 GRAD_NORM: Final = "policy/grad_norm"  # before clipping
 LEARNING_RATE: Final = "policy/learning_rate"
+SKIPPED_STEPS: Final = "policy/skipped_steps"  # optimizer steps so far whose gradient was not finite
 MISMATCH_MEAN: Final = "mismatch/mean"  # |generator's minus trainer's log-probability| of the sampled tokens
 MISMATCH_MAX: Final = "mismatch/max"
 LENGTH_MEAN: Final = "completion/length_mean"

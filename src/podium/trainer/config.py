@@ -147,7 +147,11 @@ class SaveConfig:
     """Checkpoints, from which a run can resume, and the final model."""
 
     every: int = Field(default=0, ge=0, le=10**9)
-    """Checkpoints are this many steps apart. 0 writes one only when the run ends or is stopped."""
+    """Checkpoints are this many steps apart, and one is written when the run ends or is stopped. 0 writes none at fixed
+    steps."""
+    minutes: float = Field(default=15.0, ge=0, le=1e7)
+    """A checkpoint is also written after the first step that ends this many minutes after the latest one. 0 turns this
+    off."""
     keep: int = Field(default=2, ge=0, le=10**9)
     """The run keeps this many of its newest checkpoints. 0 keeps all."""
     model: bool = True

@@ -18,10 +18,10 @@ from typing import Final
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
 from podium.data import Batch, fields
-from podium.errors import RewardError
+from podium.errors import PodiumError, RewardError
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.runtime import Call
-from podium.telemetry import CompletionsSampled, emit, metrics as names
+from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
 from podium.trainer.config import PPOConfig
@@ -33,7 +33,13 @@ from podium.workers import Estimator
 __all__ = ["KL_COEF", "PPOTrainer"]
 
 KL_COEF: Final = "policy/kl_coef"
-_LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX})
+NOTED_MISMATCH: Final = 0.05  # nats a token; bfloat16 alone makes 0.007
+_LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
+
+_MISMATCH_REMEDY: Final = (
+    "Try engine.name = transformers, parallel.batching = padded, or one data type for both (model.dtype, engine.dtype, "
+    "parallel.precision). With a schedule that runs ahead, older weights count too"
+)
 
 _MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.KEPT_SIZES, fields.KEPT_IDS)
 _ADVANTAGE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.FINISH_REASON)
@@ -102,7 +108,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         with stage("publish"):
             self.roles.sync_weights(step)
         with stage("record"):
-            return self.measure(figures, updates)
+            metrics = self.measure(figures, updates)
+            self.check_mismatch(metrics, step)
+            return metrics
 
     # -- the stages of collect -------------------------------------------------------------------------------------
 
@@ -188,6 +196,28 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.kl = self.kl.next(metrics.get(names.KL, 0.0))
         return metrics
 
+    def check_mismatch(self, metrics: Mapping[str, float], step: int) -> None:
+        """Compare the generator's log-probabilities of the step's tokens with the trainer's, for new weights each time.
+
+        Raises:
+            PodiumError: They differ by more than ``algorithm.max_mismatch``.
+        """
+        apart, most = metrics.get(names.MISMATCH_MEAN, 0.0), self.config.algorithm.max_mismatch
+        was_noted, self._mismatch_noted = self._mismatch_noted, not apart <= NOTED_MISMATCH
+        if apart <= NOTED_MISMATCH:
+            return
+        what = (
+            f"step {step}: the generator's and the trainer's log-probabilities of the same tokens differ by "
+            f"{apart:.3g} nats on average ({names.MISMATCH_MEAN})"
+        )
+        if most is not None and not apart <= most:
+            raise PodiumError(
+                f"{what}, and algorithm.max_mismatch = {most:g}: the two do not compute the same model. "
+                f"{_MISMATCH_REMEDY}; a larger algorithm.max_mismatch allows more, and null allows everything"
+            )
+        if not was_noted:
+            emit(Note(f"{what}; usual are 0.01 or less. {_MISMATCH_REMEDY}"))
+
     # -- the run ---------------------------------------------------------------------------------------------------
 
     @property
@@ -240,6 +270,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         super().prepare(stack)
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(self.directory.completions))
+        self._mismatch_noted = False
 
     def save(self, step: int) -> None:
         self.completions.flush()
@@ -254,7 +285,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
 
 def join_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of a step's optimizer steps: the mean of each, or the largest where it is a maximum already."""
+    """Join the metrics of a step's optimizer steps: the mean of each, or the largest of maxima and counts."""
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         found = [update[name] for update in updates if name in update]

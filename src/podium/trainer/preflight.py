@@ -292,7 +292,8 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
     evaluated = "before and after" if config.eval.at_start else "after"
     evaluated = f"every {config.eval.every} steps" if config.eval.every else evaluated
     evaluation = f"at most {config.eval.items} held-out items {evaluated}" if config.eval.items else "none"
-    saved = f"every {config.save.every} steps" if config.save.every else "at the end"
+    rhythm = {"steps": config.save.every, "minutes": config.save.minutes}
+    saved = " and ".join([f"every {most:g} {unit}" for unit, most in rhythm.items() if most] + ["at the end"])
     steps = f"{config.run.steps} steps = {config.optimizer_steps} optimizer steps"
     yield f"run          {steps}; evaluation: {evaluation}; checkpoint {saved}"
 

@@ -5,13 +5,15 @@ split       processes 0..R-1  policy [reference] [critic] estimator
             processes R..     generator                                         weights are streamed after each step
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from podium.algorithms import AlgorithmConfig
-from podium.errors import ConfigError, PlacementError
+from podium.errors import ConfigError, PlacementError, PodiumError
 from podium.runtime import Bound, Cluster, ResourcePool, Worker, colocate
 from podium.trainer.config import InferenceConfig, PlacementConfig, PPOConfig, SFTConfig
 from podium.trainer.preflight import accelerators_each, check_placement
@@ -26,8 +28,11 @@ from podium.workers import (
     StreamedSync,
     WeightSync,
 )
+from podium.workers.learner import Progress
 
 __all__ = ["PRELOAD", "RoleWorkers", "Roles", "bind_roles", "started_generator", "started_roles"]
+
+_logger = logging.getLogger(__name__)
 
 _ROLES: Final[Mapping[str, type[Worker]]] = {
     "policy": Policy,
@@ -63,6 +68,34 @@ class Roles:
         if self.critic is not None:
             learners["critic"] = self.critic
         return learners
+
+    def check_parameters(self) -> None:
+        """Check that all trained parameters are finite. Raises PodiumError for one that is not."""
+        for role, ranks in self._progress().items():
+            for steps, _, wrong in ranks:
+                if wrong:
+                    raise PodiumError(
+                        f"the parameter {wrong} of the {role} is not finite after {steps} optimizer steps, so "
+                        "nothing is saved: lower the learning rate (optim.lr, critic.lr) or optim.weight_decay, and "
+                        "begin again, or resume from the latest checkpoint"
+                    )
+
+    def check_learned(self) -> None:
+        """Check that each trained role has made a step. Raises PodiumError if all its steps were skipped."""
+        for role, ranks in self._progress().items():
+            steps, skipped, _ = ranks[0]
+            if 0 < steps == skipped:
+                raise PodiumError(
+                    f"each of the {steps} optimizer steps of the {role} was skipped, because its gradient was not "
+                    "finite; nothing was learned, and no model is written: look at the data and the loss "
+                    "(algorithm.loss), or lower the learning rate; with optim.non_finite = error a run ends at the "
+                    "first such step"
+                )
+
+    def _progress(self) -> dict[str, list[Progress]]:
+        """By trained role, the progress of each rank."""
+        calls = {role: worker.progress.submit() for role, worker in self.learners.items()}
+        return {role: call.result() for role, call in calls.items()}
 
     def sync_weights(self, version: int) -> None:
         """Send the policy's current weights to the generator, if there is one, as ``version``."""
@@ -112,7 +145,7 @@ def started_roles(
             handles = cluster.start(together, place, timeout_s=config.run.timeout_s)
             started.update(handles)
             for handle in handles.values():
-                stack.callback(handle.group.close)
+                stack.push(partial(_close, handle))
         weight_sync: WeightSync | None = None
         if "generator" in started:
             if config.placement.layout == "split":
@@ -153,6 +186,16 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
         own = {"path": config.critic.path, "config": {}} if config.critic.path else {}
         model, optim = replace(model, lora=None, **own), replace(optim, lr=config.critic.lr)
     return {"model": model, "optim": optim, "parallel": config.parallel, "algorithm": algorithm}
+
+
+def _close(handle: Any, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    """End a role. Where an error ends the run, an error of closing does not take its place."""
+    try:
+        handle.group.close()
+    except PodiumError as late:
+        if error is None:
+            raise
+        _logger.warning("%s could not be closed: %s", handle.group.name, late)
 
 
 @contextmanager

@@ -182,11 +182,23 @@ class RunDirectory:
                 case "trackio":
                     yield TrackioSink("podium", name=name, config=config_to_dict(config))
 
-    def rewind(self, step: int) -> None:
-        """Forget what came after ``step``, the step of the checkpoint that a resumed run goes on from.
+    def rewind(self, step: int | None) -> None:
+        """Forget what came after ``step``, the step of the checkpoint that a resumed run goes on from, or all if None.
 
         Rows of metrics.jsonl and files of completions that belong to later steps would otherwise be there twice.
+
+        Raises:
+            ConfigError: The run has ended after a later step than ``step``, and its results would be lost.
         """
+        ended = json.loads(self.summary_path.read_text())["steps"] if self.summary_path.exists() else 0
+        if ended > (step or 0):
+            there = "no checkpoint is left" if step is None else f"its latest checkpoint is of step {step}"
+            raise ConfigError(
+                f"{self.path} ended after step {ended}, and {there}: resuming there would delete the metrics and "
+                f"completions of later steps. Choose another run.name, or first move {self.summary_path} away if they "
+                "may be deleted"
+            )
+        step = -1 if step is None else step
         if self.metrics_path.exists():
             kept = itertools.takewhile(lambda row: row.get("step", 0) <= step, read_rows(self.metrics_path))
             write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))

@@ -145,7 +145,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self._checkpoint = self.directory.checkpoints.latest() if config.run.resume else None
         if config.run.resume:
             # Before a sink opens the files that this cuts.
-            self.directory.rewind(0 if self._checkpoint is None else step_of(self._checkpoint.name) or 0)
+            self.directory.rewind(None if self._checkpoint is None else step_of(self._checkpoint.name))
         stack.enter_context(self.directory.controller_log())
         self._console = terminal() if self._show else None
         for sink in self.directory.sinks(config, self._console):
@@ -212,6 +212,7 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def save(self, step: int) -> None:
         """Write a checkpoint from which the run goes on at ``step + 1``."""
+        self.roles.check_parameters()
         self.state = self.remember(step)
         self.directory.checkpoints.save(self.state, self.roles, keep=self.config.save.keep)
 
@@ -220,6 +221,8 @@ class Trainer(ABC, Generic[C, E, R]):
         finished = done >= self.config.run.steps or self._reached
         if finished and self.held_out is not None and (self.state.last is None or self.state.last.step != done):
             self.evaluate(done)  # a run that was stopped after its last step, and resumed
+        if finished:
+            self.roles.check_learned()
         self.state = self.remember(done)
         model = self._write_model() if self.config.save.model and finished else None
         first, last = self.state.first, self.state.last

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,18 @@ from podium.workers.manifest import check_manifest, file_sums, write_manifest
 from podium.workers.models import load_model
 from podium.workers.texts import sampled_counts
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "Progress"]
 
 _RANDOM = "random."
 _FILE_BYTES = 1 << 30  # torch holds the tensors of one file in memory a second time while it writes them
+
+
+class Progress(NamedTuple):
+    """The optimizer steps so far, those of them that were skipped, and a parameter that is not finite ("" if none)."""
+
+    steps: int
+    skipped: int
+    not_finite: str
 
 
 class Learner(Worker):
@@ -75,6 +83,13 @@ class Learner(Worker):
     def make_model(self) -> nn.Module:
         """Make the model to train, on ``self.device``. A subclass may make another."""
         return load_model(self.config, self.device)
+
+    @endpoint()
+    def progress(self) -> Progress:
+        """Return each rank's count of steps, and whether its parameters are finite."""
+        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        wrong = next((name for name, parameter in trained if not _is_finite(parameter)), "")
+        return Progress(self.engine.step_count, self.engine.skipped_count, wrong)
 
     @endpoint(collect=nothing())
     def save(self, path: str) -> None:
@@ -178,6 +193,11 @@ class Learner(Worker):
             numbers.setdefault(name, 1 + before // _FILE_BYTES)
             before += value.nbytes
         return numbers
+
+
+def _is_finite(parameter: Tensor) -> bool:
+    own = cast("Any", parameter).to_local() if hasattr(parameter, "to_local") else parameter  # of a shard, this rank's
+    return own.numel() == 0 or bool(torch.stack(torch.aminmax(own.detach())).isfinite().all())
 
 
 @contextmanager

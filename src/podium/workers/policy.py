@@ -101,7 +101,7 @@ class Policy(Learner):
             **result.metrics,
             metrics.GRAD_NORM: result.grad_norm,
             metrics.LEARNING_RATE: result.learning_rate,
-            "policy/skipped_steps": float(self.engine.skipped_count),  # so far, because a gradient was not finite
+            metrics.SKIPPED_STEPS: float(self.engine.skipped_count),
             **({"policy/memory_peak_gib": peak / 2**30} if peak else {}),  # so far, on the first rank's accelerator
         }
 

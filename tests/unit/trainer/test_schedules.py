@@ -28,7 +28,7 @@ class Recorder:
 
     keeps_apart = ""
 
-    def __init__(self, last: int = 4, eval_every: int = 0, save_every: int = 0) -> None:
+    def __init__(self, last: int = 4, eval_every: int = 0, save_every: int = 0, save_minutes: float = 0) -> None:
         self.calls: list[str] = []
         self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
         self.clock = StageClock()
@@ -36,7 +36,7 @@ class Recorder:
         self.config: Any = SimpleNamespace(
             run=SimpleNamespace(steps=last, schedule="mine.py:mine"),
             eval=SimpleNamespace(every=eval_every),
-            save=SimpleNamespace(every=save_every),
+            save=SimpleNamespace(every=save_every, minutes=save_minutes),
         )
         self.taken = 0
         self.saved: list[tuple[int, Mapping[str, Any]]] = []
@@ -95,6 +95,15 @@ def test_without_a_rhythm_both_come_at_the_end_only() -> None:
     trainer = Recorder(last=2)
     trainer.run()
     assert between(trainer.calls) == ["evaluate 2", "save 2"]
+
+
+def test_a_checkpoint_is_due_so_many_minutes_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is 40 seconds after the one before; the clock of stages is another."""
+    seconds = iter(range(0, 10_000, 40))
+    monkeypatch.setattr("podium.trainer.schedules.steps.time.monotonic", lambda: float(next(seconds)))
+    trainer = Recorder(last=5, save_minutes=2)
+    trainer.run()
+    assert between(trainer.calls) == ["save 3", "evaluate 5", "save 5"]
 
 
 def test_a_resumed_run_goes_on_at_its_step_and_a_finished_one_has_none_left() -> None:

@@ -374,6 +374,10 @@ class ProcessCalls:
         """Whether a call is in flight."""
         return bool(self._in_flight)
 
+    def stuck(self) -> bool:
+        """Whether a rank still runs a call whose deadline has passed."""
+        return any(flight.expired and flight.open for flight in list(self._in_flight.values()))
+
     def end(self, reason: str) -> None:
         """Fail the calls in flight with ``reason``, and refuse further ones."""
         self._ended = True

@@ -62,6 +62,7 @@ STEP_COLUMNS: Final[tuple[Column, ...]] = (
     Column(header="KL", metric=metrics.KL, write=plain, rank=3),
     Column(header="entropy", metric=metrics.ENTROPY, write=plain, rank=2),
     Column(header="clipped", metric=metrics.CLIP_FRACTION, write=percent, rank=4),
+    Column(header="mismatch", metric=metrics.MISMATCH_MEAN, write=plain, rank=3, width=8),
     Column(header="grad", metric=metrics.GRAD_NORM, write=plain, rank=3),
     Column(header="value", metric=metrics.VALUE_LOSS, write=plain, rank=5),
     Column(header="length", metric=metrics.LENGTH_MEAN, write=plain, rank=4, width=6),

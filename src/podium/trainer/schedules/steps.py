@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DeadlineExceeded
 from podium.telemetry import StageFinished, StepFinished, emit, metrics as names
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class StageClock:
         started_ns = time.monotonic_ns()
         try:
             yield
+        except DeadlineExceeded as error:
+            error.args = (f"step {step}, stage {name}: {error}",)
+            raise
         finally:
             ended_ns = time.monotonic_ns()
             self._stages.setdefault(step, []).append((name, started_ns, ended_ns))
@@ -100,6 +103,7 @@ class Steps:
         self._places: dict[int, Mapping[str, Any]] = {}  # by step, of those collected and not yet learned
         self._ends = self.done >= self.last
         self._given = self.done  # the step that the loop is at
+        self._saved_s = time.monotonic()
 
     def __iter__(self) -> Iterator[int]:
         """Give each step. The loop ends after the last one, when somebody asks to stop, or at ``eval.stop_at``.
@@ -117,8 +121,10 @@ class Steps:
             if (step == self.last or _due(step, evaluation.every)) and not self._stop.requested:
                 reached = self._trainer.evaluate(step)
             self._ends = step == self.last or reached or self._stop.requested
-            if self._ends or _due(step, save.every):
+            overdue = save.minutes > 0 and time.monotonic() - self._saved_s >= 60 * save.minutes
+            if self._ends or overdue or _due(step, save.every):
                 self._trainer.save(step)
+                self._saved_s = time.monotonic()
             self.done = step
 
     def collect(self, step: int) -> Rollout:

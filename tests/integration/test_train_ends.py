@@ -1,0 +1,257 @@
+"""Runs that end wrongly say so: hangs, models that are not finite, steps that are all skipped, lost checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from podium.data import Batch
+from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError
+from podium.runtime import concat, endpoint, first, shard
+from podium.telemetry import Note, metrics, subscribe
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from podium.workers import Generator, Policy
+from tests.integration.training import losses, metrics_rows, tiny
+
+WRONG_LOSSES = """
+from podium.algorithms import TokenLoss
+
+def nothing(inputs, config):
+    return TokenLoss(inputs.logprobs_N * float("nan"))
+
+def by_row(inputs, config):
+    return TokenLoss(inputs.row_means(inputs.logprobs_N))
+
+def sometimes(inputs, config):
+    return TokenLoss(-inputs.logprobs_N * (float("nan") if inputs.step < 5 else 1.0))
+"""
+
+
+def train(config: Any, cluster: str = "inline", **options: Any) -> Path:
+    trainer: Any = SFTTrainer if isinstance(config, SFTConfig) else PPOTrainer
+    trainer(config, cluster=cluster, show=False, **options).fit()
+    return Path(config.run.dir) / config.run.name
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> str:
+    (tmp_path / "wrong_losses.py").write_text(WRONG_LOSSES)
+    return f"{tmp_path}/wrong_losses.py"
+
+
+def notes_of(train_it: Any) -> list[str]:
+    """Notes on the mismatch that appear meanwhile."""
+    notes: list[str] = []
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    try:
+        train_it()
+    finally:
+        unsubscribe()
+    return [text for text in notes if "log-probabilities" in text]
+
+
+# -- nothing was learned, or nothing that can be used
+
+
+@pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig])
+def test_a_run_whose_every_step_was_skipped_ends_as_failed(tmp_path: Path, cls: type, wrong: str) -> None:
+    algorithm = {"algorithm": {"loss": f"{wrong}:nothing", "minibatches": 2}} if cls is GRPOConfig else {}
+    workers: dict[str, Any] = {} if cls is GRPOConfig else {"workers": {"policy": Nan}}
+    with pytest.raises(
+        PodiumError, match=r"each of the \d optimizer steps of the policy was skipped.*optim\.non_finite"
+    ):
+        train(tiny(cls, tmp_path, eval={"items": 0}, **algorithm), "inline", **workers)
+    run = tmp_path / "runs" / "run"
+    assert not (run / "summary.json").exists()
+    assert not (run / "model").exists()
+
+
+class Nan(Policy):
+    """A policy whose gradients are not finite."""
+
+    @endpoint(dispatch=shard(args=("batch",)), collect=first())
+    def update(self, batch: Batch) -> dict[str, float]:
+        weights = batch.jagged("loss_weights")
+        return super().update(batch.with_columns({"loss_weights": weights.like(weights.values * math.nan)}))
+
+
+def test_skipped_steps_are_counted_over_minibatches_and_steps(tmp_path: Path, wrong: str) -> None:
+    algorithm = {"loss": f"{wrong}:sometimes", "minibatches": 2}
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 4}, algorithm=algorithm, eval={"items": 0}))
+    assert [row[metrics.SKIPPED_STEPS] for row in metrics_rows(run)] == [2, 4, 5, 5]
+
+
+def test_a_loss_of_the_wrong_shape_ends_the_run(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(
+        EndpointError, match=r"wrong_losses\.py:by_row' returned loss_N of shape \[16\]; expected one value"
+    ):
+        train(tiny(GRPOConfig, tmp_path, algorithm={"loss": f"{wrong}:by_row"}, eval={"items": 0}))
+
+
+class Exploding(Policy):
+    """A policy that an update makes infinite, as a huge weight decay does in the end."""
+
+    @endpoint(dispatch=shard(args=("batch",)), collect=first())
+    def update(self, batch: Batch) -> dict[str, float]:
+        found = super().update(batch)
+        if self.engine.step_count == 2:
+            with torch.no_grad():
+                next(self.model.parameters()).mul_(math.inf)
+        return found
+
+
+def test_a_model_that_is_not_finite_is_neither_saved_nor_finished(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 2}, save={"every": 1}, eval={"items": 0})
+    with pytest.raises(
+        PodiumError, match=r"the parameter model\.embed_tokens\.weight of the policy is not finite after 2"
+    ):
+        train(config, workers={"policy": Exploding})
+    run = tmp_path / "runs" / "run"
+    assert (run / "checkpoints" / "latest").resolve().name == "step-000001"
+    assert not (run / "model").exists()
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_an_infinite_rate_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optim\.{key} = inf: expected a finite number"):
+        tiny(GRPOConfig, tmp_path, optim={key: math.inf})
+
+
+# -- trainer and generator disagree
+
+
+class Shifted(Generator):
+    """A generator whose log-probabilities are off by 0.1 and then by 0.7 nats."""
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat())
+    def generate(self, prompts: Batch, sampling: Any) -> Batch:
+        batch = super().generate(prompts, sampling)
+        self.calls = getattr(self, "calls", 0) + 1
+        shift = {1: 0.04, 2: 0.1, 3: 0.1}.get(self.calls, 0.7)
+        logprobs = batch.jagged("rollout_logprobs")
+        return batch.with_columns({"rollout_logprobs": logprobs.like(logprobs.values - shift)})
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_trainer_and_generator_that_disagree_are_noted_and_then_end_the_run(tmp_path: Path, minibatches: int) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 6}, algorithm={"minibatches": minibatches}, eval={"items": 0})
+
+    def run() -> None:
+        with pytest.raises(PodiumError, match=r"step 4: .* differ by 0\.7 nats on average.*max_mismatch = 0\.5"):
+            train(config, workers={"generator": Shifted})
+
+    (note,) = notes_of(run)
+    assert note.startswith(
+        "step 2: the generator's and the trainer's log-probabilities of the same tokens differ by 0.1 "
+    )
+    assert not (tmp_path / "runs" / "run" / "checkpoints" / "latest").exists()
+
+
+class Broken(Generator):
+    """A generator whose log-probabilities are no numbers."""
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat())
+    def generate(self, prompts: Batch, sampling: Any) -> Batch:
+        batch = super().generate(prompts, sampling)
+        logprobs = batch.jagged("rollout_logprobs")
+        return batch.with_columns({"rollout_logprobs": logprobs.like(logprobs.values * math.nan)})
+
+
+def test_the_first_batch_counts_and_a_key_allows_what_it_says(tmp_path: Path) -> None:
+    with pytest.raises(PodiumError, match=r"step 1: .* differ by nan"):
+        train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), workers={"generator": Broken})
+    allowed = tiny(
+        GRPOConfig, tmp_path, run={"name": "allowed", "steps": 4}, eval={"items": 0}, algorithm={"max_mismatch": None}
+    )
+    assert len(notes_of(lambda: train(allowed, workers={"generator": Shifted}))) == 1
+    assert notes_of(lambda: train(tiny(GRPOConfig, tmp_path, run={"name": "quiet"}, eval={"items": 0}))) == []
+
+
+# -- hangs
+
+
+class Stuck(Policy):
+    """A policy whose update never ends."""
+
+    @endpoint(dispatch=shard(args=("batch",)), collect=first())
+    def update(self, batch: Batch) -> dict[str, float]:
+        time.sleep(600)
+        return {}
+
+
+class StuckGenerator(Generator):
+    """A generator that never answers."""
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat())
+    def generate(self, prompts: Batch, sampling: Any) -> Batch:
+        time.sleep(600)
+        return prompts
+
+
+@pytest.mark.parametrize(
+    ("role", "worker", "stage"), [("policy", Stuck, "update"), ("generator", StuckGenerator, "generate")]
+)
+def test_a_hang_is_named_by_its_stage_and_closing_does_not_hide_it(
+    tmp_path: Path, role: str, worker: type, stage: str
+) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"timeout_s": 4.0}, eval={"items": 0})
+    began: list[float] = []
+
+    class Timed(PPOTrainer):
+        def collect(self, step: int) -> Any:
+            began.append(time.monotonic())
+            return super().collect(step)
+
+    with pytest.raises(DeadlineExceeded, match=rf"^step 1, stage {stage}: {role}\.{stage} passed its deadline of 4 s"):
+        Timed(config, cluster="local", workers={role: worker}, show=False).fit()
+    assert time.monotonic() - began[0] < 4 + 1 + 10  # the deadline, a look at the stacks, and an end without questions
+
+
+# -- files of a run
+
+
+def test_a_resume_before_the_first_checkpoint_begins_again_with_one_evaluation(tmp_path: Path) -> None:
+    class Interrupted(PPOTrainer):
+        def learn(self, scored: Any) -> Any:
+            raise KeyboardInterrupt
+
+    config = tiny(GRPOConfig, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        Interrupted(config, cluster="inline", show=False).fit()
+    run = tmp_path / "runs" / "run"
+    train(tiny(GRPOConfig, tmp_path, run={"resume": str(run)}))
+    assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 2]
+    assert [row["step"] for row in metrics_rows(run)] == [1, 2]
+
+
+def test_a_finished_run_without_its_checkpoints_keeps_metrics_and_completions(tmp_path: Path) -> None:
+    run = train(tiny(GRPOConfig, tmp_path, eval={"items": 0}, save={"every": 1}))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.suffix in (".jsonl", ".parquet")}
+    again = tiny(GRPOConfig, tmp_path, run={"resume": str(run), "steps": 3}, eval={"items": 0})
+    shutil.rmtree(run / "checkpoints" / "step-000002")
+    with pytest.raises(ConfigError, match=r"ended after step 2, and its latest checkpoint is of step 1: .*run\.name"):
+        train(again)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigError, match="ended after step 2, and no checkpoint is left"):
+        train(again)
+    assert {path: path.read_bytes() for path in before} == before
+    (run / "summary.json").rename(run / "kept.json")
+    train(again)
+    assert [row["step"] for row in metrics_rows(run)] == [1, 2, 3]
+
+
+def test_a_checkpoint_comes_by_time_and_changes_no_result(tmp_path: Path) -> None:
+    often = {"minutes": 1e-9, "keep": 0}
+    saved = train(tiny(GRPOConfig, tmp_path, run={"name": "saved", "steps": 3}, save=often, eval={"items": 0}))
+    plain = train(tiny(GRPOConfig, tmp_path, run={"name": "plain", "steps": 3}, eval={"items": 0}))
+    assert losses(saved) == losses(plain)
+    steps = [sorted(path.name for path in (run / "checkpoints").glob("step-*")) for run in (saved, plain)]
+    assert steps == [["step-000001", "step-000002", "step-000003"], ["step-000003"]]
+    assert json.loads((saved / "summary.json").read_text())["finished"]
