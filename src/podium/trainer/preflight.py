@@ -24,6 +24,7 @@ from podium.rollout.tasks import check_data
 from podium.runtime import Bound, Capabilities, Node, backend_class
 from podium.trainer.config import SCHEDULES, PPOConfig, SFTConfig
 from podium.workers import ModelConfig
+from podium.workers.weight_files import replaced_heads, stored_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +70,8 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
     where a script gives a function in its place.
 
     Raises:
-        ConfigError: A function, a package or a model's directory is missing. The message says what to do.
+        ConfigError: A function, a package or a model's directory is missing, or a file of its weights cannot be read.
+            The message says what to do.
         DataError: A file of the data is missing.
     """
     if config.run.resume:
@@ -90,6 +92,8 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
     for key, path in paths.items():
         if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
             raise ConfigError(f"{key} = {path!r}: there is no such directory")
+        if path and key != "model.tokenizer":
+            stored_tensors(path, key)
 
 
 def _refuse_code_of(run: Path, config: PPOConfig | SFTConfig) -> None:
@@ -261,7 +265,8 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
         check_placement(config, backend, cls.capabilities, nodes)
     size = critic = model_size(config.model)
     if isinstance(config, PPOConfig) and config.has_critic and config.critic.path:
-        critic = model_size(replace(config.model, path=config.critic.path, config={}, lora=None))
+        own = replace(config.model, path=config.critic.path, config={}, lora=None)
+        critic = model_size(own, spared=replaced_heads(own.path))
     lines = ["# resolved configuration", config_to_yaml(config).rstrip(), "", "# plan"]
     lines += [*_placement(config, backend, nodes), "", *_batch(config), "", *_memory(config, size, critic)]
     return "\n".join(lines)
@@ -370,25 +375,20 @@ class ModelSize:
     vocabulary: int
 
 
-def model_size(model: ModelConfig) -> ModelSize:
+def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
     """Return the sizes of a model, which is laid out on torch's meta device, without weights.
 
+    Args:
+        spared: Patterns of names of tensors that need not fit, beside ``model.allow_tensors``.
+
     Raises:
-        ConfigError: The model's configuration cannot be read.
+        ConfigError: The model's configuration cannot be read, or its files have other tensors.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from podium.workers.models import load_model, with_adapters
+    from podium.workers.models import lay_out, with_adapters
 
-    with torch.device("meta"):
-        if not model.path:
-            whole = load_model(replace(model, lora=None), "meta")
-        else:
-            try:
-                whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.path))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"model.path = {model.path!r}: its configuration cannot be read: {error}") from None
+    whole = lay_out(model, spared=spared)
     settings: Any = whole.config.get_text_config()
     heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
     head_width = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads

@@ -45,6 +45,9 @@ class ModelConfig:
     config: Mapping[str, Any] = Field(default_factory=dict)
     """The model starts with random weights and this configuration: model_type, and the fields of the transformers
     configuration of that type. Vocabulary size and special token ids are taken from the tokenizer by default."""
+    allow_tensors: tuple[str, ...] = ()
+    """Tensors with these names may be missing from the files of model.path, unknown to the model or of another shape. *
+    stands for any characters. Tensors that the files do not give are random."""
     tokenizer: str = ""
     """The tokenizer is loaded from this directory or hub name, or is made of single characters by chars:ALPHABET. An
     empty value means the tokenizer of model.path."""

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from podium.algorithms import LossInputs, TokenLoss, explained_variance, value_loss, value_moments
@@ -13,23 +15,29 @@ from podium.workers.learner import Learner
 from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import load_model, plain_model
 from podium.workers.scoring import run_model
+from podium.workers.weight_files import replaced_heads, stored_value_head
 
 __all__ = ["Critic"]
 
 
 class Critic(Learner):
-    """Estimates the value of the state before each token. The head starts at zero, so that all values do.
+    """Estimates the value of the state before each token.
 
-    The arguments are those of :class:`Learner`. The policy's own model is usual.
+    The arguments are those of :class:`Learner`. The policy's own model is usual. The head starts at zero, so that all
+    values do, unless the model's directory has a head of one output, as transformers writes for a classification with
+    one label.
     """
 
     def make_model(self) -> nn.Module:
-        model = load_model(self.config, self.device)
+        model = load_model(self.config, self.device, spared=replaced_heads(self.config.path))
         body = plain_model(model)
         old = cast(Any, body.get_output_embeddings()).weight
         head = nn.Linear(old.shape[1], 1, dtype=old.dtype, device=old.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
+        for name, stored in stored_value_head(self.config.path).items():
+            with safe_open(stored.file, framework="pt") as tensors, torch.no_grad():
+                head.get_parameter(name.rpartition(".")[2]).copy_(tensors.get_tensor(name))
         body.set_output_embeddings(head)
         return model
 

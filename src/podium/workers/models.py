@@ -1,42 +1,87 @@
 """Models: loaded from a directory or the hub, or made from scratch; adapters; and Hugging Face's format to save."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
 from podium.workers.config import LoraConfig, ModelConfig
 from podium.workers.tokenizers import load_tokenizer
+from podium.workers.weight_files import stored_tensors, stored_value_head
 
-__all__ = ["load_model", "longest_text", "plain_model", "save_pretrained", "with_adapters"]
+__all__ = ["lay_out", "load_model", "longest_text", "plain_model", "save_pretrained", "with_adapters"]
+
+_SHOWN: Final = 20  # names of tensors in a message, of each kind
 
 
-def load_model(config: ModelConfig, device: torch.device | str = "cpu") -> PreTrainedModel:
+def load_model(
+    config: ModelConfig, device: torch.device | str = "cpu", *, spared: Sequence[str] = ()
+) -> PreTrainedModel:
     """Load or make the model on ``device``, in eval mode. Where it has adapters, only they require gradients.
 
     Ranks with the same config hold the same weights, also those from scratch: ``config.seed`` decides, and torch's own
     generator is left as it was.
 
+    Args:
+        spared: Patterns of names of tensors that need not fit, beside ``config.allow_tensors``.
+
     Raises:
-        ConfigError: There is no such model, ``model_type`` or field, or the adapters match no layer.
+        ConfigError: There is no such model, ``model_type`` or field, the adapters match no layer, or the files' tensors
+            are not the model's.
     """
-    model = _from_scratch(config) if config.config else _from_path(config)
+    model = _from_scratch(config) if config.config else _from_path(config, spared)
     if config.lora is not None:
         model = with_adapters(model, config.lora, config.seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # checkpointed blocks of frozen layers would otherwise cut the graph
     return model.to(cast(Any, device)).eval()
+
+
+def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedModel:
+    """Lay the model out on torch's meta device, without adapters and weights, and check the headers of its files.
+
+    Only safetensors files in a directory are checked, as far as their tensors are not quantized.
+
+    Raises:
+        ConfigError: As :func:`load_model`, of which the arguments are.
+    """
+    with torch.device("meta"):
+        if config.config:
+            return _from_scratch(config)
+        try:
+            outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path))
+        except (OSError, ValueError) as error:
+            raise _unreadable(config, "its configuration cannot be read", error) from error
+        stored = stored_tensors(config.path)
+        if not stored or getattr(outline.config, "quantization_config", None) is not None:
+            return outline
+        checked = (name for name in stored if not _matches(name, (*config.allow_tensors, *spared)))
+        empty = {name: torch.empty(stored[name].shape) for name in checked}
+    with _quiet():
+        model, report = type(outline).from_pretrained(
+            None,
+            config=outline.config,
+            state_dict=empty,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    _check_tensors(config, report, spared)
+    return model
 
 
 def longest_text(config: ModelConfig) -> int | None:
@@ -51,7 +96,7 @@ def longest_text(config: ModelConfig) -> int | None:
         try:
             settings = AutoConfig.from_pretrained(config.path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"model.path={config.path!r}: its configuration cannot be read: {error}") from error
+            raise _unreadable(config, "its configuration cannot be read", error) from error
     return getattr(settings.get_text_config(), "max_position_embeddings", None)
 
 
@@ -71,7 +116,7 @@ def save_pretrained(
     """
     inner = plain_model(model)
     try:
-        with _no_progress_bars():
+        with _quiet():
             inner.save_pretrained(str(path), state_dict=dict(weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(path))
@@ -79,19 +124,61 @@ def save_pretrained(
         raise CheckpointError(f"cannot write the model to {path}: {error}") from error
 
 
-def _from_path(config: ModelConfig) -> PreTrainedModel:
-    try:
-        with _no_progress_bars():
-            return AutoModelForCausalLM.from_pretrained(
+def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
+    # A head of one output is tied to nothing, whatever the configuration of the language model says.
+    untied = (
+        {"tie_word_embeddings": False} if any(_matches(name, spared) for name in stored_value_head(config.path)) else {}
+    )
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # for tensors that are allowed to be missing
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype=parse_dtype(config.dtype),
                 attn_implementation=config.attention_implementation,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **untied,
             )
-    except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, NotImplementedError, SafetensorError) as error:
+            remedy = "give a directory written by save_pretrained, or a name on the hub"
+            raise _unreadable(config, "cannot be loaded", error, remedy) from error
+    model, report = loaded
+    _check_tensors(config, report, spared)
+    return model
+
+
+def _unreadable(config: ModelConfig, what: str, error: Exception, remedy: str = "") -> ConfigError:
+    reason = " ".join(str(error).split())
+    return ConfigError(f"model.path={config.path!r}: {what}: {reason}" + (f"; {remedy}" if remedy else ""))
+
+
+def _check_tensors(config: ModelConfig, report: Mapping[str, Any], spared: Sequence[str]) -> None:
+    """Check transformers' report of a load: the files have the model's tensors, in their shapes, and no others."""
+    shapes = {
+        name: f"{name} (files {list(stored)}, model {list(wanted)})"
+        for name, stored, wanted in report["mismatched_keys"]
+    }
+    kinds = {
+        "missing from the files": dict.fromkeys(report["missing_keys"]),
+        "unknown to the model": dict.fromkeys(report["unexpected_keys"]),
+        "of another shape": shapes,
+    }
+    wrong: list[str] = []
+    for kind, tensors in kinds.items():
+        names = sorted(name for name in tensors if not _matches(name, (*config.allow_tensors, *spared)))
+        if names:
+            listed = ", ".join(tensors[name] or name for name in names[:_SHOWN])
+            wrong.append(f"{kind} ({len(names)}): {listed}{', ...' if len(names) > _SHOWN else ''}")
+    if wrong:
         raise ConfigError(
-            f"model.path={config.path!r} cannot be loaded: {error}; give a directory written by save_pretrained, or a "
-            "name on the hub"
-        ) from error
+            f"model.path={config.path!r}: the tensors of the files are not those of config.json: {'; '.join(wrong)}; "
+            "give files and config.json of one model, or name the tensors that may differ in model.allow_tensors"
+        )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _from_scratch(config: ModelConfig) -> PreTrainedModel:
@@ -189,12 +276,20 @@ def _check_targets(model: PreTrainedModel, targets: Iterable[str]) -> None:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Switch off the progress bars of transformers: the terminal has one bar, the trainer's."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+def _quiet() -> Iterator[None]:
+    """Switch off transformers' progress bars, because the terminal has one bar, the trainer's, and its report of a
+    load, which :func:`_check_tensors` reads."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    reporter = logging.getLogger("transformers.modeling_utils")
+    reporter.addFilter(_is_no_report)
     try:
         yield
     finally:
+        reporter.removeFilter(_is_no_report)
         if shown:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()

@@ -1,0 +1,73 @@
+"""The safetensors files of a model's directory, read by their headers alone. This module imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from podium.errors import ConfigError
+
+__all__ = ["StoredTensor", "replaced_heads", "stored_tensors", "stored_value_head"]
+
+_WHOLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_LANGUAGE_HEADS: Final = ("lm_head", "embed_out")
+_VALUE_HEADS: Final = ("score", *_LANGUAGE_HEADS)  # the first is transformers' name in a model for classification
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: the file, and the tensor's shape."""
+
+    file: Path
+    shape: list[int]
+
+
+def stored_tensors(path: str, key: str = "model.path") -> dict[str, StoredTensor]:
+    """Return the tensors in the safetensors files of the directory ``path`` by name.
+
+    The result is empty where ``path`` is a name on the hub, or the directory has no such files.
+
+    Args:
+        path: The directory of a model.
+        key: The configuration key that holds ``path``, for messages.
+
+    Raises:
+        ConfigError: A file is missing or corrupt.
+    """
+    files = _files(Path(path), key) if path else []
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                found |= {name: StoredTensor(file, tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            reason = "no such file" if isinstance(error, FileNotFoundError) else error
+            raise ConfigError(f"{key} = {path!r}: {file.name} cannot be read: {reason}; copy the file again") from None
+    return found
+
+
+def stored_value_head(path: str) -> dict[str, StoredTensor]:
+    """Return the weight and bias of a critic's head, which has one output, by name; empty where there is none."""
+    stored = stored_tensors(path)
+    for head in _VALUE_HEADS:
+        if f"{head}.weight" in stored and stored[f"{head}.weight"].shape[0] == 1:
+            return {name: stored[name] for name in (f"{head}.weight", f"{head}.bias") if name in stored}
+    return {}
+
+
+def replaced_heads(path: str) -> list[str]:
+    """Return patterns of the names of the head's tensors, which a critic replaces or reads by itself."""
+    return [*(f"{head}.*" for head in _LANGUAGE_HEADS), *stored_value_head(path)]
+
+
+def _files(folder: Path, key: str) -> list[Path]:
+    index = folder / _INDEX
+    if (folder / _WHOLE).exists() or not index.exists():
+        return [file for file in [folder / _WHOLE] if file.exists()]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{key} = {str(folder)!r}: {_INDEX} cannot be read: {error!r}; copy the file again") from None
