@@ -163,21 +163,26 @@ def decode(
             _here.taken.clear()
 
 
-def _blame(value: object, depth: int = 4) -> str:
-    """The entry of a mapping or sequence that does not pickle, up to ``depth`` levels deep; "" if it is the whole."""
+def _blame(value: object, depth: int = 6) -> str:
+    """The path to the part of a value that does not pickle, up to ``depth`` levels deep; "" if it is the whole."""
     if depth == 0:
         return ""
-    entries: Any = ()
-    if isinstance(value, dict):
-        entries = value.items()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    elif isinstance(value, list | tuple):
-        entries = enumerate(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    for key, entry in entries:
+    for key, entry in _parts(value):
         try:
             _dump(entry, [], [])
         except Exception:  # noqa: BLE001 - the search is for the entry that raises, whatever it raises
             return f"{key!r} ({type(entry).__name__}): {_blame(entry, depth - 1)}"
     return ""
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The entries of a mapping or sequence, the columns of a Batch, or the attributes of another object, by name."""
+    if isinstance(value, dict) or (issubclass(type(value), Rows) and hasattr(value, "keys")):
+        table = cast(Any, value)
+        return [(key, table[key]) for key in table.keys()]  # noqa: SIM118 - to iterate over Rows need not give names
+    if isinstance(value, list | tuple | set | frozenset):
+        return enumerate(cast("Iterable[Any]", value))
+    return () if isinstance(value, type | FunctionType) else getattr(value, "__dict__", {}).items()
 
 
 def _reduce_ref(ref: TensorRef, blocks: list[Block] | None, places: dict[int, int]) -> Rebuild:

@@ -57,7 +57,15 @@ class nothing(Collect[Any, None]):
 
 
 class concat(Collect[Any, Any]):
-    """Results joined row-wise, in the caller's row order, without padding rows."""
+    """Results joined row-wise, in the caller's row order, without padding rows.
+
+    Args:
+        scalars: How single values beside rows in a dict become one, such as ``reduce("mean")`` or ``gather()``. By
+            default all ranks must return the same.
+    """
+
+    def __init__(self, *, scalars: Collect[Any, Any] | None = None) -> None:
+        self.scalars = scalars
 
     def collect(self, method: str, results: Sequence[Any], split: Split) -> Any:
         names = [f"the result of rank {rank}" for rank in self.ranks(split)]
@@ -65,10 +73,22 @@ class concat(Collect[Any, Any]):
             plan = split.plan
             if plan is not None and (any(plan.padding) or not plan.contiguous):
                 results = [self._unpadded(*part, plan, at) for at, part in enumerate(zip(names, results, strict=True))]
-            joined = concat_rows(results, names)
+            joined = concat_rows(results, names, partial(self._join_scalars, method, split))
         except DataError as error:
             raise ConfigError(f"{method}: {error}; gather() returns a list with the result of every rank") from error
         return joined if plan is None or plan.contiguous else take_rows(joined, plan.back())
+
+    def _join_scalars(self, method: str, split: Split, values: Sequence[Any], names: Sequence[str]) -> Any:
+        if self.scalars is not None:
+            return self.scalars.collect(method, values, split)
+        values = [value.fetch() if isinstance(value, Rows) else value for value in values]
+        for value, name in zip(values, names, strict=True):
+            if value != values[0] and not (value != value and values[0] != values[0]):  # NaN is not equal to itself
+                raise DataError(
+                    f"{names[0]} is {values[0]!r} and {name} is {value!r}; a single value must be the same on all "
+                    "ranks, or concat(scalars=reduce('mean')) says how the values become one"
+                )
+        return values[0]
 
     def _unpadded(self, name: str, result: Any, plan: RowPlan, at: int) -> Any:
         part = open_rows(result, name)

@@ -222,8 +222,10 @@ class shard(Dispatch):
             numbers of tokens (longest row first to the lightest part), each in the caller's order.
         pad: Repeat rows so that every part has the same number, at least one. ``concat`` takes them off again.
         args: Names of the arguments to split; the others go to every rank. None splits all arguments.
+        group_size: Number of consecutive rows that stay together, such as the completions of one prompt.
 
-    Rows that do not divide are split unevenly, and a part may be empty unless ``pad``.
+    Single values beside rows in a dict go to every rank. Rows that do not divide are split unevenly, and a part may be
+    empty unless ``pad``.
     """
 
     def __init__(
@@ -234,12 +236,16 @@ class shard(Dispatch):
         balance: Literal["rows", "tokens"] = "rows",
         pad: bool = False,
         args: Sequence[str] | None = None,
+        group_size: int = 1,
     ) -> None:
         if balance not in ("rows", "tokens"):
             raise ConfigError(f"shard(balance={balance!r}): expected 'rows' or 'tokens'")
         if isinstance(args, str):
             raise ConfigError(f"shard(args={args!r}): expected a tuple of names, as in shard(args=({args!r},))")
+        if group_size < 1 or group_size % 1:
+            raise ConfigError(f"shard(group_size={group_size}): a whole number of rows, from 1 up")
         self.mesh, self.axis, self.balance, self.pad, self.args = mesh, axis, balance, pad, args
+        self.group_size = group_size
 
     def split(self, arguments: Arguments, world: World) -> Split:
         mesh = world.meshes.get(self.mesh)
@@ -271,9 +277,15 @@ class shard(Dispatch):
         if len(set(counts.values())) > 1:
             raise ConfigError(f"{method}: arguments to shard have unequal numbers of rows: {counts}")
         total = next(iter(counts.values()))
+        size, groups = self.group_size, total // self.group_size
+        if groups * size != total:
+            raise ConfigError(
+                f"{method}: {total} rows are no whole number of groups of {size} rows, which shard(group_size={size}) "
+                "keeps together"
+            )
         tokens: tuple[int, ...] = ()
         if self.balance == "rows":
-            rows = [range(at * total // parts, (at + 1) * total // parts) for at in range(parts)]
+            rows = [range(at * groups // parts * size, (at + 1) * groups // parts * size) for at in range(parts)]
         else:
             name, value = next(iter(sharded.items()))
             lengths = token_lengths(value)
@@ -282,14 +294,14 @@ class shard(Dispatch):
                     f"{method}: argument {name!r} has no jagged column whose tokens balance='tokens' could count; use "
                     "balance='rows'"
                 )
-            rows = _balanced(lengths, parts)
+            rows = _balanced(lengths, parts, size)
             tokens = tuple(sum(lengths[row] for row in part) for part in rows)
         if self.pad and not total:
             raise ConfigError(f"{method}: cannot pad an empty batch: there is no row to repeat")
         width = max(len(part) for part in rows) if self.pad else 0
         padding = tuple(max(0, width - len(part)) for part in rows)
         padded = tuple(
-            [*part, *[part[-1] if part else 0] * short] if short else part
+            [*part, *[*(part[-size:] or range(size))] * (short // size)] if short else part
             for part, short in zip(rows, padding, strict=True)
         )
         return RowPlan(padded, padding, self.balance == "rows" or parts == 1, tokens)
@@ -344,9 +356,13 @@ def _part(value: Any, rows: Sequence[int]) -> Any:
     return slice_rows(value, rows.start, rows.stop) if isinstance(rows, range) else take_rows(value, rows)
 
 
-def _balanced(lengths: Sequence[int], parts: int) -> Sequence[Sequence[int]]:
+def _balanced(lengths: Sequence[int], parts: int, size: int) -> Sequence[Sequence[int]]:
+    """The rows of each part: groups of ``size`` rows, those with most tokens first to the lightest part."""
     if parts == 1:
         return [range(len(lengths))]
+    if size > 1:
+        sums = [sum(lengths[at : at + size]) for at in range(0, len(lengths), size)]
+        return [[group * size + at for group in part for at in range(size)] for part in _balanced(sums, parts, 1)]
     loads = [(0, 0, part) for part in range(parts)]  # tokens, rows, part
     chosen: list[list[int]] = [[] for _ in range(parts)]
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):

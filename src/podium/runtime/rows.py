@@ -4,16 +4,18 @@ The kind of a value follows from its type. It is found by the type's name, so th
 for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from numbers import Number
 from typing import Any
 
 from podium.data import Rows, fields
 from podium.data.rows import alike
 from podium.errors import DataError
 
-__all__ = ["concat_rows", "count_rows", "kind_of", "open_rows", "slice_rows", "take_rows", "token_lengths"]
+__all__ = ["concat_rows", "count_rows", "is_scalar", "kind_of", "open_rows", "slice_rows", "take_rows", "token_lengths"]
 
+JoinScalars = Callable[[Sequence[Any], Sequence[str]], Any]
 NO_ROWS = "which has no rows; a Batch, a Jagged, a tensor, an array, a list and a dict of them have rows"
 
 _KINDS = {
@@ -33,6 +35,14 @@ def kind_of(cls: type) -> str:
     return next((_KINDS[name] for name in names if name in _KINDS), "rows" if issubclass(cls, Rows) else "")
 
 
+def is_scalar(value: Any) -> bool:
+    """Whether an entry of a dict is a single value, which every part of the dict has: a number, a text, bytes, None, a
+    tensor or array without dimensions, or a dict of these."""
+    if kind_of(value.__class__) == "dict":
+        return all(map(is_scalar, value.values()))
+    return isinstance(value, Number | str | bytes | None) or getattr(value, "shape", None) == ()
+
+
 def open_rows(value: Any, where: str) -> Any:
     """``value`` in the form in which its rows are cut: itself, but a Jagged for a nested tensor.
 
@@ -41,10 +51,14 @@ def open_rows(value: Any, where: str) -> Any:
     """
     kind = kind_of(value.__class__)
     if kind == "dict":
-        entries = {key: open_rows(entry, f"{where}[{key!r}]") for key, entry in value.items()}
-        counts = {key: count_rows(entry) for key, entry in entries.items()}
-        if len(set(counts.values())) != 1:
-            raise DataError(f"{where} has entries with unequal numbers of rows: {counts or 'it is empty'}")
+        entries = {
+            key: entry if is_scalar(entry) else open_rows(entry, f"{where}[{key!r}]") for key, entry in value.items()
+        }
+        counts = {key: count_rows(entry) for key, entry in entries.items() if not is_scalar(entry)}
+        if not counts:
+            raise DataError(f"{where} has no entry with rows: {[*entries] or 'it is empty'}")
+        if len(set(counts.values())) > 1:
+            raise DataError(f"{where} has entries with unequal numbers of rows: {counts}")
         return entries
     if not kind:
         raise DataError(f"{where} is {type(value).__name__}, {NO_ROWS}")
@@ -62,14 +76,16 @@ def _jagged(nested: Any) -> Any:
 
 def count_rows(value: Any) -> int:
     """Number of rows of an opened value."""
-    return len(value) if kind_of(value.__class__) != "dict" else count_rows(next(iter(value.values())))
+    if kind_of(value.__class__) != "dict":
+        return len(value)
+    return count_rows(next(entry for entry in value.values() if not is_scalar(entry)))
 
 
 def slice_rows(value: Any, start: int, stop: int) -> Any:
     """Rows ``start:stop`` of an opened value. Tensors and arrays are views, and no byte of a reference is touched."""
     kind = kind_of(value.__class__)
     if kind == "dict":
-        return {key: slice_rows(entry, start, stop) for key, entry in value.items()}
+        return {key: entry if is_scalar(entry) else slice_rows(entry, start, stop) for key, entry in value.items()}
     return value.slice(start, stop) if kind == "rows" else value[start:stop]
 
 
@@ -77,7 +93,7 @@ def take_rows(value: Any, index: Sequence[int]) -> Any:
     """Rows of an opened value in the order of ``index``."""
     match kind_of(value.__class__):
         case "dict":
-            return {key: take_rows(entry, index) for key, entry in value.items()}
+            return {key: entry if is_scalar(entry) else take_rows(entry, index) for key, entry in value.items()}
         case "list":
             return [value[row] for row in index]
         case "rows":
@@ -86,11 +102,12 @@ def take_rows(value: Any, index: Sequence[int]) -> Any:
             return value[list(index)]
 
 
-def concat_rows(parts: Sequence[Any], names: Sequence[str]) -> Any:
+def concat_rows(parts: Sequence[Any], names: Sequence[str], join_scalars: JoinScalars) -> Any:
     """Join values of one kind row-wise.
 
     Args:
         names: What errors call each part, such as "the result of rank 2".
+        join_scalars: Joins the single values that stand beside rows in dicts. It gets one of each part, and names.
 
     Raises:
         DataError: The parts have no rows, or differ in their kinds, entries, columns, dtypes or shapes of rows.
@@ -107,7 +124,10 @@ def concat_rows(parts: Sequence[Any], names: Sequence[str]) -> Any:
             raise DataError(f"{names[0]} is {type(first).__name__}, {NO_ROWS}")
         case "dict":
             return {
-                key: concat_rows([part[key] for part in parts], [f"{name}[{key!r}]" for name in names]) for key in first
+                key: _concat_entries(
+                    [part[key] for part in parts], [f"{name}[{key!r}]" for name in names], join_scalars
+                )
+                for key in first
             }
         case "list":
             return [row for part in parts for row in part]
@@ -122,6 +142,11 @@ def concat_rows(parts: Sequence[Any], names: Sequence[str]) -> Any:
         case _:
             pass
     return parts[0] if len(parts) == 1 else parts[0].concat(parts, names)
+
+
+def _concat_entries(entries: Sequence[Any], names: Sequence[str], join_scalars: JoinScalars) -> Any:
+    alone = all(is_scalar(entry) and kind_of(entry.__class__) != "dict" for entry in entries)
+    return join_scalars(entries, names) if alone else concat_rows(entries, names, join_scalars)
 
 
 def _concat_arrays(parts: Sequence[Any], names: Sequence[str]) -> Any:

@@ -20,13 +20,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from textwrap import indent
-from types import FrameType, MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from types import CoroutineType, FrameType, MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
@@ -44,6 +44,9 @@ __all__ = ["Outcome", "Values", "WorkerProcess", "pack_outcome"]
 P = TypeVar("P")
 Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """The arguments of a request, or a function that reads them. If it raises, the request has raised."""
+
+_UNDONE: tuple[type[Any], ...] = (CoroutineType, asyncio.Future, Future)
+"""What an endpoint may return for a result that is still to come."""
 
 LOOP_END_S = 1.0  # for async endpoints that still run when their process shuts down
 
@@ -140,7 +143,7 @@ class WorkerProcess:
             function, context, reads, keeps = self._functions.get((target, method)) or self._find(target, method)
             token = current_context.set(context)
             result = function(**(read_as(reads, values) if callable(values) else values))
-            if inspect.iscoroutine(result):
+            if isinstance(result, _UNDONE):
                 result = self._await(running, result)
             if reads == "readonly":
                 take_back(f"{target}.{method}")
@@ -193,7 +196,8 @@ class WorkerProcess:
             what = f"the result of {label} cannot be kept: {type(error).__name__}: {error}"
             raise SerializationError(what) from error
 
-    def _await(self, running: _Running, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _await(self, running: _Running, undone: Any) -> Any:
+        coroutine = undone if inspect.iscoroutine(undone) else _done(undone)
         if self._loop is None:
             runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
             self._loop = runner.get_loop()
@@ -207,7 +211,7 @@ class WorkerProcess:
                 coroutine.close()
                 raise asyncio.CancelledError
             try:
-                return await coroutine, None
+                return await _done(await coroutine), None
             except (SystemExit, KeyboardInterrupt) as error:  # raised in a task, either would end the loop's thread
                 return None, error
 
@@ -340,6 +344,13 @@ class WorkerProcess:
         if isinstance(error, RuntimeError):
             secondary = secondary or any(hint in message or hint in text for hint in _OF_COLLECTIVES)
         return Failure(kind.__name__, message, text, _pickled(error) if self._ships_exceptions else error, secondary)
+
+
+async def _done(value: Any) -> Any:
+    """``value`` itself, or what comes of it where it is a coroutine or a future."""
+    while isinstance(value, _UNDONE):
+        value = await (asyncio.wrap_future(cast("Future[Any]", value)) if isinstance(value, Future) else value)
+    return value
 
 
 def _run_loop(runner: asyncio.Runner) -> None:

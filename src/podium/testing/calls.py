@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,15 @@ class CallContract:
             free_it()
             assert waiting.result(10.0) == [True, True]
             live.group.run(lambda worker: worker.event.clear())
+
+    def test_what_an_endpoint_returns_undone_is_waited_for(self, sleeper: Sleeper) -> None:
+        assert sleeper.begun(0.1, "future") == ["future"] * 2
+        assert sleeper.begun(0.1, "coroutine") == ["coroutine"] * 2
+        assert sleeper.begun_async(0.1, "task") == ["task"] * 2
+        assert sleeper.history() == [["future", "coroutine", "task"]] * 2
+        assert sleeper.group.run(_broken_future, KeyError) == [None, None]
+        with pytest.raises(EndpointError, match="KeyError: 'of the future'"):
+            sleeper.group.run(_broken_future)
 
     def test_a_queued_call_is_dropped(self, live: Sleeper) -> None:
         busy = live.sleep.submit(0.3, "busy")
@@ -298,6 +308,14 @@ class CallContract:
         refuses(ConfigError, r"run_on\(rank=2\)", counter.group.run_on, 2, _add_as_method, 4)
         with pytest.raises(EndpointError, match="ZeroDivisionError"):
             counter.group.run(lambda worker: 1 // 0)
+
+
+def _broken_future(worker: Sleeper, *caught: type[Exception]) -> Any:
+    def work() -> None:
+        if not caught:
+            raise KeyError("of the future")
+
+    return ThreadPoolExecutor(1).submit(work)
 
 
 class _Leaver(Worker):

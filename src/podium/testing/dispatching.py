@@ -186,6 +186,32 @@ class DispatchContract:
         assert same_batch(rows.same_padded(batch), batch)
         refuses(ConfigError, r"shared_rows\.padded.*empty", rows.padded, [])
 
+    def test_single_values_beside_rows_reach_every_rank_and_come_back_as_one(self, rows: Rows) -> None:
+        given = {"x": torch.arange(4.0), "rate": 0.5, "name": "n", "none": None, "in": {"k": 2, "t": torch.tensor(3)}}
+        for rank, part in rows.received(given):
+            assert part["rate"] == 0.5
+            assert (part["name"], part["none"], part["in"]["k"], int(part["in"]["t"])) == ("n", None, 2, 3)
+            assert part["x"].tolist() == [[0.0], [1.0], [2.0, 3.0]][rank]
+        for same in (rows.same, rows.same_padded):
+            back = same(given)
+            assert torch.equal(back["x"], given["x"])
+            assert {**back, "x": 0} == {**given, "x": 0}
+        assert rows.rows_and_rank([1, 2, 3]) == {"rows": [1, 2, 3], "rank": 1.0, "at": {"rank": 1.0}}
+        assert rows.rows_and_ranks([1, 2, 3]) == {"rows": [1, 2, 3], "rank": [0, 1, 2]}
+        says = r"rows_and_odd: .* rank 0\['rank'\] is 0 and the result of rank 1\['rank'\] is 1; .*concat\(scalars="
+        refuses(ConfigError, says, rows.rows_and_odd, [1, 2, 3])
+
+    def test_rows_of_one_group_stay_together(self, rows: Rows) -> None:
+        assert [part for _, part in rows.in_pairs(list(range(8)))] == [[0, 1], [2, 3], [4, 5, 6, 7]]
+        batch = make_batch([9, 1, 5, 5, 1, 1, 2, 2, 30, 1])
+        for _, part in rows.pairs_by_tokens(batch):
+            firsts = part.dense(fields.REWARDS).int().tolist()
+            assert all(b == a + 1 for a, b in zip(firsts[::2], firsts[1::2], strict=True))
+        assert same_batch(rows.same_pairs_by_tokens(batch), batch)
+        assert [part for _, part in rows.padded_pairs([1, 2, 3, 4])] == [[1, 2], [1, 2], [3, 4]]
+        for wrong in (0, -1, 1.5):
+            refuses(ConfigError, rf"shard\(group_size={wrong}\)", shard, group_size=wrong)
+
     def test_named_arguments_are_split_and_the_others_broadcast(self, rows: Rows) -> None:
         parts = rows.scaled(torch.arange(4.0), 2.0, label="x")
         assert [part for part, _ in parts] == [[0.0], [2.0], [4.0, 6.0]]
@@ -244,7 +270,9 @@ class DispatchContract:
             ("same", (5,), r"shared_rows\.same cannot shard: argument 'rows' is int, which has no rows"),
             ("same", ("abc",), r"argument 'rows' is str, which has no rows"),
             ("same", (torch.tensor(1.0),), r"argument 'rows' is a single number, a tensor without dimensions"),
-            ("same", ({"a": [1], "b": np.array(2)},), r"argument 'rows'\['b'\] is a single number, an array without"),
+            ("same", ({"a": [1], "b": (1, 2)},), r"argument 'rows'\['b'\] is tuple, which has no rows"),
+            ("same", ({"a": 1, "b": {"c": 2}},), r"argument 'rows' has no entry with rows"),
+            ("in_pairs", ([1, 2, 3],), r"in_pairs: 3 rows are no whole number of groups of 2 rows"),
             ("same", ({"a": [1], "b": [1, 2]},), r"argument 'rows' has entries with unequal numbers of rows: \{'a': 1"),
             ("summed", (torch.ones(2), {"x": torch.ones(3)}), r"unequal numbers of rows: \{'left': 2, 'right': 3\}"),
             ("same", (per_rank([1, 2, 3]),), r"argument 'rows' is per_rank"),

@@ -223,6 +223,13 @@ class ValueContract:
         assert caught.value.rank in (0, 1)
         assert echo.rank() == [0, 1]
 
+    def test_what_does_not_pickle_is_named_by_its_path(self, echo: Probe) -> None:
+        path = r"'deep' \(list\): 1 \(Record\): 'values' \(Unpicklable\): TypeError: holds a socket"
+        refuses(SerializationError, rf"echo\.echo.*'value' \(dict\): {path}", echo.echo, _deep(echo))
+        refuses(EndpointError, rf"echo\._deep.*the result does not pickle: {path}", echo.group.run, _deep)
+        columns = Batch({"odd": ["a", Unpicklable()]})
+        refuses(SerializationError, r"'odd' \(list\): 1 \(Unpicklable\): TypeError", echo.echo, columns)
+
     def test_an_argument_that_does_not_unpickle_fails_its_call_alone(self, echo: Probe) -> None:
         for _ in range(2):
             with pytest.raises(EndpointError, match=r"(?s)does not unpickle.*not on this side") as caught:
@@ -239,6 +246,10 @@ class ValueContract:
         if kind == "plain":
             assert isinstance(caught.value.__cause__, KeyError)
         assert echo.rank() == [0, 1]
+
+
+def _deep(worker: Probe) -> dict[str, Any]:
+    return {"deep": [1, Record("r", Unpicklable())]}  # pyright: ignore[reportArgumentType] - the point
 
 
 def _make_unpicklable(worker: Probe) -> Unpicklable:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +153,34 @@ class Rows(Worker):
     def scaled(self, rows: Tensor, factor: float, label: str = "") -> tuple[list[float], str]:
         return (rows * factor).tolist(), label
 
+    @endpoint(dispatch=shard(), collect=concat(scalars=reduce("mean")))
+    def rows_and_rank(self, rows: list[int]) -> dict[str, Any]:
+        return {"rows": rows, "rank": self.ctx.rank, "at": {"rank": self.ctx.rank}}
+
+    @endpoint(dispatch=shard(), collect=concat(scalars=gather()))
+    def rows_and_ranks(self, rows: list[int]) -> dict[str, Any]:
+        return {"rows": rows, "rank": self.ctx.rank}
+
+    @endpoint(dispatch=shard(), collect=concat())
+    def rows_and_odd(self, rows: list[int]) -> dict[str, Any]:
+        return {"rows": rows, "rank": self.ctx.rank}
+
+    @endpoint(dispatch=shard(group_size=2))
+    def in_pairs(self, rows: list[int]) -> tuple[int, list[int]]:
+        return self.ctx.rank, rows
+
+    @endpoint(dispatch=shard(group_size=2, pad=True))
+    def padded_pairs(self, rows: list[int]) -> tuple[int, list[int]]:
+        return self.ctx.rank, rows
+
+    @endpoint(dispatch=shard(group_size=2, balance="tokens"))
+    def pairs_by_tokens(self, rows: Batch) -> tuple[int, Batch]:
+        return self.ctx.rank, rows
+
+    @endpoint(dispatch=shard(group_size=2, balance="tokens"), collect=concat())
+    def same_pairs_by_tokens(self, rows: Batch) -> Batch:
+        return rows
+
     @endpoint(dispatch=shard(), collect=concat())
     def summed(self, left: Tensor, right: Mapping[str, Tensor]) -> Tensor:
         return left + right["x"]
@@ -221,6 +250,17 @@ class Sleeper(Worker):
             raise
         self.log.append(label)
         return label
+
+    @endpoint
+    def begun(self, seconds: float, kind: str) -> Any:
+        """Return what is not done yet."""
+        if kind == "coroutine":
+            return self.nap(seconds, kind)
+        return ThreadPoolExecutor(1).submit(lambda: self.sleep(seconds, kind))
+
+    @endpoint
+    async def begun_async(self, seconds: float, kind: str) -> Any:
+        return asyncio.ensure_future(self.nap(seconds, kind))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     @endpoint
     def note(self, label: str) -> None:
