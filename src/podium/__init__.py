@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         reduce as reduce,
         scatter as scatter,
         shard as shard,
+        wait as wait,
     )
     from podium.trainer import PPOTrainer as PPOTrainer, SFTTrainer as SFTTrainer
 else:

@@ -1,7 +1,7 @@
 """The control layer: workers, endpoints, pools, groups and calls over any backend."""
 
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.calls import Call
+from podium.runtime.calls import Call, wait
 from podium.runtime.cluster import Cluster, backend_class, backends, colocate, connect
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
 from podium.runtime.dispatch import (
@@ -26,7 +26,7 @@ from podium.runtime.worker import Bound, Worker, WorkerContext
 __all__ = ["Cluster", "backend_class", "backends", "connect"]
 __all__ += ["Mesh", "ResourcePool", "Slot"]
 __all__ += ["Bound", "Colocated", "Replicas", "Worker", "WorkerContext", "WorkerGroup", "colocate"]
-__all__ += ["Call", "Endpoint", "endpoint", "per_rank"]
+__all__ += ["Call", "Endpoint", "endpoint", "per_rank", "wait"]
 __all__ += ["Arguments", "Dispatch", "RowPlan", "Split", "World", "broadcast", "only", "scatter", "shard"]
 __all__ += ["Collect", "concat", "first", "gather", "nothing", "reduce"]
 __all__ += ["Backend", "Capabilities", "Death", "Node", "Packed", "Place", "ProcessHandle", "ProcessSpec"]

@@ -151,7 +151,7 @@ class Cluster:
 
     def pool(
         self,
-        slots: Sequence[int] | None = None,
+        slots: Sequence[int] | int | None = None,
         *,
         spread: int | None = None,
         cpus: float = 0,
@@ -163,8 +163,8 @@ class Cluster:
     ) -> ResourcePool:
         """Reserve slots, each for one worker process.
 
-        ``pool([4])`` is four slots on one node, ``pool([4, 2])`` is two nodes with unequal numbers of slots, and
-        ``pool(spread=6)`` is six slots on whichever nodes have room. ``pool()`` is one slot.
+        ``pool(4)`` and ``pool([4])`` are four slots on one node, ``pool([4, 2])`` is two nodes with unequal numbers of
+        slots, and ``pool(spread=6)`` is six slots on whichever nodes have room. ``pool()`` is one slot.
 
         Args:
             slots: Number of slots on each node. Every entry gets a node of its own.
@@ -180,12 +180,13 @@ class Cluster:
             ConfigError: Both ``slots`` and ``spread`` are given, or a number is out of its range.
         """
         self._refuse_unless_open("pool", detached)
-        if slots is not None and (spread is not None or isinstance(slots, int)):
+        if slots is not None and spread is not None:
             raise ConfigError(
-                f"pool({slots}, spread={spread}): give slots as a list, as in pool([4]) for four on one node, or "
-                "spread, as in pool(spread=4) for four on whichever nodes have room"
+                f"pool({slots}, spread={spread}): give slots, as in pool(4) for four on one node, or spread, as in "
+                "pool(spread=4) for four on whichever nodes have room"
             )
-        layout = spread if spread is not None else (1,) if slots is None else list(slots)
+        given: Any = 1 if slots is None else slots
+        layout = int(spread) if spread is not None else [given] if hasattr(given, "__index__") else [*given]
         want = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
         until, say = time.monotonic() + wait_s, 0.0
         while True:
@@ -260,7 +261,8 @@ class Cluster:
             worker: ``Cls.bind(...)``, or ``colocate(...)`` of several.
             pool: The slots, one a rank. Default: one slot of its own.
             into: Handle of a group whose processes shall hold this worker too, instead of a pool.
-            name: Role and name in logs. Default: the class's name in lower case.
+            name: Role and name in logs. Default: the class's name in lower case. For ``colocate(...)``, whose workers
+                have names, it names their processes. Default: the workers' names joined by "+".
             meshes: Meshes over the ranks, by name. "default" is ``Mesh(dp=world_size)`` unless given.
             env: Environment variables of the processes, which are set before anything is imported there.
             timeout_s: Default deadline of the group's calls.
@@ -288,8 +290,10 @@ class Cluster:
             detached=detached,
         )
         with self._names:
-            bounds = self._bounds(worker, name)
-            self._starting |= bounds.keys()
+            bounds = self._bounds(worker, name, into)
+            label = name or "+".join(bounds)
+            mine = {label, *bounds}
+            self._starting |= mine
         own: ProcessSet | None = None
         try:
             if into is not None:
@@ -300,7 +304,7 @@ class Cluster:
                 self._check(pool, how)
                 meshes = _with_default(meshes, len(pool))
                 threads = self._threads(pool)
-                processes = own = ProcessSet(self._backend, self._watch, pool, "+".join(bounds), threads, how)
+                processes = own = ProcessSet(self._backend, self._watch, pool, label, threads, how)
             handles: dict[str, WorkerHandle] = {}
             for role_name, bound in bounds.items():
                 role = Role(bound, meshes, timeout_s, returns)
@@ -314,11 +318,11 @@ class Cluster:
             raise
         finally:
             with self._names:
-                self._starting -= bounds.keys()
+                self._starting -= mine
         return cast(T, Colocated(handles) if worker.cls is Colocated else next(iter(handles.values())))
 
     def start_replicas(
-        self, worker: Bound[W], count: int, slots: Sequence[int] = (1,), *, name: str | None = None,
+        self, worker: Bound[W], count: int, slots: Sequence[int] | int = 1, *, name: str | None = None,
         cpus: float = 0, gpus: float = 0, memory: float = 0, resources: Mapping[str, float] | None = None,
         wait_s: float = 0.0, **how: Any,
     ) -> Replicas[W]:  # fmt: skip
@@ -353,8 +357,8 @@ class Cluster:
     def attach(self, name: str) -> Any:
         """The handle of a group that another script started with ``detached=True``.
 
-        The group goes on when the handle or this cluster is closed. The name of a group of colocated workers is their
-        names joined by "+", and its handle is a ``Colocated``.
+        The group goes on when the handle or this cluster is closed. The name of a group of colocated workers is
+        the ``name`` given to ``start``, or else their names joined by "+", and its handle is a ``Colocated``.
 
         Raises:
             ConfigError: There is no group of this name, it has lost ranks, or this backend has no detached groups.
@@ -398,22 +402,26 @@ class Cluster:
             self._watch.close()
             self._backend.close()
 
-    def _bounds(self, worker: Bound[Any], name: str | None) -> Mapping[str, Bound[Any]]:
+    def _bounds(self, worker: Bound[Any], name: str | None, into: object) -> Mapping[str, Bound[Any]]:
         """The workers to start by their names, which nobody else has."""
         several = getattr(worker, "cls", None) is Colocated
+        if several and name and into is not None:
+            raise ConfigError(f"start(colocate(...), into=..., name={name!r}): the processes have their name already")
         bounds: dict[str, Bound[Any]] = worker.kwargs if several else {name or self._free_name(worker): worker}
-        for role, bound in bounds.items():
+        taken = self._starting | self.groups.keys() | {group.processes.name for group in self.groups.values()}
+        for bound in bounds.values():
             if not isinstance(bound, Bound) or bound.cls is Colocated:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
                     f"start() takes Cls.bind(...) of a podium.Worker, not {_kind(bound)}; "
                     "a class that a backend has already wrapped (such as @ray.remote) is passed as the plain class"
                 )
-            if not re.fullmatch(r"\w[\w.-]*", role):
+        for given in {*bounds, name or next(iter(bounds))}:
+            if not re.fullmatch(r"\w[\w.-]*", given):
                 raise ConfigError(
-                    f"name={role!r}: names are letters, digits, '_', '-' and '.'; they name log files too"
+                    f"name={given!r}: names are letters, digits, '_', '-' and '.'; they name log files too"
                 )
-            if role in self._starting or role in self.groups:
-                raise ConfigError(f"a group named {role!r} runs already; pass another name=")
+            if given in taken:
+                raise ConfigError(f"a group named {given!r} runs already; pass another name=")
         return bounds
 
     def _free_name(self, worker: Any) -> str:

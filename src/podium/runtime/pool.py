@@ -8,7 +8,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
@@ -81,14 +81,20 @@ class ResourcePool:
         """The reservations that the slots belong to, each once."""
         return list(dict.fromkeys(slot.reservation for slot in self.slots))
 
-    def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
-        """Cut the pool into consecutive parts.
+    def split(self, sizes: Sequence[int] | int) -> list[ResourcePool]:
+        """Cut the pool into consecutive parts of these sizes. A single number is the size of every part.
 
         Raises:
             ConfigError: The sizes do not add up to the pool's slots, or one of them is below 1.
         """
+        if hasattr(sizes, "__index__"):
+            size = int(cast(int, sizes))
+            if size < 1 or len(self) % size:
+                raise ConfigError(f"split({size}): a size from 1 up that divides the pool's {len(self)} slots")
+            sizes = [size] * (len(self) // size)
+        sizes = [*cast("Sequence[int]", sizes)]
         if sum(sizes) != len(self) or any(size < 1 for size in sizes):
-            raise ConfigError(f"split({list(sizes)}): sizes from 1 up that add to the pool's {len(self)} slots")
+            raise ConfigError(f"split({sizes}): sizes from 1 up that add to the pool's {len(self)} slots")
         bounds = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
         return [self[start:stop] for start, stop in itertools.pairwise(bounds)]
 
@@ -138,9 +144,9 @@ class Inventory:
         """Give back the reservations that ``pool`` is made of, and with them all slices. Raises PlacementError while a
         group runs on one of them."""
         with self._lock:
+            if holders := [name for reservation in pool.reservations for name in reservation.holders]:
+                raise PlacementError(f"cannot release {pool}: groups still run on it: {holders}")
             for reservation in pool.reservations:
-                if reservation.holders:
-                    raise PlacementError(f"cannot release {pool}: groups still run on it: {reservation.holders}")
                 if not reservation.released:
                     reservation.released = True
                     self._reservations.remove(reservation)
@@ -191,6 +197,8 @@ class Inventory:
             parts = [", ".join(f"{amount * count:g} {name}" for name, amount in want.items()) for count in slots]
             sizes = [part or f"{count} slots" for part, count in zip(parts, slots, strict=True)]
             asked = f"{' + '.join(sizes)} on {len(slots)} node{'s' * (len(slots) > 1)}"
+            if len(slots) == 1 < min(slots[0], len(nodes)):
+                asked += f" (pool(spread={slots[0]}) takes several nodes)"
         has = ", ".join(
             f"{' and '.join(f'{amounts.get(name, 0):g} {name}' for name in want) or 'room'} free on {node}"
             for node, amounts in free.items()

@@ -184,10 +184,13 @@ class ProcessSet:
         self.calls.request(f"{self.name}.keep_record", "record", ATTACH_S, {"record": record})
 
     def close_worker(self, name: str) -> None:
-        """Close one of several colocated workers. A process that is stuck in a call is not asked."""
+        """Close one of several colocated workers: behind its own calls, and beside those of its siblings. A process
+        that is stuck in a call is not asked."""
         del self.workers[name]
         if not self.calls.lost and not self.calls.broken and not self.calls.stuck():
-            self.calls.request(f"{name}.close", "close_worker", CLOSE_WORKER_S, {"name": name})
+            beside = self.calls.busy() and not self.calls.busy(name)
+            label = f"{name}.close"
+            self.calls.request(label, "close_worker", CLOSE_WORKER_S, {"name": name}, concurrent=beside)
 
     def _end(self, reason: str, shut_down_s: float) -> None:
         self.calls.end(reason)

@@ -48,6 +48,9 @@ Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 _UNDONE: tuple[type[Any], ...] = (CoroutineType, asyncio.Future, Future)
 """What an endpoint may return for a result that is still to come."""
 
+_LONG = ("close_worker",)
+"""Requests to the process itself that may take a user's time."""
+
 LOOP_END_S = 1.0  # for async endpoints that still run when their process shuts down
 
 _OF_COLLECTIVES = (
@@ -163,7 +166,7 @@ class WorkerProcess:
         self, number: int, target: str, method: str, values: Values, done: Callable[[Outcome], None]
     ) -> None:
         """Run one request beside others. ``done`` receives its outcome, in any thread."""
-        if not target:
+        if not target and method not in _LONG:
             done(self.execute(number, target, method, values))
         else:
             self._pool.submit(lambda: done(self.execute(number, target, method, values)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
-from podium.runtime import Cluster, Worker, endpoint, first, per_rank
+from podium.runtime import Cluster, Worker, endpoint, first, per_rank, wait
 from podium.testing.target import need, refuses, started
 from podium.testing.workers import Counter, Keeper, Probe, Sleeper
 
@@ -126,6 +126,23 @@ class CallContract:
         assert sleeper.group.run(_broken_future, KeyError) == [None, None]
         with pytest.raises(EndpointError, match="KeyError: 'of the future'"):
             sleeper.group.run(_broken_future)
+
+    def test_the_first_calls_to_end_can_be_waited_for(self, live: Sleeper, producer: _Producer) -> None:
+        slow, at_once = live.wait_for_event.submit(60.0), producer.make.submit(0.0, "at once")
+        quick = producer.make.submit(0.1, "quick")
+        assert wait([slow, quick, at_once], first=1)[0] in ([at_once], [quick, at_once])
+        assert wait([slow, quick, at_once], first=2) == ([quick, at_once], [slow])
+        assert wait([slow, slow], timeout_s=0.1) == ([], [slow, slow])
+        assert wait([slow], first=0) == wait([slow], first=0, timeout_s=9.0) == ([], [slow])
+        assert wait([]) == ([], [])
+        live.set_event()
+        assert wait([slow, quick]) == ([slow, quick], [])
+        refuses(ConfigError, r"wait\(first=3\): .* the 2 calls", wait, [slow, quick], first=3)
+        with pytest.raises(CallCancelled):
+            cancelled = live.wait_for_event.submit(60.0)
+            assert cancelled.cancel()
+            assert wait([cancelled]) == ([cancelled], [])
+            cancelled.result()
 
     def test_a_queued_call_is_dropped(self, live: Sleeper) -> None:
         busy = live.sleep.submit(0.3, "busy")

@@ -3,14 +3,17 @@
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from podium.errors import ConfigError, EndpointError, PlacementError, WorkerStartError
+from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerStartError
 from podium.runtime import Cluster, Mesh, Worker, colocate, endpoint
-from podium.telemetry import WorkerLost, subscribe
+from podium.telemetry import WorkerLost, WorkerStarted, subscribe
 from podium.testing.target import need, refuses
-from podium.testing.workers import Counter, Keeper, Place, Probe
+from podium.testing.workers import Counter, Keeper, Place, Probe, Sleeper
 
 __all__ = ["PlacingContract"]
 
@@ -27,6 +30,27 @@ class PlacingContract:
         for wrong in ([1, 2], [0, 4], [5], [-1, 5]):
             refuses(ConfigError, re.escape(f"split({wrong})"), pool.split, wrong)
         cluster.release(pool)
+
+    def test_sizes_may_be_single_numbers(self, cluster: Cluster) -> None:
+        two: Any = np.int64(2)
+        four = cluster.pool(4)
+        assert len(four) == len(cluster.pool(spread=two)) * 2 == len(cluster.pool([two, two][:1])) * 2 == 4
+        assert [list(part) for part in four.split(two)] == [list(four[0:2]), list(four[2:4])]
+        for wrong in (3, 0, -1):
+            refuses(
+                ConfigError, rf"split\({wrong}\): a size from 1 up that divides the pool's 4 slots", four.split, wrong
+            )
+        refuses(ConfigError, "from 1 up", cluster.pool, 0)
+        replicas = cluster.start_replicas(Counter.bind(1), 2, slots=2, name="pairs", distributed=False)
+        assert [replica.add(1) for replica in replicas] == [[2, 2], [2, 2]]
+        replicas.close()
+
+    def test_joined_pools_are_released_together_or_not_at_all(self, cluster: Cluster) -> None:
+        free, used = cluster.pool([1]), cluster.pool([1])
+        holder = cluster.start(Counter.bind(), used, name="one_holder", distributed=False)
+        refuses(PlacementError, r"cannot release.*\['one_holder'\]", cluster.release, free + used)
+        assert cluster.start(Counter.bind(2), free, distributed=False).add(0) == [2], "the free part is still there"
+        holder.group.close()
 
     def test_groups_run_on_parts_of_a_pool_and_share_it(self, cluster: Cluster) -> None:
         pool = cluster.pool([3])
@@ -73,7 +97,6 @@ class PlacingContract:
         cluster.release(pool)
         threading.Timer(0.3, cluster.release, (held,)).start()
         cluster.release(cluster.pool(spread=len(nodes), cpus=cores, wait_s=30.0))
-        refuses(ConfigError, r"pool\(4.*spread=4", cluster.pool, 4)
         refuses(ConfigError, r"pool\(\[1\], spread=1\)", cluster.pool, [1], spread=1)
 
     def test_a_released_pool_cannot_be_used(self, cluster: Cluster) -> None:
@@ -193,6 +216,35 @@ class PlacingContract:
         assert [call.result() for call in calls] == [[16 + at] * 2 for at in range(50)], "their calls keep one order"
         both.bank.group.close()
         assert both.keeper.neighbors() == [["keeper"]] * 2
+
+    def test_the_name_of_a_colocated_group_is_kept(self, cluster: Cluster) -> None:
+        started: list[str] = []
+        unsubscribe = subscribe(lambda event: started.append(event.role) if isinstance(event, WorkerStarted) else None)
+        pair = colocate(left=Counter.bind(1), right=Counter.bind(2))
+        both = cluster.start(pair, cluster.pool([2]), name="a_pair", distributed=False)
+        unsubscribe()
+        assert started == ["a_pair"] * 2
+        assert (both.left.add(0), both.right.add(0)) == ([1, 1], [2, 2])
+        assert both.left.group.name == "left"
+        refuses(ConfigError, "a group named 'a_pair' runs already", cluster.start, Counter.bind(), name="a_pair")
+        again = colocate(third=Counter.bind())
+        refuses(ConfigError, "have their name already", cluster.start, again, into=both.left, name="b_pair")
+        refuses(ConfigError, "name='two words'", cluster.start, again, name="two words")
+        both.left.group.close()
+        both.right.group.close()
+        refuses(CallCancelled, "group a_pair is closed", both.right.add, 1)
+
+    def test_closing_a_colocated_worker_does_not_wait_for_its_sibling(self, cluster: Cluster, tmp_path: Path) -> None:
+        need(cluster, "concurrent")
+        pair = colocate(busy=Sleeper.bind(), other=Keeper.bind(closed_into=tmp_path))
+        both = cluster.start(pair, cluster.pool([2]), name="siblings", distributed=False)
+        call = both.busy.wait_for_event.submit(60.0)
+        both.busy.peek()
+        both.other.group.close()
+        assert not call.done()
+        assert len(list(tmp_path.iterdir())) == 2
+        both.busy.set_event()
+        assert call.result() == [True, True]
 
     def test_a_worker_is_added_to_processes_that_run(self, cluster: Cluster) -> None:
         counter = cluster.start(Counter.bind(1), cluster.pool([2]), name="first_in", distributed=False)

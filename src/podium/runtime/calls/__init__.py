@@ -34,7 +34,7 @@ until it restarts. Until then it is open which collectives the siblings are in, 
 all ranks raise alike (a bad argument, say), nobody waits and nothing breaks.
 """
 
-from podium.runtime.calls.call import Call, CallArgument, Watch
+from podium.runtime.calls.call import Call, CallArgument, Watch, wait
 from podium.runtime.calls.process_calls import ProcessCalls
 
-__all__ = ["Call", "CallArgument", "ProcessCalls", "Watch"]
+__all__ = ["Call", "CallArgument", "ProcessCalls", "Watch", "wait"]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakSet
 
-from podium.errors import CallCancelled, DeadlineExceeded, PodiumError
+from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, PodiumError
 
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call", "CallArgument", "Watch"]
+__all__ = ["Call", "CallArgument", "Watch", "wait"]
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class Call(Generic[T]):
         self.label = label
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
-        self._backend = backend
+        self.backend = backend
         self._lock = threading.Lock()
         self._gate = threading.Lock()  # held until the call has ended: a lock wakes its waiter faster than an Event
         self._gate.acquire()
@@ -73,7 +74,7 @@ class Call(Generic[T]):
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 break
-            delivered = self._backend.wait(self.done, left)
+            delivered = self.backend.wait(self.done, left)
             if delivered:
                 continue
             sleep = LAST_NAP_S if delivered is None else nap
@@ -152,7 +153,7 @@ class Call(Generic[T]):
             callbacks, self._callbacks = self._callbacks, []
             self._gate.release()
         if error is not None:
-            self._backend.wake()
+            self.backend.wake()
         for callback in callbacks:
             callback()
         return True
@@ -168,6 +169,38 @@ class Call(Generic[T]):
         if self._error is not None:
             raise _copy_of(self._error)
         return cast(T, self._value)
+
+
+def wait(
+    calls: Sequence[Call[Any]], *, first: int | None = None, timeout_s: float | None = None
+) -> tuple[list[Call[Any]], list[Call[Any]]]:
+    """Wait until ``first`` of the calls, or all, have a result or have failed, or until ``timeout_s`` has passed.
+
+    Returns the calls that have ended and those that have not, each in the order given. Nothing is cancelled.
+
+    >>> done, running = podium.wait(calls, first=3)  # doctest: +SKIP
+
+    Raises:
+        ConfigError: ``first`` is no number from 0 to the number of calls.
+    """
+    wanted = len(calls) if first is None else first
+    if not 0 <= wanted <= len(calls):
+        raise ConfigError(f"wait(first={first}): a number from 0 to the {len(calls)} calls given")
+    if wanted:
+        backend = calls[0].backend
+        enough: Call[None] = Call("wait", float("inf"), backend)
+        left = itertools.count(wanted - 1, -1)
+
+        def ended() -> None:
+            if next(left) == 0:
+                enough.succeed(lambda: None)
+                backend.wake()  # the call may be another backend's
+
+        for call in calls:
+            call.when_done(ended)
+        enough.wait(timeout_s)
+    over = [call.done() for call in calls]
+    return list(itertools.compress(calls, over)), [call for call, done in zip(calls, over, strict=True) if not done]
 
 
 class CallArgument:

@@ -370,9 +370,10 @@ class ProcessCalls:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def busy(self) -> bool:
-        """Whether a call is in flight."""
-        return bool(self._in_flight)
+    def busy(self, worker: str = "") -> bool:
+        """Whether a call is in flight, to ``worker`` if one is given."""
+        flights = list(self._in_flight.values())
+        return any(not worker or worker in (flight.target, flight.split.shared.get("worker")) for flight in flights)
 
     def stuck(self) -> bool:
         """Whether a rank still runs a call whose deadline has passed."""
