@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from podium.algorithms import TokenLoss
 from podium.data import Batch
 from podium.errors import ConfigError, EndpointError, RewardError
-from podium.runtime import concat, endpoint, first, shard
+from podium.runtime import concat, endpoint, first, only, shard
 from podium.telemetry import StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
-from podium.workers import Policy
+from podium.workers import Estimator, Policy
 from tests.integration.training import losses, metrics_rows, tiny
 
 LISTED = {  # the metrics of a step that every run reports
@@ -224,6 +224,30 @@ def test_ppo_with_a_critic_and_a_reference(tmp_path: Path, kl_in: str) -> None:
     assert rows[0][metrics.RATIO_MAX] > 1.0  # several updates on one batch: the ratio moves
     assert rows[0][metrics.MISMATCH_MAX] < 1e-5
     assert (run / "checkpoints" / "latest" / "critic").is_dir()
+
+
+class Seen(Estimator):
+    """An estimator that checks what it is given."""
+
+    @endpoint(dispatch=only(0), collect=first(), returns="ref")
+    def advantages(self, batch: Batch, kl_coef: float = 0.0) -> Batch:
+        bootstrap_B, values = batch.dense("bootstrap"), batch.jagged("values")
+        cut_B = torch.tensor([reason == "length" for reason in batch.python("finish_reason")])
+        assert bool((bootstrap_B[~cut_B] == 0).all())
+        found = super().advantages(batch, kl_coef)
+        if values.values.any():  # from the second step on
+            assert bool((bootstrap_B[cut_B] != 0).all()) and bool(cut_B.any())
+            # With lambda = 0, the target of a last token is the reward and the value after it.
+            ends = values.offsets[1:] - 1
+            targets = found.jagged("returns").values[ends] - batch.dense("rewards")
+            torch.testing.assert_close(targets, bootstrap_B)
+        return found
+
+
+def test_completions_that_were_cut_off_are_bootstrapped(tmp_path: Path) -> None:
+    algorithm = {"lam": 0.0, "kl_in": "none", "kl_coef": 0.0}
+    config = tiny(PPOConfig, tmp_path, run={"steps": 3}, batch={"prompts": 8}, algorithm=algorithm, eval={"items": 0})
+    train(config, reward=longer_is_better, workers={"estimator": Seen})
 
 
 def test_ppo_resumes_with_its_critic_and_the_coefficient_of_the_kl(tmp_path: Path) -> None:

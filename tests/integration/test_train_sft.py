@@ -9,7 +9,7 @@ import pytest
 
 import podium
 from podium.cli import main
-from podium.errors import DataError
+from podium.errors import ConfigError, DataError
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from tests.integration.training import losses, metrics_rows, tiny
@@ -85,3 +85,12 @@ def test_train_eval_and_sample_from_the_command_line(tmp_path: Path, capsys: pyt
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["eval", run, "--data.train", "absent.jsonl"]) == 2
     assert "no file absent.jsonl" in capsys.readouterr().err
+
+
+def test_examples_beyond_the_models_positions_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n:02d}=", "answer": "7" * (28 if n % 20 else 29)} for n in range(60)]
+    config = tiny(SFTConfig, tmp_path, data={"holdout": 0.0}, eval={"items": 0})
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = r"3 of the 60 training examples are longer than the model's 32 positions; the longest has 33 tokens"
+    with pytest.raises(ConfigError, match=message):
+        SFTTrainer(config, cluster="inline", show=False).fit()

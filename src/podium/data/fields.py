@@ -13,6 +13,7 @@ OLD_LOGPROBS: Final = "old_logprobs"  # token column, float32: of the policy bef
 REF_LOGPROBS: Final = "ref_logprobs"  # token column, float32: of the reference policy
 ENTROPY: Final = "entropy"  # token column, float32, nats
 VALUES: Final = "values"  # token column, float32: the critic's value before the token is seen
+BOOTSTRAP: Final = "bootstrap"  # float32 [B]: the critic's value after the last token of a row that was cut off, else 0
 TOKEN_REWARDS: Final = "token_rewards"  # token column, float32: reward given at that token
 ADVANTAGES: Final = "advantages"  # token column, float32
 RETURNS: Final = "returns"  # token column, float32: the critic's targets

@@ -42,7 +42,11 @@ _MISMATCH_REMEDY: Final = (
 )
 
 _MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.KEPT_SIZES, fields.KEPT_IDS)
-_ADVANTAGE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.FINISH_REASON)
+_VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.FINISH_REASON)
+_ADVANTAGE_INPUTS = (
+    *(fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.BOOTSTRAP),
+    fields.FINISH_REASON,
+)
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
 _UPDATE_INPUTS = (
@@ -145,9 +149,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return batch
 
     def values(self, batch: Batch) -> Batch:
-        """Add the critic's value before each token, if there is a critic."""
+        """Add the critic's value before each token, and after the last one of rows that were cut off."""
         critic = self.roles.critic
-        return batch if critic is None else batch.merge(critic.values(_select(batch, _MODEL_INPUTS)))
+        return batch if critic is None else batch.merge(critic.values(_select(batch, _VALUE_INPUTS)))
 
     def advantages(self, batch: Batch) -> Batch:
         """Add advantages, and with a critic returns, from rewards and the KL that counts as one."""

@@ -37,6 +37,7 @@ __all__ = [
     "ModelSize",
     "accelerators_each",
     "check_columns",
+    "check_examples",
     "check_given",
     "check_lengths",
     "check_placement",
@@ -172,6 +173,23 @@ def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, prompts: S
         raise ConfigError(
             f"the longest {what} prompt has {longest} tokens, which with sampling.max_new_tokens = {max_new_tokens} is "
             f"more than the model's {most} positions: lower sampling.max_new_tokens" + (shorter if room > 0 else "")
+        )
+
+
+def check_examples(model: ModelConfig, examples: Sequence[Sequence[int]]) -> None:
+    """Check that each example, prompt and answer together, fits into the model's positions.
+
+    Raises:
+        ConfigError: One does not fit. The message says how many do not.
+    """
+    from podium.workers.models import longest_text
+
+    most, lengths = longest_text(model), [len(tokens) for tokens in examples]
+    if most is not None and (beyond := sum(length > most for length in lengths)):
+        raise ConfigError(
+            f"{beyond} of the {len(lengths)} training examples are longer than the model's {most} positions; the "
+            f"longest has {max(lengths)} tokens, its answer included: take them out of the data, shorten their "
+            "answers, or lower data.max_prompt_tokens (data.overlong says what becomes of longer prompts)"
         )
 
 

@@ -15,6 +15,7 @@ from podium.data import Batch, Jagged, fields
 from podium.rollout.tasks import PromptStream, encode_pairs, load_examples
 from podium.telemetry import metrics as names
 from podium.trainer.config import SFTConfig
+from podium.trainer.preflight import check_examples
 from podium.trainer.trainer import Trainer
 
 __all__ = ["Examples", "SFTTrainer"]
@@ -70,4 +71,5 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
     def load_data(self) -> PromptStream[Pair]:
         data, seed = self.config.data, self.config.run.seed
         pairs = encode_pairs(load_examples(data.train, data, "train", seed), self.tokenizer, data)
+        check_examples(self.config.model, [tokens for tokens, _ in pairs])
         return PromptStream([(torch.tensor(tokens), torch.tensor(mask)) for tokens, mask in pairs], seed)

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from podium.algorithms import LossInputs, TokenLoss, explained_variance, value_loss, value_moments
-from podium.data import Batch, fields
+from podium.data import Batch, Jagged, fields
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import metrics
 from podium.workers.learner import Learner
@@ -43,12 +43,22 @@ class Critic(Learner):
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def values(self, batch: Batch) -> Batch:
-        """Compute ``values`` before each token with loss, 0 elsewhere."""
+        """Compute ``values`` before each token with loss, 0 elsewhere.
+
+        Where ``batch`` has ``finish_reason``, also compute ``bootstrap`` ``[B]``: the value after the last token of
+        rows that were cut off, whose reason is "length", and 0 for rows that ended by themselves.
+        """
 
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
             return {fields.VALUES: self._values(micro)}
 
-        return Batch(self.engine.evaluate(batch, compute, (fields.VALUES,)), batch.meta)
+        tokens, cut_B = batch.jagged(fields.TOKENS), _cut_off(batch)
+        longer, own_N = _with_a_next_token(batch, cut_B)
+        values_N = self.engine.evaluate(longer, compute, (fields.VALUES,))[fields.VALUES].values
+        columns: dict[str, Any] = {fields.VALUES: tokens.like(values_N[own_N])}
+        if fields.FINISH_REASON in batch:
+            columns[fields.BOOTSTRAP] = torch.zeros(len(batch)).masked_scatter(cut_B, values_N[~own_N])
+        return Batch(columns, batch.meta)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -95,3 +105,25 @@ class Critic(Learner):
             logits = run_model(self.model, micro).logits
         # FSDP2 gathers the parameters of the backward pass when the gradient reaches what the whole model returned.
         return (outputs[0] + 0 * logits)[0, :, 0].float()
+
+
+def _cut_off(batch: Batch) -> Tensor:
+    """Whether each row was cut off at its greatest length: bool ``[B]``."""
+    reasons = batch.python(fields.FINISH_REASON) if fields.FINISH_REASON in batch else [""] * len(batch)
+    return torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
+
+
+def _with_a_next_token(batch: Batch, cut_B: Tensor) -> tuple[Batch, Tensor]:
+    """Add a token with loss to the rows of ``cut_B``, before which the value is that after their last token.
+
+    The model never sees the added token, because a row's last token is no input. Also returns, for each token, whether
+    it is one of ``batch``.
+    """
+    tokens, mask = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK)
+    lengths_B = tokens.lengths + cut_B
+    own_N = torch.ones(int(lengths_B.sum()), dtype=torch.bool)
+    own_N[lengths_B.cumsum(0)[cut_B] - 1] = False
+    ids_N = torch.zeros(len(own_N), dtype=torch.int64).masked_scatter(own_N, tokens.values)
+    mask_N = torch.ones_like(own_N).masked_scatter(own_N, mask.values)
+    longer = Jagged.from_lengths(ids_N, lengths_B)
+    return Batch({fields.TOKENS: longer, fields.LOSS_MASK: longer.like(mask_N)}), own_N

@@ -42,9 +42,9 @@ class Estimator(Worker):
         """Compute the token columns ``advantages`` and, where a critic is trained, ``returns``.
 
         Args:
-            batch: ``loss_mask``, ``rewards`` and ``group``; ``values`` where there is a critic; ``old_logprobs`` and
-                ``ref_logprobs`` where the KL counts in the reward; what the advantage estimator declares; and, where
-                recorded, ``finish_reason`` and the columns of reward parts and of data.
+            batch: ``loss_mask``, ``rewards`` and ``group``; ``values`` and ``bootstrap`` where there is a critic;
+                ``old_logprobs`` and ``ref_logprobs`` where the KL counts in the reward; what the advantage estimator
+                declares; and, where recorded, ``finish_reason`` and the columns of reward parts and of data.
             kl_coef: The coefficient of the KL in the reward.
 
         Raises:
@@ -67,6 +67,7 @@ class Estimator(Worker):
             offsets_B1=mask.offsets,
             token_rewards_N=token_rewards_N,
             values_N=batch.jagged(fields.VALUES).values if fields.VALUES in batch else None,
+            bootstrap_B=batch.dense(fields.BOOTSTRAP) if fields.BOOTSTRAP in batch else None,
             truncated_B=truncated_B,
             parts_B={
                 name.removeprefix(fields.PART): batch.dense(name) for name in batch if name.startswith(fields.PART)

@@ -129,6 +129,20 @@ def test_the_critic_starts_at_zero_and_learns_the_returns() -> None:
     assert last["value/loss"] < first["value/loss"]
 
 
+def test_the_critic_values_the_state_after_the_last_token_of_a_row_that_was_cut_off() -> None:
+    critic, batch = Critic(TINY, OptimConfig(lr=1e-2)), recorded()
+    critic.update(batch)  # so that values are not 0
+    reasons = ["length" if row % 3 == 0 else "stop" for row in range(len(batch))]
+    found, plain = critic.values(batch.with_columns(finish_reason=reasons)), critic.values(batch)
+    assert "bootstrap" not in plain
+    assert torch.allclose(values_of(found, "values"), values_of(plain, "values"), atol=1e-6)
+    for row, reason, bootstrap in zip(batch.jagged("tokens").unbind(), reasons, found.dense("bootstrap"), strict=True):
+        with torch.no_grad():
+            after_last = critic.model(row[None]).logits[0, -1, 0]
+        assert abs(after_last) > 1e-3
+        assert bootstrap == pytest.approx(float(after_last) if reason == "length" else 0.0, abs=1e-5)
+
+
 GEMMA2 = {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 2.0}
 SCALED = [GEMMA2, {"model_type": "cohere", "logit_scale": 0.1}, {"model_type": "granite", "logits_scaling": 9.0}]
 
