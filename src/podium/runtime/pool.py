@@ -197,8 +197,6 @@ class Inventory:
             parts = [", ".join(f"{amount * count:g} {name}" for name, amount in want.items()) for count in slots]
             sizes = [part or f"{count} slots" for part, count in zip(parts, slots, strict=True)]
             asked = f"{' + '.join(sizes)} on {len(slots)} node{'s' * (len(slots) > 1)}"
-            if len(slots) == 1 < min(slots[0], len(nodes)):
-                asked += f" (pool(spread={slots[0]}) takes several nodes)"
         has = ", ".join(
             f"{' and '.join(f'{amounts.get(name, 0):g} {name}' for name in want) or 'room'} free on {node}"
             for node, amounts in free.items()
