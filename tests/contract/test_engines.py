@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +16,21 @@ from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Tokens
 from podium.rollout.engines.native import NativeEngine
 from podium.rollout.engines.requests import RequestId
 from podium.rollout.sampling import Completion, SamplingParams
-from podium.testing.engines import EngineContract, EngineTarget
+from podium.testing.engines import EngineContract, EngineTarget, tiny_model
 
 WITH_VLLM = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]  # its build for CPUs warns of what it lacks
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+NATIVE: dict[str, dict[str, Any]] = {  # what other families have that Qwen3 has not
+    "mistral": {"sliding_window": 9},
+    "qwen3_moe": EXPERTS,
+    "smollm3": {"no_rope_layers": [1, 0], "tie_word_embeddings": False},
+}
 ENGINES = [
     EngineTarget("native"),
+    *(
+        pytest.param(EngineTarget("native", model=partial(tiny_model, model_type=family, **fields)), id=family)
+        for family, fields in NATIVE.items()
+    ),
     EngineTarget("transformers"),
     pytest.param(EngineTarget("vllm", tolerance=1e-4, cache_gib=0.25), marks=WITH_VLLM),
 ]

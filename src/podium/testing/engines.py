@@ -28,15 +28,21 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(seed: int = 0) -> Any:
-    """A Qwen3 of two layers with random weights, 97 tokens and 128 positions."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def tiny_model(seed: int = 0, model_type: str = "qwen3", **fields: Any) -> Any:
+    """A model of two layers with random weights, 97 tokens and 128 positions.
+
+    Args:
+        seed: Decides the weights.
+        model_type: The architecture, by its name in transformers.
+        fields: Fields of its configuration that differ from those here.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     shape: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**shape, **fields})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # far from their defaults, so that each of them matters
             parameter.add_(torch.randn_like(parameter), alpha=0.3 if "norm" in name else 0.05)

@@ -37,9 +37,9 @@ class EngineConfig:
     """The engine that generates completions, and how much memory it may use."""
 
     name: str = AUTO
-    """This engine generates completions: native (Llama and Qwen families), transformers (any architecture), vllm
-    (pip install "podium[vllm]"), or another installed engine. auto chooses native where it supports the model, and
-    transformers otherwise."""
+    """This engine generates completions: native (Llama, Mistral, Qwen 2 and 3, SmolLM3), transformers (any
+    architecture), vllm (pip install "podium[vllm]"), or another installed engine. auto chooses native where it supports
+    the model, and transformers otherwise."""
     max_sequences: int = Field(default=128, ge=1, le=65536)
     """The engine decodes at most this many completions at the same time."""
     cache_gib: float | None = Field(default=None, gt=0, le=65536)

@@ -12,10 +12,16 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from podium.rollout.sampling import Completion
@@ -60,12 +66,36 @@ def _qwen3(**changes: Any) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**{**shape, **changes}))
 
 
+def _mistral(**changes: Any) -> Any:
+    return MistralForCausalLM(MistralConfig(**{**_SHAPE, "num_key_value_heads": 2, "sliding_window": 9, **changes}))
+
+
+def _qwen3_moe(**changes: Any) -> Any:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+    shape = {**_SHAPE, **experts, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, "norm_topk_prob": True, **changes}))
+
+
+def _smollm3(**changes: Any) -> Any:
+    shape = {**_SHAPE, "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "num_hidden_layers": 3}
+    windows = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 7}
+    return SmolLM3ForCausalLM(SmolLM3Config(**{**shape, **windows, "use_sliding_window": True, **changes}))
+
+
 def _gpt2(**changes: Any) -> Any:
     shape = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     return GPT2LMHeadModel(GPT2Config(**{**shape, "bos_token_id": None, "eos_token_id": None, **changes}))
 
 
-_FAMILIES: dict[str, MakeModel] = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gpt2": _gpt2}
+_FAMILIES: dict[str, MakeModel] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "smollm3": _smollm3,
+    "gpt2": _gpt2,
+}
 
 
 @pytest.fixture

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.engines import EngineConfig, make_engine
+from podium.rollout.engines import EngineConfig, Finished, Request, make_engine
 from podium.rollout.engines.native import NativeEngine, cache, engine
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
 
 from .conftest import VOCABULARY, MakeModel, same, trained_logprobs
 
-FAMILIES = ["llama", "qwen2", "qwen3"]
+DENSE = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
+FAMILIES = [*DENSE, "qwen3_moe"]
 SAMPLING = {
     "plain": {},
     "cool": {"temperature": 0.7},
@@ -75,11 +76,11 @@ def test_bfloat16_stays_within_its_rounding(make_model: MakeModel, prompts: list
         for m in (model, exact)
     )
     mine = torch.cat([completion.logprobs for completion in completions])
-    assert (mine - trained).abs().max() < 2e-2
+    assert (mine - trained).abs().max() < (2e-2 if family in DENSE else 1e-1)  # rounding may choose another expert
     assert (mine - true).abs().mean() < 1.2 * (trained - true).abs().mean()  # rounds no more than training does
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)  # an expert's product has as many rows as tokens chose the expert
 def test_a_completion_does_not_depend_on_its_batch(
     make_model: MakeModel, prompts: list[list[int]], family: str
 ) -> None:
@@ -136,7 +137,7 @@ def test_steps_run_only_for_rows_that_are_alive(
     assert sum(rows) < 1.6 * sum(map(len, completions)) + 16 * 60
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_the_cuda_layout_of_the_cache_gives_the_same(
     make_model: MakeModel, prompts: list[list[int]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,20 @@ def test_one_token_each(make_model: MakeModel, prompts: list[list[int]], stops: 
     params = SamplingParams(max_new_tokens=new_tokens, n=3, stop_token_ids=stops)
     completions = _native(make_model("qwen3"), max_sequences=4).generate(prompts, params, range(30))
     assert [len(completion) for completion in completions] == [1] * 30
+
+
+@pytest.mark.parametrize("family", ["mistral", "smollm3"])
+def test_later_turns_read_no_further_back_than_a_window(make_model: MakeModel, family: str) -> None:
+    model = make_model(family)
+    native, prompt = _native(model), [7, 3, 9] * 8
+    for turn in range(3):  # each prompt extends what the engine holds
+        native.submit(Request(id=turn, prompt=prompt, params=SamplingParams(max_new_tokens=14), seed=turn))
+        (event,) = native.poll()
+        assert isinstance(event, Finished)
+        expected = trained_logprobs(model, prompt, event.completion, 1.0)
+        assert (event.completion.logprobs - expected).abs().max() < 1e-5
+        prompt = [*prompt, *event.completion.token_ids.tolist(), 11, 12]
+    assert native.prefilled_tokens == 24 + 2 * 3
 
 
 def test_other_lengths_in_later_calls(make_model: MakeModel, prompts: list[list[int]]) -> None:

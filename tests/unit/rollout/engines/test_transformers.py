@@ -84,8 +84,10 @@ def test_auto_takes_native_where_it_can_and_says_why_elsewhere(make_model: MakeM
 
     assert isinstance(make_engine(EngineConfig(), make_model("qwen3")), NativeEngine)
     sliding = make_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert isinstance(make_engine(EngineConfig(), sliding), NativeEngine)
+    chunked = make_model("qwen2", layer_types=["full_attention", "chunked_attention"])
     dynamic = make_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
-    reasons = {"gpt2": make_model("gpt2"), "sliding-window": sliding, "dynamic": dynamic}
+    reasons = {"gpt2": make_model("gpt2"), "chunked_attention": chunked, "dynamic": dynamic}
     for reason, model in reasons.items():
         assert isinstance(make_engine(EngineConfig(), model), TransformersEngine)
         with pytest.raises(ConfigError, match=f"cannot run this model: .*{reason}.*or one of transformers"):

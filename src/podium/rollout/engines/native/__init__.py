@@ -1,4 +1,4 @@
-"""Our own decode loop for decoders of the Llama and Qwen families, over the policy's own weights.
+"""Our own decode loop for decoders of the Llama, Mistral, Qwen and SmolLM families, over the policy's own weights.
 
     policy.model --> parameters   the matrices of the forward pass, read from the model: no copy
                         |
@@ -13,7 +13,8 @@ that falls within rounding (about 1e-7 of the mass in float32) of the boundary b
 float32 on the CPU even rounding does not depend on the batch, the lane or the number of lanes, as far as tests and
 measurements (1M and 10M parameters) show: a row of a matrix product comes out the same, bit by bit, among any multiple
 of 16 rows, and so do attention's sums over a multiple of 16 positions, which is why both are padded to that. BLAS
-promises no such thing; in bfloat16 it was seen not to hold, nor between different numbers of threads.
+promises no such thing; in bfloat16 it was seen not to hold, nor between different numbers of threads. It does not hold
+for a mixture of experts, where a product has as many rows as tokens chose its expert.
 
 `torch.compile` was tried for the decode step and left out: on the CPU one compiled step of a 1M-parameter model took
 longer than the eager one, each span of positions compiles anew (seconds), and dynamic shapes failed in the compiler.

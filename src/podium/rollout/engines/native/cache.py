@@ -35,8 +35,8 @@ class KVCache(ABC):
     """Room for ``lanes`` sequences of up to ``length`` positions.
 
     ``span(positions_A, until)`` fixes, for one decode step, which positions each lane attends to: its own and all
-    before it; ``until`` is the longest. Then, layer by layer, ``attend`` writes the new key and value of each active
-    lane and returns what its queries read.
+    before it, or the last of these in layers with a window. ``until`` is the longest. Then, layer by layer, ``attend``
+    writes the new key and value of each active lane and returns what its queries read.
     """
 
     keys_by_time: Tensor
@@ -45,6 +45,7 @@ class KVCache(ABC):
 
     def __init__(self, weights: DecoderWeights, lanes: int, length: int) -> None:
         self.lanes, self.length, self._made_for = lanes, length, _signature(weights)
+        self._windows = [layer.window for layer in weights.layers]
         self.kv_heads, self.group = weights.kv_heads, weights.heads // weights.kv_heads
         self.head_dim, self.device = weights.head_dim, weights.device
         self._scale = weights.head_dim**-0.5
@@ -98,6 +99,14 @@ class KVCache(ABC):
         for cache, old in ((self.keys_by_time, smaller.keys_by_time), (self.values, smaller.values)):
             cache[:, : smaller.lanes, :, : smaller.length] = old
 
+    def _of_layers(self, positions: Tensor, until: int, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """For each layer ``make(seen)``, made once for layers of one window. Lanes attend where ``seen`` is true."""
+        times, made = self._times[:until], dict.fromkeys(self._windows, positions)
+        for window in made:
+            seen = times <= positions
+            made[window] = make(seen if window is None else seen & (times > positions - window))
+        return [made[window] for window in self._windows]
+
     def _rounded(self, until: int) -> int:
         return min(max(round_up(until, _TIME_QUANTUM), _SHORTEST_SPAN), self.length)
 
@@ -125,8 +134,11 @@ class GemmCache(KVCache):
         until = self._rounded(until)
         active, kv, group, dim = len(positions_A), self.kv_heads, self.group, self.head_dim
         views = self._views_of(active, until)
-        later = self._times[:until] > positions_A.view(active, 1, 1, 1).expand(active, kv, 1, 1)
-        bias = torch.where(later, self._never, 0.0).view(active * kv, 1, until)
+        biases = self._of_layers(
+            positions_A.view(active, 1, 1, 1).expand(active, kv, 1, 1),
+            until,
+            lambda seen: torch.where(seen, 0.0, self._never).view(active * kv, 1, until),
+        )
         place = (self._rows[:active], slice(None), slice(None), positions_A)
         place_value = (self._rows[:active], slice(None), positions_A)
         scale, cast = self._scale, self._dtype != torch.float32
@@ -137,7 +149,7 @@ class GemmCache(KVCache):
                 query, key, value = query.float(), key.float(), value.float()
             keys[place] = key
             values[place_value] = value
-            scores = torch.baddbmm(bias, query.reshape(active * kv, group, dim), seen_keys, alpha=scale)
+            scores = torch.baddbmm(biases[layer], query.reshape(active * kv, group, dim), seen_keys, alpha=scale)
             mixed = torch.bmm(torch.softmax(scores, -1), seen_values).view(active, kv * group * dim)
             return mixed.to(self._dtype) if cast else mixed
 
@@ -168,8 +180,9 @@ class SdpaCache(KVCache):
         until = self._rounded(until)
         active, kv, group, dim = len(positions_A), self.kv_heads, self.group, self.head_dim
         rows = self._rows[:active]
-        seen = self._times[:until] <= positions_A.view(active, 1, 1, 1)
-        seen = seen.expand(active, 1, group, until)
+        masks = self._of_layers(
+            positions_A.view(active, 1, 1, 1), until, lambda seen: seen.expand(active, 1, group, until)
+        )
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.keys_by_time[layer], self.values[layer]
@@ -180,7 +193,7 @@ class SdpaCache(KVCache):
                 query.reshape(active, kv, group, dim),
                 keys[:active, :, :until],
                 values[:active, :, :until],
-                attn_mask=seen,
+                attn_mask=masks[layer],
                 scale=self._scale,
             )
             return mixed.reshape(active, kv * group * dim)
@@ -189,7 +202,7 @@ class SdpaCache(KVCache):
 
 
 def _signature(weights: DecoderWeights) -> tuple[object, ...]:
-    shape = (len(weights.layers), weights.heads, weights.kv_heads, weights.head_dim)
+    shape = (weights.heads, weights.kv_heads, weights.head_dim, *(layer.window for layer in weights.layers))
     return (*shape, weights.dtype, weights.device)
 
 

@@ -1,4 +1,4 @@
-"""The forward pass of a Llama- or Qwen-family decoder: prompts at once, then one token a lane.
+"""The forward pass of a decoder of the Llama kind: prompts at once, then one token a lane.
 
 Few, large operations: small models are bound by the cost of starting an operation, not by its arithmetic.
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from podium.rollout.engines.native.cache import ROW_QUANTUM, KVCache, round_up
-from podium.rollout.engines.native.parameters import DecoderWeights, Dense
+from podium.rollout.engines.native.parameters import DecoderWeights, Dense, Mlp
 
 __all__ = ["Decoder", "Past", "Prefill"]
 
@@ -82,11 +82,14 @@ class Decoder:
 
         shape = (len(weights.layers), len(prompts), weights.kv_heads, width, weights.head_dim)
         keys, values = (torch.zeros(shape, dtype=weights.dtype, device=device) for _ in range(2))
-        seen = None
         if past is not None:
             keys[:, :, :, : past.keys.shape[3]], values[:, :, :, : past.values.shape[3]] = past.keys, past.values
-            asked = start.unsqueeze(1) + torch.arange(query_width)
-            seen = (torch.arange(width) <= asked.unsqueeze(2)).unsqueeze(1).to(device)
+        asked = (start.unsqueeze(1) + torch.arange(query_width)).unsqueeze(2)
+        masks: dict[int | None, Tensor | None] = {}
+        for window in {layer.window for layer in weights.layers}:
+            masks[window] = None
+            if past is not None or (window is not None and window < width):
+                masks[window] = _seen(asked, width, window).unsqueeze(1).to(device)
         grid = torch.zeros(len(prompts) * query_width, weights.heads, weights.head_dim,
                            dtype=weights.dtype, device=device)  # fmt: skip
         hidden = F.embedding(_pad_rows(torch.tensor(tokens)).to(device), weights.embedding)
@@ -100,8 +103,8 @@ class Decoder:
                 grid.view(len(prompts), query_width, -1, weights.head_dim).transpose(1, 2),
                 keys[index],
                 values[index],
-                attn_mask=seen,
-                is_causal=seen is None,
+                attn_mask=masks[layer.window],
+                is_causal=masks[layer.window] is None,
                 enable_gqa=weights.heads > weights.kv_heads,
             )
             mixed = mixed.transpose(1, 2).reshape(len(prompts) * query_width, self._q_size)[place]
@@ -126,22 +129,25 @@ class Decoder:
         return self._logits(hidden)
 
     def _project(self, hidden: Tensor, index: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries ``[N, H, D]`` and keys ``[N, K, D]``, and values ``[N, K, D]``."""
+        """Queries ``[N, H, D]`` and keys ``[N, K, D]``, rotated where the layer does so, and values ``[N, K, D]``."""
         weights = self.weights
         layer = weights.layers[index]
         qkv = _apply(self._norm(hidden, layer.input_norm), layer.qkv)
         qk, value = qkv.view(len(qkv), -1, weights.head_dim).split_with_sizes(self._qk_and_v, 1)
         if layer.qk_norm is not None:
             qk = self._head_norm(qk, layer.qk_norm)
-        qk = torch.addcmul(qk * cos, qk.roll(weights.head_dim // 2, -1), sin)
+        if layer.rotated:
+            qk = torch.addcmul(qk * cos, qk.roll(weights.head_dim // 2, -1), sin)
         query, key = qk.split_with_sizes(self._q_and_k, 1)
         return query, key, value
 
     def _feed_forward(self, hidden: Tensor, index: int) -> Tensor:
         layer = self.weights.layers[index]
-        gate_up = _apply(self._norm(hidden, layer.mlp_norm), layer.gate_up)
-        gate, up = gate_up.chunk(2, 1)
-        return _add(hidden, self.weights.activation(gate).mul_(up), layer.down)
+        inner = self._norm(hidden, layer.mlp_norm)
+        if not isinstance(layer.mlp, Mlp):
+            return hidden + layer.mlp(inner.unsqueeze(0)).squeeze(0)
+        gate, up = _apply(inner, layer.mlp.gate_up).chunk(2, 1)
+        return _add(hidden, self.weights.activation(gate).mul_(up), layer.mlp.down)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return _apply(self._norm(hidden, self.weights.final_norm), self.weights.head).float()
@@ -172,6 +178,13 @@ def _add(residual: Tensor, x: Tensor, dense: Dense) -> Tensor:
     if dense.bias is None:
         return torch.addmm(residual, x, dense.weight_t)
     return residual + torch.addmm(dense.bias, x, dense.weight_t)
+
+
+def _seen(asked: Tensor, width: int, window: int | None) -> Tensor:
+    """Which of ``width`` positions the queries at the positions ``asked [..., 1]`` attend to."""
+    positions = torch.arange(width)
+    seen = positions <= asked
+    return seen if window is None else seen & (positions > asked - window)
 
 
 def _pad_rows(index: Tensor) -> Tensor:

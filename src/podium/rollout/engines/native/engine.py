@@ -22,7 +22,7 @@ _LENGTH_QUANTUM = 32
 
 
 class NativeEngine(ModelEngine):
-    """Decodes Llama- and Qwen-family models in lanes, over the model's own parameters; see the package's docstring.
+    """Decodes models in lanes, over the model's own parameters; see the package's docstring.
 
     Requests begin and end between any two tokens. New weights come in between two tokens. Completions in flight go on
     with them: their keys and values are computed anew, so that each token's log-probability is that of a training

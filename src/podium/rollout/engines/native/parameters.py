@@ -1,4 +1,4 @@
-"""A decoder of the Llama or Qwen family, read as the few matrices that its forward pass needs.
+"""A decoder of the Llama kind, read as the few matrices that its forward pass needs.
 
 Projections that read the same input are joined into one matrix without a second copy of the weights:
 
@@ -16,10 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
-__all__ = ["DecoderWeights", "Dense", "LayerWeights", "read_weights", "unsupported"]
+__all__ = ["DecoderWeights", "Dense", "LayerWeights", "Mlp", "read_weights", "unsupported"]
 
-_FAMILIES = ("llama", "qwen2", "qwen3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+_SAME_IN_ALL_LAYERS = ("mistral", "qwen3_moe")  # these read config.sliding_window and no config.layer_types
+_KINDS = {"full_attention", "sliding_attention"}
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -32,21 +35,37 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """``down(activation(gate) * up)``, with gate and up joined."""
+
+    gate_up: Dense
+    down: Dense
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. ``qk_norm [heads + kv_heads, head_dim]`` is a copy, made anew at every refresh."""
+    """One decoder layer.
+
+    Attributes:
+        qk_norm: A copy ``[heads + kv_heads, head_dim]``, made anew at every refresh.
+        mlp: The model's own module ``[1, N, E] -> [1, N, E]`` where experts share the work.
+        window: A token attends to as many positions, its own among them; None means all before it.
+        rotated: Whether queries and keys are rotated by their positions.
+    """
 
     input_norm: Tensor
     qkv: Dense
     qk_norm: Tensor | None
     output: Dense
     mlp_norm: Tensor
-    gate_up: Dense
-    down: Dense
+    mlp: Mlp | nn.Module
+    window: int | None
+    rotated: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole decoder: views of the model's own parameters, except ``qk_norm``.
+    """A whole decoder: views of the model's own parameters, except ``qk_norm``, and its own modules of experts.
 
     ``rotary(length)`` gives cosine and sine tables ``[length, head_dim]`` of the model's own rotary module.
     """
@@ -81,8 +100,8 @@ def unsupported(model: nn.Module) -> str | None:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope not in _STATIC_ROPE:
         return f"its rotary embedding is {rope!r}, whose frequencies depend on the sequence's length"
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "some of its layers use sliding-window attention"
+    if others := sorted({*(getattr(config, "layer_types", None) or ())} - _KINDS):
+        return f"some of its layers are of the kind {', '.join(others)}"
     for name, module in model.named_modules():
         if name.endswith("_proj") and type(module) is not nn.Linear:
             return f"{name} is a {type(module).__name__}, not a plain linear layer (merge adapters first)"
@@ -109,10 +128,13 @@ def read_weights(model: Any) -> DecoderWeights:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     return DecoderWeights(
         embedding=decoder.embed_tokens.weight.data,
-        layers=tuple(_read_layer(layer, heads, kv_heads) for layer in decoder.layers),
+        layers=tuple(
+            _read_layer(layer, heads, kv_heads, window)
+            for layer, window in zip(decoder.layers, _windows(config), strict=True)
+        ),
         final_norm=decoder.norm.weight.data,
         head=_dense(model.lm_head),
-        activation=F.silu if config.hidden_act == "silu" else decoder.layers[0].mlp.act_fn,
+        activation=F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act],
         rotary=tables,
         heads=heads,
         kv_heads=kv_heads,
@@ -122,7 +144,15 @@ def read_weights(model: Any) -> DecoderWeights:
     )
 
 
-def _read_layer(layer: Any, heads: int, kv_heads: int) -> LayerWeights:
+def _windows(config: Any) -> list[int | None]:
+    """The window of each layer, None where it attends to all positions."""
+    if config.model_type in _SAME_IN_ALL_LAYERS:
+        return [config.sliding_window] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _read_layer(layer: Any, heads: int, kv_heads: int, window: int | None) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     qk_norm = None
     if hasattr(attention, "q_norm"):
@@ -134,8 +164,9 @@ def _read_layer(layer: Any, heads: int, kv_heads: int) -> LayerWeights:
         qk_norm=qk_norm,
         output=_dense(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.data,
-        gate_up=_joined_dense(mlp.gate_proj, mlp.up_proj),
-        down=_dense(mlp.down_proj),
+        mlp=mlp if hasattr(mlp, "experts") else Mlp(_joined_dense(mlp.gate_proj, mlp.up_proj), _dense(mlp.down_proj)),
+        window=window,
+        rotated=bool(getattr(attention, "use_rope", True)),
     )
 
 
