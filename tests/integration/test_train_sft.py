@@ -63,6 +63,19 @@ def test_an_example_without_an_answer_is_named(tmp_path: Path) -> None:
         SFTTrainer(config, cluster="inline", show=False).fit()
 
 
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_an_answer_that_is_no_text_is_refused_before_the_first_step(tmp_path: Path, recipe: str) -> None:
+    path = tmp_path / "lists.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": [n]}) + "\n" for n in range(60)))
+    settings = {"data": {"train": str(path)}, "eval": {"items": 0}}
+    with pytest.raises(DataError, match=r"the answer '\[\d+\]' \(list\) is neither text nor messages"):
+        if recipe == "sft":
+            SFTTrainer(tiny(SFTConfig, tmp_path, **settings), cluster="inline", show=False).fit()
+        else:
+            PPOTrainer(tiny(GRPOConfig, tmp_path, **settings), cluster="inline", show=False).fit()
+    assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
+
+
 def test_train_eval_and_sample_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands that a user types, on a file of their own."""
     config = tiny(SFTConfig, tmp_path)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from podium.rewards.grader import Grader as Grader
     from podium.rewards.resolve import (
         NAMED_REWARDS as NAMED_REWARDS,
+        READS_ANSWER as READS_ANSWER,
         RewardFn as RewardFn,
         resolve_reward as resolve_reward,
     )

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from podium.functions import load_function
 
-__all__ = ["NAMED_REWARDS", "RewardFn", "resolve_reward"]
+__all__ = ["NAMED_REWARDS", "READS_ANSWER", "RewardFn", "resolve_reward"]
 
 RewardFn = Callable[[str, Any], float | Mapping[str, float]]  # Any: a row may be declared as dict or Mapping
 """``reward(completion, row)`` takes the completion's text and the row, which has "prompt" and "answer" beside the
@@ -19,6 +19,9 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
     "reasoning_gym": "podium.rewards.gym:reasoning_gym",
 }
 """The rewards that Podium brings, and the module of each."""
+
+READS_ANSWER: Final = frozenset({"exact", "fraction", "gsm8k", "math"})
+"""Those of Podium's rewards that compare with the row's answer as text."""
 
 
 def resolve_reward(spec: str) -> RewardFn:

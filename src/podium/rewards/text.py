@@ -1,7 +1,7 @@
 """Rewards that compare texts: character by character, or by their final numbers."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from decimal import Decimal
 from typing import Any, Final
 
@@ -19,11 +19,26 @@ _NUMBER: Final = re.compile(
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
-    """Return the row's answer as text. Raises ValueError, which names the remedy, if the row has none."""
+    """Return the row's answer as text: text itself, a number as Python writes it, the text of the last of messages.
+
+    Raises:
+        ValueError: The row has no answer, or one of another kind. The message names the remedy.
+    """
     answer = row.get("answer")
     if answer is None:
         raise ValueError("the row has no answer; set data.answer_column to the column that holds it")
-    return str(answer)
+    match answer:
+        case [*_, {"role": str(), "content": str(text)}]:
+            return text
+        case [*_, {"role": str(), "content": [*parts]}] if all(isinstance(part, Mapping) for part in parts):
+            return "".join(str(part.get("text", "")) for part in parts)
+        case Mapping() | Sequence() | Set() if not isinstance(answer, str):
+            raise ValueError(
+                f"the answer {str(answer)[:60]!r} ({type(answer).__name__}) is neither text nor messages; set "
+                "data.answer_column to a column that is, or write a reward that reads it"
+            )
+        case _:
+            return str(answer)
 
 
 def exact(completion: str, row: Mapping[str, Any]) -> float:

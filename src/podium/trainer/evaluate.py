@@ -17,7 +17,7 @@ from podium.runtime import Cluster
 from podium.telemetry import Sample
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.config import InferenceConfig
-from podium.trainer.preflight import with_stop_tokens
+from podium.trainer.preflight import check_answers, with_stop_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
 from podium.trainer.roles import started_generator
 from podium.workers import Generator, completion_texts, load_tokenizer
@@ -100,7 +100,9 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     held_out = load_held_out(config.data, tokenizer, config.eval.items)
-    sampling = with_stop_tokens(config.sampling, config.model, tokenizer)
+    if reward is None:
+        check_answers((prompt.example for prompt in held_out), config.reward)
+    sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as generator:
         return score_held_out(config, generator, held_out, grader, tokenizer, sampling)
 
@@ -112,7 +114,7 @@ def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable
     The prompt is written as ``config.data`` says: system prompt, chat template, longest length.
     """
     tokenizer = load_tokenizer(config.model.tokenizer_source)
-    sampling = with_stop_tokens(config.sampling, config.model, tokenizer)
+    sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     with started_generator(cluster, config) as generator:
 
         def sample(prompt: str, number: int = 0) -> list[str]:

@@ -25,7 +25,7 @@ from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
 from podium.trainer.config import PPOConfig
-from podium.trainer.preflight import check_columns, check_lengths
+from podium.trainer.preflight import check_answers, check_columns, check_lengths
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
@@ -266,8 +266,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def load_data(self) -> PromptStream[Prompt]:
         config, data, seed = self.config, self.config.data, self.config.run.seed
         prompts = encoded(load_examples(data.train, data, "train", seed), self.tokenizer, data, "training")
-        check_columns(prompts, self._declared.data, config.algorithm.advantage)
-        check_lengths(config.model, self.sampling.max_new_tokens, "training", prompts)
+        if self._reward is None:
+            check_answers(prompts.examples, config.reward)
+        check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
+        check_lengths(config.model, self.sampling.max_new_tokens, "training", max(prompts.token_ids.lengths))
         return PromptStream(prompts, seed)
 
     def prepare(self, stack: ExitStack) -> None:

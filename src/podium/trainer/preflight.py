@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from podium.algorithms import check_functions
 from podium.config import config_to_yaml
-from podium.errors import ConfigError
+from podium.errors import ConfigError, DataError
 from podium.functions import load_function
-from podium.rewards import NAMED_REWARDS, RewardFn, resolve_reward
+from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
+from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import check_data
+from podium.rollout.tasks import DataConfig, Example, check_data, end_of_turn
 from podium.runtime import Bound, Capabilities, Node, backend_class
+from podium.telemetry import Note, emit
 from podium.trainer.config import SCHEDULES, PPOConfig, SFTConfig
 from podium.workers import ModelConfig
 from podium.workers.weight_files import replaced_heads, stored_tensors
@@ -29,13 +31,13 @@ from podium.workers.weight_files import replaced_heads, stored_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from podium.trainer.prompts import Prompt
     from podium.trainer.roles import RoleWorkers
     from podium.trainer.schedules import Schedule
 
 __all__ = [
     "ModelSize",
     "accelerators_each",
+    "check_answers",
     "check_columns",
     "check_examples",
     "check_given",
@@ -158,15 +160,15 @@ def accelerators_each(nodes: Sequence[Node], processes: int) -> int:
 # -- data, model and functions, once they are loaded -----------------------------------------------------------------
 
 
-def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, prompts: Sequence[Prompt]) -> None:
-    """Check that the longest of the ``what`` prompts and a completion fit into the model's positions.
+def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, longest: int) -> None:
+    """Check that a completion and the longest of the ``what`` prompts, in tokens, fit into the model's positions.
 
     Raises:
         ConfigError: They do not fit. The message names the settings that would make them fit.
     """
     from podium.workers.models import longest_text
 
-    most, longest = longest_text(model), max(len(prompt.token_ids) for prompt in prompts)
+    most = longest_text(model)
     if most is not None and longest + max_new_tokens > most:
         room = most - max_new_tokens
         shorter = f", or data.max_prompt_tokens to {room} (data.overlong says what becomes of longer ones)"
@@ -176,15 +178,15 @@ def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, prompts: S
         )
 
 
-def check_examples(model: ModelConfig, examples: Sequence[Sequence[int]]) -> None:
-    """Check that each example, prompt and answer together, fits into the model's positions.
+def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
+    """Check that each example, whose prompt and answer have a length in tokens, fits into the model's positions.
 
     Raises:
         ConfigError: One does not fit. The message says how many do not.
     """
     from podium.workers.models import longest_text
 
-    most, lengths = longest_text(model), [len(tokens) for tokens in examples]
+    most = longest_text(model)
     if most is not None and (beyond := sum(length > most for length in lengths)):
         raise ConfigError(
             f"{beyond} of the {len(lengths)} training examples are longer than the model's {most} positions; the "
@@ -193,13 +195,28 @@ def check_examples(model: ModelConfig, examples: Sequence[Sequence[int]]) -> Non
         )
 
 
-def check_columns(prompts: Sequence[Prompt], columns: Iterable[str], advantage: str) -> None:
-    """Check that every prompt has the ``columns`` of the data that the advantage estimator declares.
+def check_answers(examples: Iterable[Example], reward: RewardConfig) -> None:
+    """Check that every example has an answer which the reward can read, if the reward is one of Podium's that read it.
 
     Raises:
-        ConfigError: A prompt lacks a column. The message names the columns that it has.
+        DataError: An example has no answer, or one that is neither text nor messages, and such rewards end the run.
     """
-    for row in (prompt.example.row for prompt in prompts):
+    if reward.name not in READS_ANSWER or reward.on_error == "score":
+        return
+    for example in examples:
+        try:
+            answer_of(example.row)
+        except ValueError as error:
+            raise DataError(f"reward.name = {reward.name!r}, prompt {str(example.prompt)[:60]!r}: {error}") from None
+
+
+def check_columns(examples: Iterable[Example], columns: Iterable[str], advantage: str) -> None:
+    """Check that every example has the ``columns`` of the data that the advantage estimator declares.
+
+    Raises:
+        ConfigError: An example lacks a column. The message names the columns that it has.
+    """
+    for row in (example.row for example in examples):
         if missing := [name for name in columns if name not in row]:
             raise ConfigError(
                 f"algorithm.advantage = {advantage!r} reads the column {missing[0]!r} of the data, and a training "
@@ -208,12 +225,12 @@ def check_columns(prompts: Sequence[Prompt], columns: Iterable[str], advantage: 
 
 
 def with_stop_tokens(
-    sampling: SamplingParams, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingParams, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> SamplingParams:
-    """Return ``sampling`` with stop tokens.
+    """Return ``sampling`` with stop tokens. A note says so where there are none.
 
-    Where the configuration names none, they are those of the tokenizer and of the model's own generation_config.json,
-    which for chat models names the end of a turn too.
+    Where the configuration names none, they are those of the tokenizer, of the model's own generation_config.json, and
+    the token with which the chat template ends a turn.
     """
     if sampling.stop_token_ids:
         return sampling
@@ -224,8 +241,15 @@ def with_stop_tokens(
         with suppress(OSError):  # a model need not have the file
             own = GenerationConfig.from_pretrained(model.path).eos_token_id
     found: list[int] = []
-    for ids in (tokenizer.eos_token_id, own):
+    for ids in (tokenizer.eos_token_id, own, end_of_turn(tokenizer, data)):
         found += [ids] if isinstance(ids, int) else cast("list[int]", ids or [])
+    if not found:
+        emit(
+            Note(
+                "the tokenizer has no end-of-sequence token, so every completion has sampling.max_new_tokens = "
+                f"{sampling.max_new_tokens} tokens: set eos_token in the tokenizer, or sampling.stop_token_ids"
+            )
+        )
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(found)))
 
 

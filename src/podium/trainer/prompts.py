@@ -7,6 +7,7 @@ Legend: P prompts, n completions a prompt.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
-from podium.rollout.tasks import DataConfig, Example, encode_prompts, load_examples
+from podium.rollout.tasks import DataConfig, EncodedPrompts, Example, encode_prompts, load_examples
 from podium.telemetry import Note, emit
 
-__all__ = ["Prompt", "completion_seeds", "encoded", "load_held_out", "prompt_batch", "row_order"]
+__all__ = ["Prompt", "Prompts", "completion_seeds", "encoded", "load_held_out", "prompt_batch", "row_order"]
 
 _EVALUATION = -1
 
@@ -29,6 +30,26 @@ class Prompt:
     token_ids: Tensor
     text: str
     example: Example
+
+
+class Prompts(Sequence[Prompt]):
+    """Prompts whose token ids lie in one array. Each :class:`Prompt` is made when it is asked for."""
+
+    def __init__(
+        self, examples: Sequence[Example], encoded: EncodedPrompts, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.examples = [examples[place] for place in encoded.kept]
+        self.token_ids = encoded.token_ids
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        ids = self.token_ids[place]
+        return Prompt(torch.tensor(ids), str(self._tokenizer.decode(ids)), self.examples[place])
 
 
 def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:
@@ -48,12 +69,10 @@ def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:
 
 def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> list[Prompt]:
     """Load ``items`` held-out prompts, which are the same in every run. Raises ConfigError or DataError."""
-    return encoded(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out")
+    return list(encoded(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out"))
 
 
-def encoded(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str
-) -> list[Prompt]:
+def encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig, what: str) -> Prompts:
     """Encode ``examples``. A note says how many of the ``what`` prompts were too long. Raises as ``encode_prompts``."""
     found = encode_prompts(examples, tokenizer, config)
     if found.dropped or found.cut:
@@ -63,10 +82,7 @@ def encoded(
                 f"dropped, {found.cut} cut, of {len(examples)}"
             )
         )
-    return [
-        Prompt(torch.tensor(ids), str(tokenizer.decode(ids)), examples[place])
-        for ids, place in zip(found.token_ids, found.kept, strict=True)
-    ]
+    return Prompts(examples, found, tokenizer)
 
 
 def completion_seeds(seed: int, step: int | None, prompts: int, n: int) -> Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from podium.algorithms import loss_weights
 from podium.data import Batch, Jagged, fields
@@ -20,7 +19,7 @@ from podium.trainer.trainer import Trainer
 
 __all__ = ["Examples", "SFTTrainer"]
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[list[int], list[bool]]
 """The tokens of a prompt with its answer, and their loss mask."""
 
 
@@ -49,8 +48,8 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
         """Take examples and weigh their tokens."""
         with self.clock.stage("examples", step, "collect"):
             pairs = self.stream.take(self.config.batch.examples)
-            tokens = Jagged.from_rows([row for row, _ in pairs])
-            mask = tokens.like(torch.cat([row for _, row in pairs]))
+            tokens = Jagged.from_rows([torch.tensor(row) for row, _ in pairs])
+            mask = tokens.like(torch.cat([torch.tensor(row) for _, row in pairs]))
             weights = mask.like(loss_weights(mask.values, mask.offsets))
             columns = {fields.TOKENS: tokens, fields.LOSS_MASK: mask, fields.LOSS_WEIGHTS: weights}
             return Examples(step, Batch(columns))
@@ -71,5 +70,5 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
     def load_data(self) -> PromptStream[Pair]:
         data, seed = self.config.data, self.config.run.seed
         pairs = encode_pairs(load_examples(data.train, data, "train", seed), self.tokenizer, data)
-        check_examples(self.config.model, [tokens for tokens, _ in pairs])
-        return PromptStream([(torch.tensor(tokens), torch.tensor(mask)) for tokens, mask in pairs], seed)
+        check_examples(self.config.model, pairs.token_ids.lengths)
+        return PromptStream(pairs, seed)

@@ -27,6 +27,7 @@ from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import score_held_out
 from podium.trainer.files import remove, step_of
 from podium.trainer.preflight import (
+    check_answers,
     check_given,
     check_lengths,
     check_settings,
@@ -156,11 +157,14 @@ class Trainer(ABC, Generic[C, E, R]):
             cluster = stack.enter_context(connect(cluster, hints=hints, **self._backend_options))
         self._stop = stack.enter_context(listen_for_stop())
         self.tokenizer = load_tokenizer(config.model.tokenizer_source)
-        self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer)
+        self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer, config.data)
         self.stream = self.load_data()
         self.held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
         if self.held_out is not None:
-            check_lengths(config.model, self.sampling.max_new_tokens, "held-out", self.held_out)
+            longest = max(len(prompt.token_ids) for prompt in self.held_out)
+            check_lengths(config.model, self.sampling.max_new_tokens, "held-out", longest)
+            if self._reward is None:
+                check_answers((prompt.example for prompt in self.held_out), config.reward)
         # Closed after the workers: their end is what ends a call that a thread still waits for.
         self._threads = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="collect"))
         log_path = self.directory.logs / "reward.log"

@@ -7,9 +7,12 @@ from podium.lazy import lazy_exports
 if TYPE_CHECKING:
     from podium.rollout.tasks.config import DataConfig as DataConfig
     from podium.rollout.tasks.encode import (
+        EncodedPairs as EncodedPairs,
         EncodedPrompts as EncodedPrompts,
+        TokenRows as TokenRows,
         encode_pairs as encode_pairs,
         encode_prompts as encode_prompts,
+        end_of_turn as end_of_turn,
     )
     from podium.rollout.tasks.examples import (
         Example as Example,

@@ -25,9 +25,11 @@ class DataConfig:
     train_items: int | None = Field(default=None, ge=1, le=10**12)
     """Training uses at most this many examples. null means all of a file, and 10000 of a generated task."""
     prompt_column: str = Field(default="prompt", min_length=1)
-    """This column holds the prompt: text, or a list of chat messages."""
+    """This column holds the prompt: text, or a list of chat messages. Rows without a column "prompt" may have a
+    conversation with its answer in "messages" instead."""
     answer_column: str | None = Field(default="answer", min_length=1)
-    """This column holds the answer that a reward compares with. null means that the data has no answers."""
+    """This column holds the answer that a reward compares with: text, a number, or a list of chat messages. Rows
+    without a column "answer" may have "completion" instead. null means that the data has no answers."""
     template: str = ""
     """This template writes the prompt from any columns, as in "Q: {question}\\nA: ". It replaces prompt_column."""
     system_prompt: str = ""
@@ -35,6 +37,8 @@ class DataConfig:
     chat_template: str = Field(default="auto", min_length=1)
     """Prompts are formatted by the tokenizer's chat template if it has one (auto), as plain text (none), or by this
     Jinja file."""
+    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    """The chat template gets these variables, such as enable_thinking."""
     max_prompt_tokens: int = Field(default=1024, ge=1, le=10**9)
     """A prompt has at most this many tokens, system prompt and template included."""
     overlong: Literal["drop", "cut"] = "drop"

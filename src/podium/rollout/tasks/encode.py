@@ -1,23 +1,65 @@
-"""Encode examples as token ids: system prompt, chat template, and prompts that are too long."""
+"""Encode examples as token ids: system prompt, chat template, the turns to learn, and prompts that are too long.
+
+examples ─▶ text, by the chat template if there is one ─▶ token ids, in one array ─▶ kept on the disk
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, overload
+
+import torch
+from torch import Tensor
 
 from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.cache import cached
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example, Messages
+from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
+from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedPrompts", "encode_pairs", "encode_prompts"]
+__all__ = ["EncodedPairs", "EncodedPrompts", "TokenRows", "encode_pairs", "encode_prompts", "end_of_turn"]
 
-_CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
+_CHUNK: Final = 256  # examples that are written and encoded together
+_LONGEST_ANSWER: Final = 4_000_000  # characters, about a million tokens
+
+
+class TokenRows(Sequence[list[int]]):
+    """Rows of token ids, or of their loss mask, in one array. Only a row that is asked for becomes a list.
+
+    Attributes:
+        values: The values of all rows, ``[N]``.
+        offsets: Row i is ``values[offsets[i]:offsets[i + 1]]``: int64, one more than there are rows.
+    """
+
+    def __init__(self, values: Tensor, offsets: Tensor) -> None:
+        self.values = values
+        self.offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, row: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[list[int]]: ...
+    def __getitem__(self, row: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(row, slice):
+            return [self[each] for each in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        start, stop = self.offsets[row % len(self) :][:2].tolist()
+        return self.values[start:stop].tolist()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Length of each row."""
+        return self.offsets.diff().tolist()
 
 
 @dataclass(frozen=True)
@@ -25,167 +67,203 @@ class EncodedPrompts:
     """Prompts as token ids.
 
     Attributes:
-        token_ids: One list of 1 to ``max_prompt_tokens`` ids for each kept prompt.
+        token_ids: A row of 1 to ``max_prompt_tokens`` ids for each kept prompt.
         kept: The index of each kept prompt's example.
         dropped: Number of examples that were left out for their length.
         cut: Number of examples whose text was shortened.
     """
 
-    token_ids: list[list[int]]
+    token_ids: TokenRows
     kept: list[int]
     dropped: int
     cut: int
 
 
+class EncodedPairs(Sequence[tuple[list[int], list[bool]]]):
+    """Prompts with their answers: item i is ``(token_ids[i], loss_mask[i])``, two lists of equal length."""
+
+    def __init__(self, token_ids: TokenRows, loss_mask: TokenRows) -> None:
+        self.token_ids = token_ids
+        self.loss_mask = loss_mask
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[each] for each in range(*row.indices(len(self)))]
+        return self.token_ids[row], self.loss_mask[row]
+
+
 def encode_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> EncodedPrompts:
-    """Write each prompt as ``config`` says and encode it.
+    """Write each prompt as ``config`` says and encode it. Many examples are encoded once, and then kept on the disk.
 
     With a chat template a text becomes a user's message, a conversation is taken as it is, the system prompt goes
-    before it, and the model's turn is opened. Without a template, system prompt and prompt are plain text with an empty
-    line between them, after the tokenizer's beginning-of-sequence token if the tokenizer uses one.
+    before it, and the model's turn is opened. The template gets ``config.chat_template_kwargs``, and the tools of the
+    row. Without a template, system prompt and prompt are plain text with an empty line between them, after the
+    tokenizer's beginning-of-sequence token if the tokenizer uses one.
 
     A prompt of more than ``config.max_prompt_tokens`` is dropped, or its own text is cut from the front. The system
     prompt and the template stay whole.
 
     Raises:
         ConfigError: The template cannot be read or used, or a prompt is a conversation and there is no template.
-        DataError: A prompt is empty, or every prompt is too long.
+        DataError: A prompt is empty, or every prompt is too long or unknown to the tokenizer.
     """
-    writer = _Writer(tokenizer, config)
-    ids = writer.encode([writer.write(example.prompt) for example in examples])
-    token_ids: list[list[int]] = []
-    kept: list[int] = []
-    dropped = cut = 0
-    for index, (example, tokens) in enumerate(zip(examples, ids, strict=True)):
-        if not tokens:
-            raise DataError(f"example {index}: the prompt {str(example.prompt)[:60]!r} has no tokens")
-        if len(tokens) > config.max_prompt_tokens:
-            shorter = writer.cut(example.prompt, tokens) if config.overlong == "cut" else None
-            if shorter is None:
-                dropped += 1
-                continue
-            cut += 1
-            tokens = shorter
-        token_ids.append(tokens)
-        kept.append(index)
-    if examples and not kept:
-        shortest = min(map(len, ids))
-        raise DataError(
-            f"each of the {len(examples)} prompts is longer than data.max_prompt_tokens = {config.max_prompt_tokens} "
-            f"(the shortest has {shortest}); raise it"
-            + ("" if config.overlong == "cut" else ", or set data.overlong to cut")
-        )
-    return EncodedPrompts(token_ids, kept, dropped, cut)
+    writer = Writer(tokenizer, config)
+
+    def encode() -> dict[str, Tensor]:
+        rows, prompts = _Rows(), _Prompts(writer, examples)
+        for chunk in prompts.chunks():
+            for _, _, tokens in chunk:
+                rows.add(tokens)
+        return {**rows.tensors(), **prompts.tensors()}
+
+    found = cached(encode, "prompts", tokenizer, writer.settings, map(_content, examples), len(examples))
+    dropped, cut = found["counts"].tolist()
+    return EncodedPrompts(TokenRows(found["values"], found["offsets"]), found["kept"].tolist(), dropped, cut)
 
 
-def encode_pairs(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> list[tuple[list[int], list[bool]]]:
+def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> EncodedPairs:
     """Encode prompts with their answers for supervised fine-tuning: ``(token_ids, loss_mask)`` of equal length.
 
-    The prompt is encoded exactly as for generation. The answer's tokens and the end-of-sequence token follow, and the
-    mask is True on these. Prompts that are too long are dropped or cut as in :func:`encode_prompts`, and a note says
-    how many.
+    The prompt is encoded exactly as for generation. The answer's tokens follow, and the token that ends a turn: the
+    chat template's, or the end-of-sequence token. The mask is True on answer and end. Of a conversation, it is True on
+    every turn of the assistant. Prompts that are too long are dropped or cut as in :func:`encode_prompts`, and a note
+    says how many.
 
     Raises:
-        ConfigError: As :func:`encode_prompts`, or the tokenizer has no end-of-sequence token.
-        DataError: As :func:`encode_prompts`, or an example has no answer.
+        ConfigError: As :func:`encode_prompts`, or nothing ends an answer.
+        DataError: As :func:`encode_prompts`; or an answer is missing, vast, or neither text nor messages.
     """
-    eos = tokenizer.eos_token_id
-    if not isinstance(eos, int):
+    writer = Writer(tokenizer, config)
+    end = tokenizer.eos_token_id if writer.end is None else writer.end[1]
+    if not isinstance(end, int):
         raise ConfigError(
             "the tokenizer has no end-of-sequence token, so a model could not learn to stop: set eos_token"
         )
     for index, example in enumerate(examples):
-        if example.answer is None:
+        _check_answer(index, example)
+
+    def encode() -> dict[str, Tensor]:
+        rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples)
+        for chunk in prompts.chunks():
+            for tokens, mask in writer.answered([(examples[index], prompt, ids) for index, prompt, ids in chunk], end):
+                rows.add(tokens)
+                learned.extend(mask)
+        return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
+
+    content = ((_content(example), example.answer, example.turns, example.whole) for example in examples)
+    found = cached(encode, "pairs", tokenizer, writer.settings, content, len(examples))
+    dropped, cut = found["counts"].tolist()
+    if dropped or cut:
+        emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}"))
+    offsets = found["offsets"]
+    return EncodedPairs(TokenRows(found["values"], offsets), TokenRows(found["learned"].view(torch.bool), offsets))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int | None:
+    """Return the id of the special token with which the chat template ends the assistant's turn; None if it has none.
+
+    Raises:
+        ConfigError: The template cannot be read or used.
+    """
+    end = Writer(tokenizer, config).end
+    return None if end is None else end[1]
+
+
+def _check_answer(index: int, example: Example) -> None:
+    where = f"example {index}, prompt {str(example.prompt)[:60]!r}"
+    if example.answer is None and not example.turns:
+        raise DataError(
+            f"example {index} has no answer to learn, prompt {str(example.prompt)[:60]!r}; set data.answer_column, "
+            "or take the row out"
+        )
+    answer = example.row.get("answer", example.answer)
+    if not example.turns and answer is not None and answer_text(answer) is None:
+        raise DataError(
+            f"{where}: the answer {str(answer)[:60]!r} ({type(answer).__name__}) is neither text nor messages; set "
+            "data.answer_column to a column that holds what the model is to write"
+        )
+    length = sum(len(message_text(turn)) for turn in example.turns) or len(example.answer or "")
+    if length > _LONGEST_ANSWER:
+        raise DataError(
+            f"{where}: the answer has {length:,} characters, more than {_LONGEST_ANSWER:,}; take the row out"
+        )
+
+
+def _content(example: Example) -> tuple[Any, Any]:
+    """What the text of a prompt depends on, beside the configuration."""
+    return example.prompt, example.row.get("tools")
+
+
+class _Rows:
+    """Collects rows of ids in one array."""
+
+    def __init__(self) -> None:
+        self._values = array("i")
+        self._offsets = array("q", [0])
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self._values.extend(tokens)
+        self._offsets.append(len(self._values))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"values": _tensor(self._values, torch.int32), "offsets": _tensor(self._offsets, torch.int64)}
+
+
+def _tensor(values: array[int], dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+
+
+class _Prompts:
+    """The prompts of ``examples`` that are short enough or could be cut."""
+
+    def __init__(self, writer: Writer, examples: Sequence[Example]) -> None:
+        self._writer = writer
+        self._examples = examples
+        self._kept = array("q")
+        self._dropped = self._cut = 0
+
+    def chunks(self) -> Iterator[list[tuple[int, str | Messages, list[int]]]]:
+        """Yield, in chunks, the index of an example, its prompt, which may have been cut, and the prompt's token ids.
+
+        Raises:
+            ConfigError, DataError: As :func:`encode_prompts`.
+        """
+        writer, examples, most = self._writer, self._examples, self._writer.config.max_prompt_tokens
+        unknown: list[int] = []
+        shortest: float = float("inf")
+        for start in range(0, len(examples), _CHUNK):
+            places = range(start, min(start + _CHUNK, len(examples)))
+            chunk: list[tuple[int, str | Messages, list[int]]] = []
+            for index, tokens in zip(places, writer.prompts([examples[place] for place in places]), strict=True):
+                prompt: str | Messages = examples[index].prompt
+                if tokens is not None and not tokens:
+                    raise DataError(f"example {index}: the prompt {str(prompt)[:60]!r} has no tokens")
+                shortest = min(shortest, len(tokens) if tokens is not None else shortest)
+                if tokens is None or len(tokens) > most:
+                    shorter = writer.cut(examples[index], tokens) if writer.config.overlong == "cut" else None
+                    if shorter is None:
+                        self._dropped += 1
+                        continue
+                    self._cut += 1
+                    prompt, tokens = shorter
+                if writer.unknown in tokens:
+                    unknown.append(index)
+                self._kept.append(index)
+                chunk.append((index, prompt, tokens))
+            yield chunk
+        if examples and not self._kept:
+            known = f"the shortest has {shortest:.0f}" if shortest < float("inf") else "each has far more"
             raise DataError(
-                f"example {index} has no answer to learn, prompt {str(example.prompt)[:60]!r}; set data.answer_column, "
-                "or take the row out"
+                f"each of the {len(examples)} prompts is longer than data.max_prompt_tokens = {most} ({known}); "
+                f"raise it{'' if writer.config.overlong == 'cut' else ', or set data.overlong to cut'}"
             )
-    prompts = encode_prompts(examples, tokenizer, config)
-    if prompts.dropped or prompts.cut:
-        emit(Note(f"prompts too long: {prompts.dropped} dropped, {prompts.cut} cut, of {len(examples)}"))
-    answers = _encode(tokenizer, [examples[index].answer or "" for index in prompts.kept], special=False)
-    return [
-        (prompt + answer + [eos], [False] * len(prompt) + [True] * (len(answer) + 1))
-        for prompt, answer in zip(prompts.token_ids, answers, strict=True)
-    ]
+        writer.check_unknown([examples[index] for index in unknown], len(self._kept))
 
-
-class _Writer:
-    """Writes prompts as text and encodes them, for one tokenizer and one configuration."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
-        self._tokenizer = tokenizer
-        self._config = config
-        self._template = _template(tokenizer, config)
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Encode texts. A template writes special tokens itself; plain text gets the tokenizer's first ones."""
-        if self._template is not None:
-            return _encode(self._tokenizer, texts, special=False)
-        eos = self._tokenizer.eos_token_id
-        encoded = _encode(self._tokenizer, texts, special=True)
-        return [ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids for ids in encoded]
-
-    def write(self, prompt: str | Messages) -> str:
-        system = self._config.system_prompt
-        if self._template is None:
-            if not isinstance(prompt, str):
-                raise ConfigError(
-                    "the prompts are conversations, and there is no chat template to write them with: set "
-                    "data.chat_template to a Jinja file, or take a tokenizer that has one"
-                )
-            return f"{system}\n\n{prompt}" if system else prompt
-        messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        try:
-            written: Any = self._tokenizer.apply_chat_template(
-                cast(Any, messages), chat_template=self._template, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # templates raise what they like, and Jinja's own errors besides
-            raise ConfigError(
-                f"the chat template cannot write {str(messages)[:120]}: {error}; set data.chat_template to another, or "
-                "to none for plain text" + ("; it may not know system prompts" if system else "")
-            ) from error
-        return written
-
-    def cut(self, prompt: str | Messages, tokens: list[int]) -> list[int] | None:
-        """Cut the prompt's own text, or the last message's, from the front until it fits. None: nothing is left."""
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        (ids,) = _encode(self._tokenizer, [text], special=False)
-        excess = len(tokens) - self._config.max_prompt_tokens
-        for _ in range(_CUTS):
-            ids = ids[excess:]
-            if not ids:
-                return None
-            shorter: Any = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            whole = shorter if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": shorter}]
-            (tokens,) = self.encode([self.write(whole)])
-            excess = len(tokens) - self._config.max_prompt_tokens
-            if excess <= 0:
-                return tokens
-        return None
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
-    encoded: Any = tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
-    return encoded.get("input_ids", [])
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str | None:
-    """Return the Jinja text of the chat template, or None for plain text."""
-    if config.chat_template == "none":
-        return None
-    if config.chat_template == "auto":
-        return tokenizer.get_chat_template() if tokenizer.chat_template else None
-    path = Path(config.chat_template).expanduser()
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.chat_template = {config.chat_template!r} cannot be read: {error}; expected auto, none or a file"
-        ) from None
+    def tensors(self) -> dict[str, Tensor]:
+        counts = torch.tensor([self._dropped, self._cut])
+        return {"kept": _tensor(self._kept, torch.int64), "counts": counts}

@@ -11,11 +11,11 @@ therefore disjoint in every run and with every seed, and equal prompts are on on
 import hashlib
 import heapq
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks import gym
@@ -31,13 +31,16 @@ from podium.rollout.tasks.rows import (
 )
 from podium.telemetry import Note, emit
 
-__all__ = ["Example", "Messages", "check_data", "load_examples"]
+__all__ = ["Example", "Messages", "answer_text", "check_data", "load_examples"]
 
-Messages = list[dict[str, str]]
-"""A conversation: each entry has "role" and "content"."""
+Messages = list[dict[str, Any]]
+"""A conversation: each entry has "role", and "content", "tool_calls" or both."""
 
 GENERATED_ITEMS: Final = 10_000  # training examples of a generated task, unless data.train_items says otherwise
 _SPECS: Final = "expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK"
+_MESSAGES: Final = "messages"  # the column that holds a whole conversation where the data have no prompt
+_COMPLETION: Final = "completion"  # the column that holds the answer where the data have no other
+_TEXT_OR_MESSAGES: Final = 'text, or a list of messages such as [{"role": "user", "content": "…"}]'
 _PATIENCE: Final = 200  # a task is exhausted when this many problems of a side bring no new one
 
 
@@ -49,11 +52,16 @@ class Example:
         prompt: Text, or chat messages.
         answer: The answer as text. None means that there is none.
         row: All columns of the data, and "prompt" and "answer" beside them. A reward gets this row.
+        turns: The answer as messages, where the data have it so. The last one is the assistant's.
+        whole: Whether prompt and turns are one conversation, of which supervised fine-tuning learns every turn of the
+            assistant.
     """
 
     prompt: str | Messages
     answer: str | None
     row: Mapping[str, Any]
+    turns: Sequence[Mapping[str, Any]] = ()
+    whole: bool = False
 
 
 def load_examples(
@@ -93,6 +101,11 @@ def load_examples(
         examples = _stored(source, config, held_out, limit)
     if examples:
         return examples
+    if not held_out and not config.eval and config.holdout > 0 and not source.startswith(gym.PREFIX):
+        raise DataError(
+            f"{source} holds no examples to train on with data.holdout = {config.holdout:g}: all of them are held out, "
+            "or there are none; set data.eval to held-out data, or lower data.holdout"
+        )
     if held_out and not config.eval:
         raise DataError(
             f"{source} leaves no held-out examples with data.holdout = {config.holdout:g}; set data.eval to held-out "
@@ -169,26 +182,107 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
 
 
 def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
-    wanted = {"answer": config.answer_column, "prompt": None if config.template else config.prompt_column}
+    prompt_column, answer_column = _columns(row, config)
+    wanted = {"answer": answer_column, "prompt": None if config.template else prompt_column}
     for part, column in wanted.items():
         if column is not None and column not in row:
             none = " (null if there is no answer)" if part == "answer" else ""
             hint = columns_hint(column, list(row))
             raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}")
-    answer = None if config.answer_column is None else row[config.answer_column]
-    if config.template:
-        return _example(_fill(config.template, row, place), answer, row)
-    prompt = row[config.prompt_column]
-    if not isinstance(prompt, str) and not _is_conversation(prompt):
+    answer = None if answer_column is None else row[answer_column]
+    prompt = _fill(config.template, row, place) if config.template else row[prompt_column]
+    if not isinstance(prompt, str):
+        _check_messages(place, prompt_column, prompt)
+    if _is_conversation(answer):
+        _check_messages(place, answer_column, answer)
+        if answer[-1]["role"] != "assistant":
+            raise DataError(
+                f"{place}: column {answer_column!r} ends with a message of the role {answer[-1]['role']!r}; expected "
+                "the assistant's"
+            )
+        example = _example(prompt, answer, row, turns=answer)
+    elif _ends_with_answer(prompt) and (answer is None or prompt_column == _MESSAGES):
+        *before, last = prompt
+        if not before:
+            raise DataError(f"{place}: column {prompt_column!r} holds no message before the assistant's, which answers")
+        answer = message_text(last) if answer is None else answer
+        example = _example(before, answer, row, turns=[last], whole=True)
+    else:
+        example = _example(prompt, answer, row)
+    try:
+        _text(example.prompt).encode()
+        (example.answer or "").encode()
+    except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: column {config.prompt_column!r} holds {str(prompt)[:60]!r} ({type(prompt).__name__}); expected "
-            'text, or a list of messages such as [{"role": "user", "content": "…"}]'
+            f"{place}: character {error.start + 1} is half of a surrogate pair ({error.object[error.start]!r}), which "
+            "is no text; repair the row"
+        ) from None
+    return example
+
+
+def _columns(row: Mapping[str, Any], config: DataConfig) -> tuple[str, str | None]:
+    """Return the columns of this row that hold prompt and answer. The answer's is None if there is none.
+
+    A column that the configuration does not name may be one that the field's data have: "messages", "completion".
+    """
+    prompt, answer = config.prompt_column, config.answer_column
+    if prompt == "prompt" and prompt not in row and _MESSAGES in row and not config.template:
+        prompt = _MESSAGES
+    if answer == "answer" and answer not in row:
+        if _COMPLETION in row:
+            answer = _COMPLETION
+        elif _ends_with_answer(row.get(prompt)) and not config.template:
+            answer = None
+    return prompt, answer
+
+
+def _ends_with_answer(prompt: object) -> TypeGuard[Messages]:
+    return _is_conversation(prompt) and prompt[-1]["role"] == "assistant"
+
+
+def _check_messages(place: str, column: str | None, messages: object) -> None:
+    """Raise DataError unless ``messages`` are a conversation that a chat template can write as text."""
+    if not _is_conversation(messages):
+        raise DataError(
+            f"{place}: column {column!r} holds {str(messages)[:60]!r} ({type(messages).__name__}); expected "
+            f"{_TEXT_OR_MESSAGES}"
         )
-    return _example(prompt, answer, row)
+    for number, message in enumerate(cast(Messages, messages), start=1):
+        content = message.get("content")
+        if isinstance(content, str) or (content is None and message.get("tool_calls")):
+            continue
+        if isinstance(content, list) and all(
+            isinstance(part, Mapping) and part.get("type") == "text" for part in content
+        ):
+            continue
+        raise DataError(
+            f"{place}: message {number} of column {column!r} has the content {str(content)[:60]!r} "
+            f"({type(content).__name__}); expected text, parts of the type text, or tool_calls beside no content"
+        )
 
 
-def _example(prompt: str | Messages, answer: Any, row: dict[str, Any]) -> Example:
-    return Example(prompt, None if answer is None else str(answer), {**row, "prompt": prompt, "answer": answer})
+def message_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose parts are joined."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def answer_text(answer: object) -> str | None:
+    """Return an answer as text: text itself, a number or date as Python writes it, the text of the last of messages.
+
+    None means that the answer is neither, or that there is none.
+    """
+    if answer is None or isinstance(answer, str):
+        return answer
+    if _is_conversation(answer):
+        return message_text(answer[-1])
+    return None if isinstance(answer, Mapping | Sequence | Set) else str(answer)
+
+
+def _example(prompt: str | Messages, answer: Any, row: dict[str, Any], **turns: Any) -> Example:
+    text = None if answer is None else answer_text(answer)
+    shown = str(answer) if text is None and answer is not None else text
+    return Example(prompt, shown, {**row, "prompt": prompt, "answer": answer}, **turns)
 
 
 def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
@@ -204,11 +298,14 @@ def _fill(template: str, row: Mapping[str, Any], place: str) -> str:
         ) from None
 
 
-def _is_conversation(prompt: object) -> bool:
+def _is_conversation(prompt: object) -> TypeGuard[Messages]:
     return (
         isinstance(prompt, list)
         and bool(prompt)
-        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in prompt)
+        and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) and ("content" in m or "tool_calls" in m)
+            for m in prompt
+        )
     )
 
 

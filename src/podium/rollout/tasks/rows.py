@@ -1,8 +1,12 @@
-"""Rows of JSON Lines and Parquet files and of datasets of the hub, each with the place that an error about it names."""
+"""Rows of files and of datasets of the hub, each with the place that an error about it names."""
 
+import csv
 import difflib
 import glob
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +18,11 @@ __all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "means_fil
 PlacedRow = tuple[str, dict[str, Any]]
 """The place of a row, as in "train.jsonl, line 3", and its columns."""
 
-_SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet")
+_Binary = io.BufferedReader | gzip.GzipFile
+_PACKED: Final = ".gz"
+_TEXTS: Final = (".jsonl", ".ndjson", ".json", ".csv")
+_SUFFIXES: Final = (*_TEXTS, *(suffix + _PACKED for suffix in _TEXTS), ".parquet", ".arrow")
+_LONGEST_FIELD: Final = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is less than a long document
 
 
 def means_files(spec: str) -> bool:
@@ -41,32 +49,78 @@ def _nearest(path: Path) -> str:
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in _SUFFIXES)
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.name.endswith(_SUFFIXES))
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     return f"; {folder.resolve()} has {', '.join(near or names[:8]) or 'no data files'}"
 
 
 def read_rows(path: Path) -> Iterator[PlacedRow]:
-    """Yield the rows of one file.
+    """Yield the rows of one file: JSON Lines, a JSON array, CSV (each may be packed by gzip), Parquet, or Arrow.
+
+    Values are as the file has them. Nothing is guessed from a text, so a CSV field stays the text ``007``.
 
     Raises:
-        DataError: The file cannot be read, or a line is no JSON object. The message names the file, the line and the
-            column, and what was expected there.
+        DataError: The file cannot be read, or a row is malformed. The message names the file, the line and the column,
+            and what was expected there.
     """
-    return _parquet(path) if path.suffix.lower() == ".parquet" else _json_lines(path)
-
-
-def _json_lines(path: Path) -> Iterator[PlacedRow]:
-    number = 0
+    name = path.name.lower()
+    if name.endswith((".parquet", ".arrow")):
+        yield from _arrow(path)
+        return
+    packed = name.endswith(_PACKED)
+    name = name.removesuffix(_PACKED)
     try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if number == 1:
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")
-                if raw.strip():
-                    yield f"{path}, line {number}", _json_object(path, number, raw)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        with gzip.open(path) if packed else path.open("rb") as file:
+            if name.endswith(".csv"):
+                yield from _csv(path, file)
+            elif name.endswith(".json") and file.peek(64).lstrip(_BLANK).startswith(b"["):
+                yield from _json_array(path, file.read())
+            else:
+                yield from _json_lines(path, file)
+    except (OSError, EOFError, zlib.error) as error:  # gzip's own errors are of all three kinds
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _json_lines(path: Path, file: _Binary) -> Iterator[PlacedRow]:
+    for number, raw in enumerate(file, start=1):
+        if number == 1:
+            raw = raw.removeprefix(_BOM)
+        if raw.strip():
+            yield f"{path}, line {number}", _json_object(path, number, raw)
+
+
+def _json_array(path: Path, data: bytes) -> Iterator[PlacedRow]:
+    try:
+        items: list[object] = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON array: {_reason(error)}") from None
+    for number, item in enumerate(items, start=1):
+        if not isinstance(item, dict):
+            raise DataError(f"{path}, item {number}: {_NO_OBJECT}, found {_json_kind(item)}")
+        yield f"{path}, item {number}", item
+
+
+def _csv(path: Path, file: _Binary) -> Iterator[PlacedRow]:
+    csv.field_size_limit(_LONGEST_FIELD)
+    lines = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    header: list[str] = []
+    try:
+        for line in lines:
+            place = f"{path}, line {lines.line_num}"
+            if not header:
+                header = line
+                if repeated := [name for name in header if header.count(name) > 1]:
+                    raise DataError(f"{place}: the header names the column {repeated[0]!r} twice")
+            elif line:
+                if len(line) != len(header):
+                    raise DataError(f"{place}: {len(line)} fields where the header names {len(header)} columns")
+                yield place, dict(zip(header, line, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}, line {lines.line_num + 1} is no CSV in UTF-8: {error}") from None
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
@@ -81,20 +135,25 @@ def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         if number == 1 and line.strip() == "[":
-            raise DataError(f"{place}: a JSON array over many lines; {_ONE_A_LINE.format(path=path)}") from None
+            raise DataError(f"{place}: a JSON array over many lines; {_ONE_A_LINE}") from None
         near = line[max(0, error.pos - 20) : error.pos + 20].strip()
         what = error.msg.removeprefix("Expecting ")
         expected = f"expected {what}" if what != error.msg else error.msg
         raise DataError(
             f"{place}, column {error.pos + 1}: {expected}, near {near!r}; each line must be one whole JSON object"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is no JSON that can be read: {_reason(error)}") from None
     if not isinstance(row, dict):
-        hint = f"; {_ONE_A_LINE.format(path=path)}" if isinstance(row, list) and number == 1 else ""
-        raise DataError(f'{place}: expected a JSON object such as {{"prompt": "…"}}, found {_json_kind(row)}{hint}')
+        hint = f"; {_ONE_A_LINE}" if isinstance(row, list) and number == 1 else ""
+        raise DataError(f"{place}: {_NO_OBJECT}, found {_json_kind(row)}{hint}")
     return row
 
 
-_ONE_A_LINE: Final = "write one object a line, as jq -c '.[]' {path} does"
+_ONE_A_LINE: Final = "write one object a line, or give the file the ending .json"
+_NO_OBJECT: Final = 'expected a JSON object such as {"prompt": "…"}'
+_BOM: Final = b"\xef\xbb\xbf"
+_BLANK: Final = _BOM + b" \t\r\n"
 
 
 def _json_kind(value: object) -> str:
@@ -102,19 +161,33 @@ def _json_kind(value: object) -> str:
     return kinds.get(type(value), "null")
 
 
-def _parquet(path: Path) -> Iterator[PlacedRow]:
+def _arrow(path: Path) -> Iterator[PlacedRow]:
     import pyarrow
-    import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+        with pyarrow.OSFile(str(path)) as file:
+            for batch in _batches(path, file):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet after row {number}: {error}") from error
+        kind = "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
+        raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}") from error
+
+
+def _batches(path: Path, file: Any) -> Iterator[Any]:
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if path.suffix.lower() == ".parquet":
+        yield from pyarrow.parquet.ParquetFile(file).iter_batches()
+    elif file.read(6) == b"ARROW1":  # the file format; `datasets` writes the stream format
+        reader = pyarrow.ipc.open_file(file)
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        file.seek(0)
+        yield from pyarrow.ipc.open_stream(file)
 
 
 def columns_hint(wanted: str, columns: Sequence[str]) -> str:

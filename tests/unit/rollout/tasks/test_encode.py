@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import tokenizers
+from huggingface_hub import constants
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from podium.errors import ConfigError, DataError
-from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts
+from podium.rollout.tasks import DataConfig, EncodedPairs, Example, cache, encode_pairs, encode_prompts
+from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Event, Note, subscribe
 
 CHATML = (
@@ -154,7 +156,7 @@ def test_a_template_longer_than_the_limit_leaves_nothing_and_says_so() -> None:
 def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(DataError, match="example 1: the prompt '' has no tokens"):
         encode_prompts([example("a"), example("")], byte_tokenizer(), DataConfig())
-    assert encode_prompts([], byte_tokenizer(), DataConfig()).token_ids == []
+    assert not encode_prompts([], byte_tokenizer(), DataConfig()).token_ids
 
 
 # -- pairs -----------------------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def test_a_pair_is_the_prompt_as_generated_from_then_the_answer_and_the_end(temp
         assert len(ids) == len(mask)
         assert ids[: len(prompt)] == prompt
         assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
-        assert written(tokenizer, ids[len(prompt) :]) == f"{answer}</s>"
+        assert written(tokenizer, ids[len(prompt) :]) == answer + ("<|im_end|>" if template else "</s>")
 
 
 def test_long_prompts_of_pairs_are_counted_in_a_note() -> None:
@@ -193,3 +195,51 @@ def test_pairs_need_answers_and_an_end() -> None:
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
         encode_pairs([example("a")], tokenizer, DataConfig())
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_token_ids_are_kept_until_something_changes_that_they_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_FROM", 2)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    folder = tmp_path / "podium" / "tokens"
+    examples = [example("the fox", "jumps"), example("a dog", "sleeps")]
+    tokenizer = byte_tokenizer(CHATML)
+    for count, (encode, given, config) in enumerate(
+        [
+            (encode_prompts, examples, DataConfig()),
+            (encode_pairs, examples, DataConfig()),
+            (encode_pairs, [examples[0], example("a dog", "sleeps on")], DataConfig()),
+            (encode_pairs, examples, DataConfig(system_prompt="Be brief.")),
+            (encode_pairs, examples, DataConfig(max_prompt_tokens=40)),
+            (encode_pairs, examples, DataConfig(chat_template="none")),
+        ],
+        start=1,
+    ):
+        made, again = encode(given, tokenizer, config), encode(given, tokenizer, config)
+        rows = [list(found.token_ids) for found in (made, again)]
+        assert rows[0] == rows[1] and rows[0]
+        assert len(list(folder.iterdir())) == count
+        if isinstance(made, EncodedPairs) and isinstance(again, EncodedPairs):
+            assert list(made.loss_mask) == list(again.loss_mask)
+    monkeypatch.setattr(cache, "save_file", None)  # what is there is read, and nothing is encoded
+    monkeypatch.setattr(Writer, "prompts", None)
+    assert list(encode_prompts(examples, tokenizer, DataConfig()).kept) == [0, 1]
+
+
+def test_a_kept_file_that_is_broken_is_made_again_and_one_that_cannot_be_written_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_FROM", 1)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    tokenizer, examples = byte_tokenizer(), [example("the fox")]
+    whole = list(encode_prompts(examples, tokenizer, DataConfig()).token_ids)
+    (file,) = (tmp_path / "podium" / "tokens").iterdir()
+    for broken in (b"", b"nonsense" * 9, file.read_bytes()[:-3]):
+        file.write_bytes(broken)
+        assert list(encode_prompts(examples, tokenizer, DataConfig()).token_ids) == whole
+    monkeypatch.setattr(constants, "HF_HOME", str(file))  # no directory
+    assert list(encode_prompts(examples, tokenizer, DataConfig()).token_ids) == whole

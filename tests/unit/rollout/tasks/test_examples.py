@@ -170,7 +170,7 @@ def test_nothing_to_evaluate_on_is_said_with_the_remedy(tmp_path: Path) -> None:
         ("prompt,answer\n", "line 1, column 1: expected value, near 'prompt,answer'; each line must be one whole"),
         ('["a", "b"]\n', "line 1: expected a JSON object such as .* found an array; write one object a line"),
         ('"a"\n', "line 1: expected a JSON object such as .* found a string"),
-        ("[\n{}\n]\n", "line 1: a JSON array over many lines; write one object a line, as jq"),
+        ("[\n{}\n]\n", "line 1: a JSON array over many lines; write one object a line, or give"),
     ],
 )
 def test_malformed_json_names_file_line_column_and_what_was_expected(tmp_path: Path, text: str, message: str) -> None:

@@ -1,0 +1,353 @@
+"""Write prompts and conversations as text, by the chat template if there is one, and encode them."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.examples import Example, Messages, message_text
+from podium.telemetry import Note, emit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Writer"]
+
+T = TypeVar("T")
+
+_CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
+_PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which takes milliseconds
+_VAST: Final = 1_000_000  # characters: only texts of more are judged by their length before they are encoded
+_EXAMINED: Final = 100  # texts with unknown characters that are looked at closely
+_PROBE: Final = "podium"
+_MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
+_GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' keyword around the assistant's text
+
+
+class Writer:
+    """Writes prompts and answers as text and encodes them, for one tokenizer and one configuration."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self.config = config
+        self._template = _template(tokenizer, config)
+        self._options = _template_options(tokenizer, config, self._template)
+        unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        self.unknown = unknown if unknown not in special else None  # GPT-2's is its end-of-sequence token
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The settings that the token ids depend on."""
+        config = self.config
+        options = sorted(self._options.items())
+        return self._template, options, config.system_prompt, config.max_prompt_tokens, config.overlong
+
+    @cached_property
+    def end(self) -> tuple[str, int] | None:
+        """The special token with which the template ends the assistant's turn, and its id."""
+        if self._template is None:
+            return None
+        messages = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+        try:
+            written = _in_time(lambda: self._render(messages, None, opened=False))
+        except _Looping:
+            raise
+        except ConfigError:  # one that writes prompts only
+            return None
+        (ids,) = self._encode([written.rpartition(_PROBE)[2]])
+        special = {
+            place: token.content for place, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        }
+        return next(((special[token], token) for token in ids if token in special), None)
+
+    def prompts(self, examples: Sequence[Example]) -> list[list[int] | None]:
+        """Encode prompts as they are generated from. None stands for a prompt that is too long at first sight."""
+        texts = self._write([(example.prompt, example) for example in examples])
+        vast = [self._is_vast(text) for text in texts]
+        encoded = iter(self._encode_prompts([text for text, drop in zip(texts, vast, strict=True) if not drop]))
+        return [None if drop else next(encoded) for drop in vast]
+
+    def cut(self, example: Example, tokens: list[int] | None) -> tuple[str | Messages, list[int]] | None:
+        """Cut the prompt's own text, or the last message's, from the front until it fits. None: nothing is left."""
+        prompt, most = example.prompt, self.config.max_prompt_tokens
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        if not isinstance(text, str):
+            return None
+        if tokens is None:
+            text = text[-self._most_characters :]
+        (ids,) = self._encode([text])
+        excess = (len(ids) if tokens is None else len(tokens)) - most
+        for _ in range(_CUTS):
+            ids = ids[max(0, excess) :]
+            if not ids:
+                return None
+            shorter: Any = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            whole = shorter if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": shorter}]
+            (tokens,) = self._encode_prompts(self._write([(whole, example)]))
+            excess = len(tokens) - most
+            if excess <= 0:
+                return whole, tokens
+        return None
+
+    def answered(
+        self, prompts: Sequence[tuple[Example, str | Messages, list[int]]], end: int
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        """Encode what follows each prompt. Yields the ids of the whole and their mask.
+
+        Args:
+            prompts: An example, its prompt, which may have been cut, and the prompt's ids.
+            end: The id that ends an answer.
+        """
+        turns = [(e, prompt, ids) for e, prompt, ids in prompts if e.turns]
+        spoken = iter(_in_time(lambda: [self._conversation(*each) for each in turns]) if turns else ())
+        written = iter(self._encode([e.answer or "" for e, _, _ in prompts if not e.turns]))
+        for example, _, ids in prompts:
+            if example.turns:
+                tokens, mask = next(spoken)
+                yield (tokens, mask) if self.end else ([*tokens, end], [*mask, True])
+            else:
+                answer = next(written)
+                yield [*ids, *answer, end], [False] * len(ids) + [True] * (len(answer) + 1)
+
+    def check_unknown(self, examples: Sequence[Example], total: int) -> None:
+        """Tell of prompts with characters that the tokenizer does not know.
+
+        Raises:
+            DataError: They are most of the ``total`` prompts, and hold nothing else.
+        """
+        if not examples:
+            return
+        looked = examples[:_EXAMINED]
+        texts = [p if isinstance(p := example.prompt, str) else message_text(p[-1]) for example in looked]
+        blind = sum(all(token == self.unknown for token in ids) for ids in self._encode(texts))
+        signs = sorted({sign for text in texts for sign in text[:_EXAMINED]})
+        strange = [sign for sign, ids in zip(signs, self._encode(signs), strict=True) if self.unknown in ids]
+        said = (
+            f"{len(examples)} of {total} prompts hold characters that the tokenizer does not know, such as "
+            f"{', '.join(map(repr, strange[:5])) or repr(texts[0][:20])}"
+        )
+        if 2 * len(examples) > total and 2 * blind > len(looked):
+            raise DataError(f"{said}: the model would see nothing but {self._tokenizer.unk_token}; set model.tokenizer")
+        emit(Note(f"{said}: the model sees {self._tokenizer.unk_token} in their place"))
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    def _write(self, prompts: Sequence[tuple[str | Messages, Example]]) -> list[str]:
+        """Write prompts as they are generated from. The second of each pair has the tools."""
+        system = self.config.system_prompt
+        if self._template is not None:
+            return _in_time(lambda: [self._render(self._messages(p), self._tools(e), opened=True) for p, e in prompts])
+        for prompt, _ in prompts:
+            if not isinstance(prompt, str):
+                raise ConfigError(
+                    "the prompts are conversations, and there is no chat template to write them with: set "
+                    "data.chat_template to a Jinja file, or take a tokenizer that has one"
+                )
+        return [f"{system}\n\n{prompt}" if system else str(prompt) for prompt, _ in prompts]
+
+    def _messages(self, prompt: str | Messages) -> Messages:
+        """The prompt as messages, with the system prompt. An entry of None is one that a Parquet row lacks."""
+        messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _without_none(prompt)
+        if self.config.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        return messages
+
+    def _tools(self, example: Example) -> list[Any] | None:
+        """The tools of the row: a list of JSON schemas, or its JSON text. Other columns of this name are not tools."""
+        given = tools = example.row.get("tools")
+        if not tools:
+            return None
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except (ValueError, RecursionError):
+                tools = None
+        if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in cast("list[object]", tools))):
+            if isinstance(example.prompt, str):
+                return None
+            raise DataError(f"the tools {str(given)[:60]!r} of a row are no list of JSON schemas; repair the row")
+        if not re.search(r"\btools\b", self._template or ""):
+            raise ConfigError(
+                "the rows have tools, and the chat template writes none: set data.chat_template to another"
+            )
+        return cast("list[Any]", tools)
+
+    def _render(self, messages: Messages, tools: list[Any] | None, *, opened: bool) -> str:
+        return self._applied(messages, tools, add_generation_prompt=opened, tokenize=False)
+
+    def _applied(self, messages: Messages, tools: list[Any] | None, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                cast(Any, messages), tools=tools, chat_template=self._template, **options, **self._options
+            )
+        except Exception as error:  # templates raise what they like, and Jinja's own errors besides
+            system = self.config.system_prompt
+            raise ConfigError(
+                f"the chat template cannot write {str(messages)[:120]}: {error}; set data.chat_template to another, or "
+                "to none for plain text" + ("; it may not know system prompts" if system else "")
+            ) from error
+
+    def _conversation(self, example: Example, prompt: str | Messages, ids: list[int]) -> tuple[list[int], list[bool]]:
+        """Encode prompt and turns. The mask is True on the assistant's turns, without the prompt's unless it is whole.
+
+        Where the template marks the assistant's text, its mask is taken. Otherwise a turn is what the template adds for
+        this turn to what it writes to open it, up to the end of the turn.
+        """
+        tools, before = self._tools(example), self._messages(prompt)
+        messages = [*before, *_without_none(example.turns)]
+        first = 0 if example.whole else len(before)
+        if _GENERATION.search(self._template or ""):
+            return self._marked(messages, tools, 0 if example.whole else len(ids))
+        text, done = self._render(messages, tools, opened=False), 0
+        pieces: list[tuple[str, bool]] = []
+        for place in range(first, len(messages)):
+            if messages[place]["role"] == "assistant":
+                start, stop = self._turn(text, messages, tools, place)
+                pieces += [(text[done:start], False), (text[start:stop], True)]
+                done = stop
+        tokens: list[int] = []
+        mask: list[bool] = []
+        for encoded, (_, learned) in zip(self._encode([piece for piece, _ in pieces]), pieces, strict=True):
+            tokens += encoded
+            mask += [learned] * len(encoded)
+        return tokens, mask
+
+    def _turn(self, text: str, messages: Messages, tools: list[Any] | None, place: int) -> tuple[int, int]:
+        """Return where the assistant's turn ``messages[place]`` begins and ends in the ``text`` of all messages."""
+        if place == 0:
+            raise DataError(f"a conversation begins with the assistant's turn {str(messages)[:60]!r}; repair the row")
+        opened = self._render(messages[:place], tools, opened=True)
+        start = len(opened) if text.startswith(opened) else _differs_at(text, opened)
+        # An earlier turn may stand without a part of what opens an answer, such as <think>. The last may not.
+        if start < len(opened) and not (
+            place < len(messages) - 1 and text.startswith(self._render(messages[:place], tools, opened=False))
+        ):
+            raise ConfigError(
+                f"the chat template opens an answer with {opened[start:][:40]!r}, and writes a conversation's answer "
+                "without it, so that the model would learn what it never generates: set data.chat_template_kwargs, as "
+                f"in {{enable_thinking: false}}, or {_MARKING}"
+            )
+        closed = self._render(messages[: place + 1], tools, opened=False)
+        limit = len(closed) if text.startswith(closed) else len(text)
+        sign = self.end[0] if self.end else ""
+        stop = text.find(sign, start, limit) if sign else -1
+        if stop < 0 and limit == len(text) and text != closed:
+            raise ConfigError(
+                f"the chat template writes the turn {str(messages[place])[:60]} otherwise once later messages follow: "
+                + _MARKING
+            )
+        return start, limit if stop < 0 else stop + len(sign)
+
+    def _marked(self, messages: Messages, tools: list[Any] | None, known: int) -> tuple[list[int], list[bool]]:
+        """Encode a conversation with the template's own mask, to which the end of each turn is added."""
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._applied(messages, tools, **options)
+        tokens: list[int] = found["input_ids"]
+        mask = [bool(one) for one in found["assistant_masks"]]
+        end = self.end[1] if self.end else None
+        for place in range(1, len(tokens)):
+            mask[place] = mask[place] or (mask[place - 1] and tokens[place] == end and tokens[place - 1] != end)
+        mask[:known] = [False] * known
+        if not any(mask):
+            raise ConfigError(
+                f"the chat template marks nothing of {str(messages)[:60]} as the assistant's text: {_MARKING}"
+            )
+        last = max(place for place, learned in enumerate(mask) if learned) + 1
+        return tokens[:last], mask[:last]
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def _encode_prompts(self, texts: list[str]) -> list[list[int]]:
+        """Encode texts. A template writes special tokens itself; plain text gets the tokenizer's first ones."""
+        if self._template is not None:
+            return self._encode(texts)
+        eos = self._tokenizer.eos_token_id
+        encoded = self._encode(texts, special=True)
+        return [ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids for ids in encoded]
+
+    def _encode(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
+        encoded: Any = self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
+        return encoded.get("input_ids", [])
+
+    def _is_vast(self, text: str) -> bool:
+        """Whether a text has too many tokens whatever they are, so that it need not be encoded, which takes long."""
+        return len(text) > _VAST and len(text) > self._most_characters
+
+    @cached_property
+    def _most_characters(self) -> int:
+        return self.config.max_prompt_tokens * max(map(len, self._tokenizer.get_vocab()))
+
+
+class _Looping(ConfigError):
+    """A template does not end."""
+
+
+def _in_time(work: Callable[[], T]) -> T:
+    """Run ``work``, which fills templates, in a thread that is given up after ``_PATIENCE_S``: a template may loop."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="chat template", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        raise _Looping(
+            f"the chat template has written nothing for {_PATIENCE_S:.0f} s, so it seems to loop: set "
+            "data.chat_template to another, or to none for plain text"
+        )
+    return outcome.result()
+
+
+def _differs_at(text: str, other: str) -> int:
+    return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
+
+
+def _without_none(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    return [{name: one for name, one in m.items() if one is not None or name == "content"} for m in messages]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str | None:
+    """Return the Jinja text of the chat template, or None for plain text."""
+    if config.chat_template == "none":
+        return None
+    if config.chat_template == "auto":
+        return tokenizer.get_chat_template() if tokenizer.chat_template else None
+    path = Path(config.chat_template).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data.chat_template = {config.chat_template!r} cannot be read: {error}; expected auto, none or a file"
+        ) from None
+
+
+def _template_options(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, template: str | None
+) -> Mapping[str, Any]:
+    """Return ``config.chat_template_kwargs``. Raises ConfigError for one that the template does not read."""
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in config.chat_template_kwargs:
+        key = f"data.chat_template_kwargs.{name}"
+        if template is None:
+            raise ConfigError(f"{key}: there is no chat template that would read it")
+        if name in taken or name == "messages":
+            raise ConfigError(f"{key}: Podium sets this argument of the chat template itself")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(f"{key}: the chat template reads no variable of this name")
+    return config.chat_template_kwargs

@@ -1,0 +1,266 @@
+"""Rows of chat messages: what the chat template writes of them, which tokens are learned, and what ends a turn."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from podium.errors import ConfigError, DataError
+from podium.rewards import RewardConfig
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts, load_examples, writer
+from podium.trainer.preflight import check_answers, with_stop_tokens
+from podium.workers import ModelConfig
+from tests.unit.rollout.tasks.test_encode import CHATML, byte_tokenizer
+
+# Thinking is written for the last answer only, as Qwen3's template does, and switched off in the opening of an answer.
+QWEN = (
+    "{%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{- (m.content or '') + ((m.tool_calls | tojson) if m.tool_calls else '') + '<|im_end|>\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{%- for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + (m.content | trim) + '<|eot_id|>' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# The marked text is without the end of the turn, which is learned all the same.
+MARKED = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}",
+)
+# An answer is opened with <think>, which no conversation has afterwards: DeepSeek R1's template does so.
+R1 = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+
+USER, MODEL = {"role": "user", "content": "the fox"}, {"role": "assistant", "content": "jumps"}
+AGAIN, LAST = {"role": "user", "content": "a dog"}, {"role": "assistant", "content": "sleeps"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]}
+    )
+    return tokenizer
+
+
+def load(path: Path, rows: list[dict[str, Any]], **settings: Any) -> list[Example]:
+    file = path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(train=str(file), holdout=0, **settings)
+    return load_examples(config.train, config)
+
+
+def pieces(tokenizer: PreTrainedTokenizerFast, pair: tuple[list[int], list[bool]]) -> list[tuple[bool, str]]:
+    """The text of each run of tokens that are learned, or are not."""
+    runs = itertools.groupby(zip(*pair, strict=True), key=lambda one: one[1])
+    return [(learned, str(tokenizer.decode([token for token, _ in run]))) for learned, run in runs]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_every_turn_of_the_assistant_is_learned_up_to_its_end(tmp_path: Path, template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    examples = load(tmp_path, [{"messages": [USER, MODEL, AGAIN, LAST]}])
+    (pair,) = encode_pairs(examples, tokenizer, DataConfig(system_prompt="Be brief."))
+    assert pieces(tokenizer, pair) == [
+        (
+            False,
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (True, "jumps<|im_end|>"),
+        (False, "\n<|im_start|>user\na dog<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "sleeps<|im_end|>"),
+    ]
+
+
+def test_a_template_of_llama_3s_kind(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(LLAMA)
+    (pair,) = encode_pairs(load(tmp_path, [{"messages": [USER, MODEL, AGAIN, LAST]}]), tokenizer, DataConfig())
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    assert pieces(tokenizer, pair) == [
+        (False, f"<s>{head.format('user')}the fox<|eot_id|>{head.format('assistant')}"),
+        (True, "jumps<|eot_id|>"),
+        (False, f"{head.format('user')}a dog<|eot_id|>{head.format('assistant')}"),
+        (True, "sleeps<|eot_id|>"),
+    ]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_template_that_writes_earlier_answers_otherwise(tmp_path: Path, thinking: bool) -> None:
+    tokenizer = tokenizer_of(QWEN)
+    config = DataConfig(chat_template_kwargs={"enable_thinking": thinking})
+    examples = load(tmp_path, [{"messages": [USER, MODEL, AGAIN, LAST]}])
+    (pair,), (prompt,) = (
+        encode_pairs(examples, tokenizer, config),
+        encode_prompts(examples, tokenizer, config).token_ids,
+    )
+    learned = [text for learned, text in pieces(tokenizer, pair) if learned]
+    empty = "<think>\n\n</think>\n\n"
+    assert learned == ["jumps<|im_end|>", (empty if thinking else "") + "sleeps<|im_end|>"]
+    assert str(tokenizer.decode(prompt)).endswith("assistant\n" + ("" if thinking else empty))
+    assert pair[0][: len(prompt)] == prompt, "the prompt is encoded as for generation"
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA, QWEN])
+def test_pairs_of_messages_learn_the_completion_alone(tmp_path: Path, template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    examples = load(tmp_path, [{"prompt": [USER, MODEL, AGAIN], "completion": [LAST], "level": 1}])
+    (pair,) = encode_pairs(examples, tokenizer, DataConfig())
+    (prompt,) = encode_prompts(examples, tokenizer, DataConfig()).token_ids
+    end = "<|eot_id|>" if template is LLAMA else "<|im_end|>"
+    (before, after) = pieces(tokenizer, pair)
+    assert before == (False, tokenizer.decode(prompt))
+    assert after == (True, ("<think>\n\n</think>\n\n" if template is QWEN else "") + "sleeps" + end)
+    assert (examples[0].answer, examples[0].row["answer"]) == ("sleeps", [LAST])
+
+
+def test_calls_of_tools_and_their_results_are_turns(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    tokenizer = tokenizer_of(QWEN)
+    rows = [
+        {"messages": [USER, call, {"role": "tool", "content": "3"}, LAST], "tools": tools} for tools in ([TOOL], "")
+    ]
+    rows[1]["tools"] = json.dumps([TOOL])
+    with_list, with_text = encode_pairs(load(tmp_path, rows), tokenizer, DataConfig())
+    assert with_list == with_text
+    (_, system), (_, called), (_, result), _ = pieces(tokenizer, with_list)
+    assert system.startswith('<|im_start|>system\n[{"type": "function"')
+    assert called == '[{"name": "add"}]<|im_end|>'
+    assert result == "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tools_that_the_template_would_drop_are_refused(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, LAST], "tools": tools} for tools in ([TOOL], "a hammer")]
+    with pytest.raises(ConfigError, match="rows have tools, and the chat template writes none"):
+        encode_prompts(load(tmp_path, rows[:1]), tokenizer_of(CHATML), DataConfig())
+    with pytest.raises(DataError, match="the tools 'a hammer' of a row are no list"):
+        encode_prompts(load(tmp_path, rows[1:]), tokenizer_of(QWEN), DataConfig())
+    plain = load(tmp_path, [{"prompt": "nail", "answer": "", "tools": "a hammer"}])
+    assert encode_prompts(plain, tokenizer_of(CHATML), DataConfig()).kept == [0]
+
+
+def test_parquet_rows_give_templates_no_keys_that_a_message_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    rows = [{"messages": [{**USER, "name": "x"}, LAST]}, {"messages": [USER, LAST]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    config = DataConfig(train=str(path), holdout=0)
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.keys() | sort }}{% endfor %}")
+    ids = encode_prompts(load_examples(config.train, config), tokenizer, config).token_ids
+    assert [tokenizer.decode(row) for row in ids] == ["['content', 'name', 'role']", "['content', 'role']"]
+
+
+# -- the examples ----------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_prompts_with_answers_for_rewards_too(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [USER, MODEL, AGAIN, LAST]},
+        {"messages": [USER, MODEL], "answer": 72},
+        {"prompt": [USER], "completion": [{"role": "assistant", "content": [{"type": "text", "text": "hops"}]}]},
+        {"prompt": "the fox", "completion": "jumps"},
+    ]
+    first, second, third, fourth = load(tmp_path, rows)
+    assert (first.prompt, first.answer, first.row["answer"]) == ([USER, MODEL, AGAIN], "sleeps", "sleeps")
+    assert (second.prompt, second.answer, second.row["answer"]) == ([USER], "72", 72)
+    assert (third.prompt, third.answer) == ([USER], "hops")
+    assert (fourth.prompt, fourth.answer, fourth.turns) == ("the fox", "jumps", ())
+    check_answers([first, second, third, fourth], RewardConfig(name="exact"))
+    (named,) = load(tmp_path, [{"chat": [USER, LAST]}], prompt_column="chat", answer_column=None)
+    assert (named.prompt, named.answer) == ([USER], "sleeps")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [MODEL]}, "line 1: column 'messages' holds no message before the assistant's"),
+        ({"messages": [USER]}, "line 1: no column 'answer' for the answer"),
+        ({"messages": "hello"}, "no column 'answer'"),
+        ({"prompt": [USER], "completion": [USER]}, "column 'completion' ends with a message of the role 'user'"),
+        ({"messages": [USER, {"role": "assistant", "content": 5}]}, r"message 2 of column 'messages' .*'5' \(int\)"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, LAST]},
+            r"message 1 of column 'messages' has the content .*expected text, parts of the type text",
+        ),
+    ],
+)
+def test_a_conversation_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        load(tmp_path, [row])
+
+
+@pytest.mark.parametrize("answer", [["a", "b"], {"value": 1}, []])
+def test_an_answer_that_is_neither_text_nor_messages_is_refused_by_name(tmp_path: Path, answer: object) -> None:
+    examples = load(tmp_path, [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": answer}])
+    said = rf"prompt 'c': the answer .*\({type(answer).__name__}\) is neither text nor messages.*data\.answer_column"
+    with pytest.raises(DataError, match=f"example 1, {said}"):
+        encode_pairs(examples, byte_tokenizer(), DataConfig())
+    for name in ("exact", "fraction", "gsm8k", "math"):
+        with pytest.raises(DataError, match=rf"reward\.name = '{name}', {said}"):
+            check_answers(examples, RewardConfig(name=name))
+    check_answers(examples, RewardConfig(name="my_rewards:score"))  # a reward of one's own reads what it likes
+    check_answers(examples, RewardConfig(name="exact", on_error="score"))
+    assert examples[1].row["answer"] == answer
+
+
+def test_numbers_are_answers(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    examples = load(tmp_path, [{"prompt": "a", "answer": answer} for answer in (7, 0.5, True)])
+    assert [pieces(tokenizer, p)[1][1] for p in encode_pairs(examples, tokenizer, DataConfig())] == [
+        "7</s>",
+        "0.5</s>",
+        "True</s>",
+    ]
+
+
+# -- the template ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA, "<|eot_id|>"), (MARKED, "<|im_end|>")])
+def test_the_templates_end_of_turn_ends_generation(template: str, end: str) -> None:
+    tokenizer = tokenizer_of(template)
+    model = ModelConfig(config={"model_type": "qwen3"}, tokenizer="chars:x")
+    params = with_stop_tokens(SamplingParams(max_new_tokens=4), model, tokenizer, DataConfig())
+    assert params.stop_token_ids == (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end))
+    plain = with_stop_tokens(SamplingParams(max_new_tokens=4), model, tokenizer, DataConfig(chat_template="none"))
+    assert plain.stop_token_ids == (tokenizer.eos_token_id,)
+    given = with_stop_tokens(SamplingParams(max_new_tokens=4, stop_token_ids=(9,)), model, tokenizer, DataConfig())
+    assert given.stop_token_ids == (9,)
+
+
+def test_a_template_whose_answers_are_opened_otherwise_than_they_are_learned_is_refused(tmp_path: Path) -> None:
+    examples = load(tmp_path, [{"messages": [USER, LAST]}])
+    with pytest.raises(ConfigError, match=r"opens an answer with '<think>'.*data\.chat_template_kwargs"):
+        encode_pairs(examples, tokenizer_of(R1), DataConfig())
+    with pytest.raises(ConfigError, match=r"marks nothing of .* as the assistant's text"):
+        encode_pairs(examples, tokenizer_of(CHATML + "{% generation %}{% endgeneration %}"), DataConfig())
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "said"),
+    [
+        (QWEN, {"enable_thinkin": False}, r"data\.chat_template_kwargs\.enable_thinkin: the chat template reads no"),
+        (QWEN, {"tokenize": True}, r"data\.chat_template_kwargs\.tokenize: Podium sets this argument"),
+        (None, {"enable_thinking": False}, r"data\.chat_template_kwargs\.enable_thinking: there is no chat template"),
+    ],
+)
+def test_a_variable_that_no_template_reads_is_refused(template: str | None, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        encode_prompts([Example("a", "b", {})], byte_tokenizer(template), DataConfig(chat_template_kwargs=given))
+
+
+def test_a_template_that_loops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_PATIENCE_S", 0.3)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    for encode in (encode_prompts, encode_pairs):
+        with pytest.raises(ConfigError, match=r"seems to loop: set data\.chat_template to another"):
+            encode([Example("a", "b", {})], tokenizer_of(loop), DataConfig())
