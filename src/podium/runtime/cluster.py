@@ -251,6 +251,7 @@ class Cluster:
         options: Mapping[str, Any] | None = None,
         detached: bool = False,
         returns: Returns = "value",
+        seed: int = 0,
     ) -> T:
         """Start a worker on every slot of ``pool`` and wait until all are made.
 
@@ -274,6 +275,7 @@ class Cluster:
                 it. A pool that holds resources must be detached too.
             returns: Default for endpoints that do not set ``returns``. "ref" leaves the tensors of results with the
                 workers.
+            seed: Seed of the group, from which each rank's ``ctx.seed`` follows.
 
         Raises:
             WorkerStartError: A process or a constructor failed. What had started is ended.
@@ -282,6 +284,8 @@ class Cluster:
         self._refuse_unless_open("start", detached)
         if returns not in ("value", "ref"):
             raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
+        if not hasattr(seed, "__index__"):
+            raise ConfigError(f"start(seed={seed!r}): a seed is a whole number")
         how = StartOptions(
             env=dict(env or {}),
             start_timeout_s=start_timeout_s,
@@ -307,7 +311,7 @@ class Cluster:
                 processes = own = ProcessSet(self._backend, self._watch, pool, label, threads, how)
             handles: dict[str, WorkerHandle] = {}
             for role_name, bound in bounds.items():
-                role = Role(bound, meshes, timeout_s, returns)
+                role = Role(bound, meshes, timeout_s, returns, int(seed))
                 processes.construct(role_name, role)
                 handles[role_name] = self._add_group(processes, role_name, role)
             if detached:

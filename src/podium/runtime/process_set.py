@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -21,6 +23,8 @@ __all__ = ["BUSY_END_S", "START_TIMEOUT_S", "ProcessSet", "Record", "Role", "Sta
 START_TIMEOUT_S = 10 * 60.0
 ATTACH_S = CLOSE_WORKER_S = 30.0
 BUSY_END_S = 0.5  # for processes to close their workers where a call is in flight
+
+_log = logging.getLogger("podium")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,11 @@ class Role:
     meshes: Mapping[str, Mesh]
     timeout_s: float
     returns: Returns
+    seed: int = 0
+
+    def seed_of(self, rank: int) -> int:
+        """The seed of one rank."""
+        return int.from_bytes(hashlib.blake2b(f"{self.seed}/{rank}".encode(), digest_size=4).digest())
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,7 @@ class ProcessSet:
                 node=slot.node,
                 devices=tuple(range(len(slot.devices))) if visible else slot.devices,
                 role=name,
+                seed=role.seed_of(rank),
                 threads=self._threads[rank],
                 rendezvous=self._rendezvous,
                 meshes=role.meshes,
@@ -128,6 +138,7 @@ class ProcessSet:
         ]
         own = [{"context": context} for context in contexts]
         shared = {"name": name, "bound": role.bound, "distributed": self.options.distributed, "returns": role.returns}
+        shared["debug"] = _log.isEnabledFor(logging.DEBUG)
         label = f"{role.bound.cls.__name__}.__init__"
         try:
             self.calls.request(label, "construct", self.options.start_timeout_s, shared, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import socket
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,8 +31,10 @@ class WorkerContext:
         rank, world_size: Place among the processes of the group.
         local_rank, local_world_size: Place among those on the same node.
         node: Name of the node.
+        address: Address at which the group's other processes reach this one.
         devices: Indices of the accelerators that this worker owns, valid in its own process; empty on a CPU.
         role: Name under which the worker was started.
+        seed: Seed of this rank, from 0 to 2**32 - 1. It follows from ``cluster.start(seed=...)`` and the rank.
         threads: Number of threads for computing, this worker's share of the node's cores.
         rendezvous: URL by which the processes of the group find each other (torch.distributed's ``init_method``); ""
             where the backend has no collectives.
@@ -44,12 +47,19 @@ class WorkerContext:
     local_rank: int = 0
     local_world_size: int = 1
     node: str = "localhost"
+    address: str = "127.0.0.1"
     devices: tuple[int, ...] = ()
     role: str = ""
+    seed: int = 0
     threads: int = 1
     rendezvous: str = ""
     meshes: Mapping[str, Mesh] = field(default_factory=lambda: MappingProxyType({"default": Mesh(dp=1)}))
     colocated: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType[str, Any]({}))
+
+    def free_port(self) -> int:
+        """A port of ``address`` where nobody listens now. Listen there soon: it is not reserved."""
+        with socket.create_server((self.address, 0)) as server:
+            return server.getsockname()[1]
 
 
 current_context: ContextVar[WorkerContext | None] = ContextVar("podium_worker_context", default=None)

@@ -45,6 +45,8 @@ P = TypeVar("P")
 Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """The arguments of a request, or a function that reads them. If it raises, the request has raised."""
 
+_log = logging.getLogger("podium")
+
 _UNDONE: tuple[type[Any], ...] = (CoroutineType, asyncio.Future, Future)
 """What an endpoint may return for a result that is still to come."""
 
@@ -114,12 +116,20 @@ class WorkerProcess:
     Args:
         ships_exceptions: Outcomes leave this process, so exceptions are pickled.
         make_store: Makes the store of tensors that stay here by reference. Default: a MemoryStore.
+        address: Address at which the other processes of a group reach this one.
     """
 
-    def __init__(self, *, ships_exceptions: bool = True, make_store: Callable[[], TensorStore] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        ships_exceptions: bool = True,
+        make_store: Callable[[], TensorStore] | None = None,
+        address: str = "127.0.0.1",
+    ) -> None:
         self.workers: dict[str, Worker] = {}
         self._ships_exceptions = ships_exceptions
         self._make_store = make_store
+        self._address = address
         self._store: TensorStore | None = None
         self._making = threading.Lock()
         self._returns: dict[str, Returns] = {}
@@ -234,20 +244,50 @@ class WorkerProcess:
     # -- what the controller asks of the process itself ---------------------------------------------------------------
 
     def do_construct(
-        self, name: str, bound: Bound[Any], context: WorkerContext, distributed: bool | None, returns: Returns = "value"
+        self,
+        name: str,
+        bound: Bound[Any],
+        context: WorkerContext,
+        distributed: bool | None,
+        returns: Returns = "value",
+        debug: bool = False,
     ) -> None:
-        """Join the process group if there is one to join, and make the worker."""
+        """Join the process group if there is one to join, and make the worker. ``debug`` logs what is made and called
+        here from now on."""
+        if debug:
+            self._log_calls()
         self._returns[name] = returns
         wanted = distributed or (distributed is None and "torch" in sys.modules)
         if wanted and context.rendezvous:
             self._join(context)
-        context = replace(context, colocated=MappingProxyType(self.workers))
+        context = replace(context, colocated=MappingProxyType(self.workers), address=self._address)
         token = current_context.set(context)
+        _log.debug("%s of %s begins on rank %d", bound.cls.__name__, name, context.rank)
         try:
             self.workers[name] = bound.cls(*bound.args, **bound.kwargs)
         finally:
             current_context.reset(token)
+        _log.debug("%s of %s is made on rank %d", bound.cls.__name__, name, context.rank)
         self._functions.clear()
+
+    def _log_calls(self) -> None:
+        """Log the begin and the end of every call of a worker, which costs nothing where it is not asked for."""
+        if self._ships_exceptions and not _log.isEnabledFor(logging.DEBUG):
+            _log.setLevel(logging.DEBUG)
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            _log.addHandler(handler)
+        self.execute = self._execute_logged
+
+    def _execute_logged(self, number: int, target: str, method: str, values: Values) -> Outcome:
+        if target not in self.workers:
+            return WorkerProcess.execute(self, number, target, method, values)
+        rank = self.workers[target].ctx.rank
+        _log.debug("%s.%s begins on rank %d", target, method, rank)
+        outcome = WorkerProcess.execute(self, number, target, method, values)
+        took_ms = (outcome.ended_ns - outcome.started_ns) / 1e6
+        _log.debug("%s.%s is %s on rank %d after %.3f ms", target, method, outcome.status, rank, took_ms)
+        return outcome
 
     def do_run(
         self, worker: str, function: Callable[..., Any], values: Mapping[str, Any], own: Mapping[str, Any] | None = None

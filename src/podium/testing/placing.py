@@ -1,6 +1,8 @@
 """Contract: pools and slots, meshes, the worker's context, colocation, names."""
 
+import logging
 import re
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -183,6 +185,35 @@ class PlacingContract:
         with pytest.raises(EndpointError, match="FrozenInstanceError"):
             place.group.run(_change_rank)
 
+    def test_a_worker_can_be_reached_at_its_address_and_a_free_port(self, cluster: Cluster) -> None:
+        group = cluster.start(Place.bind(), cluster.pool(2), distributed=False).group
+        address, port = group.run_on(0, _listen)
+        assert group.run_on(1, _reach, address, port) == "heard"
+        assert group.run(lambda worker: worker.ctx.address) == [address] * 2
+
+    def test_seeds_differ_by_rank_and_follow_from_the_groups(self, cluster: Cluster) -> None:
+        def seeds(**seed: Any) -> list[int]:
+            return cluster.start(Place.bind(), cluster.pool(3), distributed=False, **seed).seeds()
+
+        assert seeds() == seeds(seed=0) != seeds(seed=1)
+        assert len({*seeds(), *seeds(seed=1)}) == 6
+        assert all(0 <= seed < 2**32 for seed in seeds(seed=2**70))
+        refuses(ConfigError, r"start\(seed=1\.5\)", cluster.start, Place.bind(), seed=1.5)
+
+    def test_debug_records_frame_construction_and_calls(
+        self, cluster: Cluster, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        quiet = cluster.start(Counter.bind(), distributed=False)
+        with caplog.at_level("DEBUG", "podium"):
+            told = cluster.start(Counter.bind(), name="told", distributed=False)
+            told.group.run(_listen_to_records)
+            told.add(1)
+            quiet.add(1)
+            (records,) = told.group.run(lambda worker: worker.records)
+        assert records[0] == "told.add begins on rank 0"
+        assert re.fullmatch(r"told\.add is ok on rank 0 after [\d.]+ ms", records[1])
+        assert len(records) == 2
+
     def test_threads_are_the_slots_share_of_the_cores(self, cluster: Cluster) -> None:
         cores = int(cluster.nodes[0].resources["cpu"])
         pool = cluster.pool([1], cpus=cores)
@@ -299,6 +330,34 @@ class PlacingContract:
         heir = cluster.start(_Heir.bind(), distributed=False)
         assert heir.rank() == [100]
         refuses(AttributeError, "'echo' is no endpoint of _Heir", getattr, heir, "echo")
+
+
+def _listen(worker: Worker) -> tuple[str, int]:
+    port = worker.ctx.free_port()
+    server = socket.create_server((worker.ctx.address, port))
+
+    def serve() -> None:
+        with server, server.accept()[0] as connection:
+            connection.sendall(b"heard")
+
+    threading.Thread(target=serve, daemon=True).start()
+    return worker.ctx.address, port
+
+
+def _reach(worker: Worker, address: str, port: int) -> str:
+    with socket.create_connection((address, port), 10.0) as connection:
+        return connection.recv(100).decode()
+
+
+def _listen_to_records(worker: Counter) -> None:
+    worker.records = list[str]()  # pyright: ignore[reportAttributeAccessIssue]
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "told.add" in record.getMessage():
+                worker.records.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+
+    logging.getLogger("podium").addHandler(Heard())
 
 
 def _change_rank(worker: Worker) -> None:

@@ -344,6 +344,10 @@ class Place(Worker):
         names = ("rank", "world_size", "local_rank", "local_world_size", "node", "devices", "role", "threads")
         return {name: getattr(self.ctx, name) for name in names} | {"at_start": self.at_start}
 
+    @endpoint
+    def seeds(self) -> int:
+        return self.ctx.seed
+
 
 class Stash(Probe):
     """Makes, reads, keeps and passes on references."""

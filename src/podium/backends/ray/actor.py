@@ -37,7 +37,9 @@ class ProcessActor:
     """One worker process. A method raises only where Podium itself is at fault; what workers raise is an outcome."""
 
     def __init__(self) -> None:
-        self._process = WorkerProcess(make_store=lambda: RayStore(self._store_bytes))
+        self._process = WorkerProcess(
+            make_store=lambda: RayStore(self._store_bytes), address=ray.util.get_node_ip_address()
+        )
         self._store_bytes: int | None = None
         _here.update({"process": self._process, "name of task": ray.get_runtime_context().get_task_name})
 
