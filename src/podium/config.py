@@ -339,9 +339,9 @@ def _arm_expected(arm: Any, bounds: str) -> str:
         return "one of " + ", ".join(map(str, arguments))
     if origin is tuple:
         count = "" if Ellipsis in arguments else f" of {len(arguments)}"
-        return f"a list{count}; each item is {_expected(FieldInfo.from_annotation(arguments[0]))}"
+        return f"a list{count}{bounds}; each item is {_expected(FieldInfo.from_annotation(arguments[0]))}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "a mapping"
+        return f"a mapping of names, each to {_arm_expected(entry, '')}" if (entry := _entry_of(arm)) else "a mapping"
     return _WORDS.get(arm, str(arm)) + (bounds if arm in (int, float, str) else "")
 
 
@@ -366,11 +366,11 @@ def _locate(cls: type, loc: Sequence[str | int]) -> tuple[list[str], FieldInfo]:
     names: list[str] = []
     field = FieldInfo.from_annotation(cls)
     for part in loc:
-        inner = _section_of(field.annotation)
-        if inner is None or part not in _fields(inner):
+        inner, entry = _section_of(field.annotation), _entry_of(field.annotation)
+        if entry is None and (inner is None or part not in _fields(inner)):
             break
         names.append(str(part))
-        field = _fields(inner)[str(part)]
+        field = _fields(inner)[str(part)] if entry is None else FieldInfo.from_annotation(entry)
     return names, field
 
 
@@ -381,3 +381,10 @@ def _arms(kind: Any) -> tuple[Any, ...]:
 def _section_of(kind: Any) -> Any:
     """The section that ``kind`` is, or is besides None."""
     return next((arm for arm in _arms(kind) if hasattr(arm, "__pydantic_fields__")), None)
+
+
+def _entry_of(kind: Any) -> Any:
+    """The section that each entry of a mapping is, where ``kind`` is a mapping of sections."""
+    arguments = typing.get_args(kind)
+    is_mapping = typing.get_origin(kind) is Mapping
+    return _section_of(arguments[1]) if is_mapping and len(arguments) == 2 else None

@@ -204,6 +204,31 @@ def test_split_sends_each_version_to_the_generator(tmp_path: Path, placement: di
     assert losses(run) == losses(colocated)
 
 
+def test_a_table_of_pools_changes_no_result(tmp_path: Path) -> None:
+    """Each role alone, the generator with the reference, and all together but the critic."""
+    sections: dict[str, Any] = {
+        "batch": {"prompts": 8},
+        "critic": {"lr": 1e-2},
+        "eval": {"items": 0},
+        "run": {"steps": 3},
+    }
+    plain = train(tiny(PPOConfig, tmp_path, **sections))
+    tables = {
+        "alone": [["policy"], ["reference"], ["critic"], ["estimator"], ["generator"]],
+        "pairs": [["generator", "reference"], ["critic", "estimator"], ["policy"]],
+        "critic": [["policy", "reference", "generator"], ["critic"]],
+    }
+    for name, table in tables.items():
+        pools = {f"pool{number}": {"roles": roles} for number, roles in enumerate(table)}
+        run = train(
+            tiny(PPOConfig, tmp_path, **{**sections, "run": {"name": name, "steps": 3}, "placement": {"pools": pools}})
+        )
+        assert losses(run) == losses(plain)
+        assert [row[metrics.VALUE_LOSS] for row in metrics_rows(run)] == [
+            row[metrics.VALUE_LOSS] for row in metrics_rows(plain)
+        ]
+
+
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_ppo_with_a_critic_and_a_reference(tmp_path: Path, kl_in: str) -> None:
     algorithm = {"kl_in": kl_in, "kl_coef": 0.1, "kl_estimator": "k3", "epochs": 2, "minibatches": 2}

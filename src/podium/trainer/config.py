@@ -3,7 +3,7 @@
 All other sections stand beside the classes that they configure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Final, Literal
@@ -30,6 +30,7 @@ __all__ = [
     "InferenceConfig",
     "PPOConfig",
     "PlacementConfig",
+    "PoolConfig",
     "PromptBatch",
     "RunConfig",
     "SFTConfig",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
+Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator"]
 SCHEDULES: Final = {"sync": "podium.trainer.schedules.sync:sync"}
 
 
@@ -94,12 +96,25 @@ class CriticConfig:
     """The critic trains with this learning rate."""
 
 
+@section("placement.pools.NAME")
+class PoolConfig:
+    """A pool: worker processes that hold the same roles."""
+
+    roles: tuple[Role, ...] = Field(min_length=1)
+    """Each process of the pool holds these roles."""
+    ranks: int = Field(default=1, ge=1, le=65536)
+    """The pool has this many processes."""
+
+
 @section("placement")
 class PlacementConfig:
     """The worker processes, and which roles each of them holds."""
 
     layout: Literal["colocated", "split"] = "colocated"
     """The generator shares the policy's processes (colocated) or has its own (split)."""
+    pools: Mapping[str, PoolConfig] = Field(default_factory=dict)
+    """This table places roles on pools, in place of layout and ranks: each entry is a name, with roles and ranks. An
+    estimator that the table leaves out is in the policy's pool."""
     delta_sync: bool = False
     """Only the weights that changed are sent to a generator in processes of its own."""
     ranks: int = Field(default=1, ge=1, le=65536)
@@ -113,17 +128,61 @@ class PlacementConfig:
     """The run waits this many seconds for resources that others hold. The log says which."""
 
     def __post_init__(self) -> None:
+        if self.pools:
+            self._check_pools()
         for name in ("generator_ranks", "delta_sync"):
-            if getattr(self, name) and self.layout == "colocated":
+            if getattr(self, name) and self.reads_policy:
+                where = "with a pool of policy and generator" if self.pools else "with placement.layout = colocated"
+                remedy = "give the generator another pool" if self.pools else "set placement.layout to split"
                 raise ConfigError(
-                    f"placement.{name} = {getattr(self, name)} with placement.layout = colocated: the generator then "
-                    "shares the policy's ranks; leave it out, or set placement.layout to split"
+                    f"placement.{name} = {getattr(self, name)} {where}: the generator then shares the policy's ranks; "
+                    f"leave it out, or {remedy}"
                 )
 
     @property
+    def reads_policy(self) -> bool:
+        """Whether the generator shares the policy's processes, and so reads the policy's own weights."""
+        if self.pools:
+            return any({"policy", "generator"} <= {*pool.roles} for pool in self.pools.values())
+        return self.layout == "colocated"
+
+    @property
     def generators(self) -> int:
-        """Number of the generator's ranks in either layout."""
-        return self.ranks if self.layout == "colocated" else self.generator_ranks or 1
+        """Number of the generator's ranks."""
+        return self.ranks_of("generator")
+
+    def ranks_of(self, role: str) -> int:
+        """Number of the ranks of ``role``; 1 if it has no place."""
+        return next((ranks for _, ranks in self.processes((role,))), 1)
+
+    def key_of(self, role: str) -> str:
+        """The key that sets the number of the ranks of ``role``."""
+        own = next((name for name, pool in self.pools.items() if role in pool.roles), None)
+        short = "generator_ranks" if role == "generator" and self.layout == "split" else "ranks"
+        return f"placement.{short}" if own is None else f"placement.pools.{own}.ranks"
+
+    def processes(self, roles: Sequence[str]) -> list[tuple[tuple[str, ...], int]]:
+        """Those of ``roles`` that share worker processes, and the number of those processes."""
+        if self.pools:
+            pool_of = {role: name for name, pool in self.pools.items() for role in pool.roles}
+            pool_of.setdefault("estimator", pool_of.get("policy", ""))
+            groups = [([r for r in roles if pool_of.get(r) == name], pool.ranks) for name, pool in self.pools.items()]
+        else:
+            apart = ("generator",) if self.layout == "split" else ()
+            groups = [([role for role in roles if role not in apart], self.ranks)]
+            groups += [([role for role in roles if role in apart], self.generator_ranks or 1)]
+        return [(tuple(held), ranks) for held, ranks in groups if held]
+
+    def _check_pools(self) -> None:
+        for name, default in (("layout", "colocated"), ("ranks", 1), ("generator_ranks", None)):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"placement.{name} = {getattr(self, name)} with placement.pools: the table has the ranks of each "
+                    "pool; leave one of the two out"
+                )
+        placed = [role for pool in self.pools.values() for role in pool.roles]
+        if twice := [role for role in dict.fromkeys(placed) if placed.count(role) > 1]:
+            raise ConfigError(f"placement.pools has the role {twice[0]} more than once: a role has one pool")
 
 
 @section("eval")
@@ -171,6 +230,24 @@ class InferenceConfig:
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles of this run, in the order in which they start."""
+        return ("generator",)
+
+    @property
+    def processes(self) -> list[tuple[tuple[str, ...], int]]:
+        """The roles that share worker processes, and the number of those processes, as ``placement`` puts them."""
+        return self.placement.processes(self.roles)
+
+    def __post_init__(self) -> None:
+        placed = {role for roles, _ in self.processes for role in roles}
+        if missing := [role for role in self.roles if role not in placed]:
+            raise ConfigError(
+                f"placement.pools has no place for the {missing[0]}: write it into the roles of a pool; the roles of "
+                f"this run are {', '.join(self.roles)}"
+            )
+
 
 @section()
 class _TrainingConfig(InferenceConfig):
@@ -180,17 +257,7 @@ class _TrainingConfig(InferenceConfig):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Names of the roles of this run, in the order in which they start."""
         return ("policy", "generator") if self.eval.items else ("policy",)
-
-    @property
-    def processes(self) -> list[tuple[tuple[str, ...], int]]:
-        """The roles that share worker processes, and the number of those processes, as ``placement`` puts them."""
-        placement, roles = self.placement, self.roles
-        if placement.layout == "colocated" or "generator" not in roles:
-            return [(roles, placement.ranks)]
-        others = tuple(role for role in roles if role != "generator")
-        return [(others, placement.ranks), (("generator",), placement.generators)]
 
     @property
     def optimizer_steps(self) -> int:
@@ -205,7 +272,14 @@ class _TrainingConfig(InferenceConfig):
         return replace(self.optim, total_steps=max(1, self.optimizer_steps))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self.ending_optim  # raises where the run is too short for the warm-up
+        for name, pool in self.placement.pools.items():
+            if unused := [role for role in pool.roles if role not in self.roles]:
+                raise ConfigError(
+                    f"placement.pools.{name}.roles has {unused[0]}, and the roles of this run are "
+                    f"{', '.join(self.roles)}: leave it out"
+                )
 
 
 @section()
@@ -230,11 +304,12 @@ class PPOConfig(_TrainingConfig):
                 f"batch.prompts x sampling.n = {self.batch.prompts} x {self.sampling.n} = {rows} completions do not "
                 f"divide into algorithm.minibatches = {cuts}; a divisor of {rows} does, such as {_divisor(rows, cuts)}"
             )
-        if rows // cuts < self.placement.ranks:
-            raise ConfigError(
-                f"a minibatch has {rows // cuts} completions (batch.prompts x sampling.n / algorithm.minibatches) for "
-                f"placement.ranks = {self.placement.ranks}: each rank needs at least one"
-            )
+        for role in ("policy", "critic") if self.has_critic else ("policy",):
+            if rows // cuts < (ranks := self.placement.ranks_of(role)):
+                raise ConfigError(
+                    f"a minibatch has {rows // cuts} completions (batch.prompts x sampling.n / algorithm.minibatches) "
+                    f"for {self.placement.key_of(role)} = {ranks}: each rank needs at least one"
+                )
         if self.sampling.n < 2 and advantage_declaration(self.algorithm.advantage).needs_groups:
             raise ConfigError(
                 f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
@@ -282,10 +357,10 @@ class SFTConfig(_TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch.examples < self.placement.ranks:
+        if self.batch.examples < (ranks := self.placement.ranks_of("policy")):
             raise ConfigError(
-                f"batch.examples = {self.batch.examples} for placement.ranks = {self.placement.ranks}: each rank needs "
-                "at least one"
+                f"batch.examples = {self.batch.examples} for {self.placement.key_of('policy')} = {ranks}: each rank "
+                "needs at least one"
             )
 
 

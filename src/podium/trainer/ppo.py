@@ -232,12 +232,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     @property
     def keeps_apart(self) -> str:
-        if self.config.placement.layout != "colocated":
+        if not self.config.placement.reads_policy:
             return ""
-        return (
-            "with placement.layout = colocated the generator reads the policy's own weights, which an update changes: "
-            "set placement.layout to split"
-        )
+        where, remedy = "placement.layout = colocated", "set placement.layout to split"
+        if self.config.placement.pools:
+            where, remedy = "policy and generator in one pool", "give the generator a pool of its own"
+        return f"with {where} the generator reads the policy's own weights, which an update changes: {remedy}"
 
     @property
     def _needs_old_logprobs(self) -> bool:

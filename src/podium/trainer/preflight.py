@@ -58,6 +58,7 @@ _NO_SCHEDULES: Final = {
     inspect.isasyncgenfunction: "an asynchronous generator function",
     inspect.isclass: "a class",
 }
+_WITHOUT_COLLECTIVES: Final = frozenset({"generator", "reward", "estimator"})
 _REWARD, _REWARD_NAME = "reward", "reward.name"
 _MIB, _GIB = 2**20, 2**30
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -139,11 +140,12 @@ def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabiliti
         ConfigError: The backend has no collectives over several ranks, or its nodes have too few cores.
     """
     placement, processes = config.placement, sum(count for _, count in config.processes)
-    if placement.ranks > 1 and not can.collectives:
-        raise ConfigError(
-            f"placement.ranks = {placement.ranks}: {backend} has no collectives over several ranks; set it to 1, or "
-            "use the backend local"
-        )
+    for roles, ranks in config.processes:
+        if ranks > 1 and not can.collectives and not {*roles} <= _WITHOUT_COLLECTIVES:
+            raise ConfigError(
+                f"{placement.key_of(roles[0])} = {ranks}: {backend} has no collectives over several ranks; set it to "
+                "1, or use the backend local"
+            )
     cores = [int(node.resources.get("cpu", 0)) for node in nodes]
     if nodes and placement.cpus and sum(count // placement.cpus for count in cores) < processes:
         raise ConfigError(
@@ -317,13 +319,18 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
 def _placement(config: PPOConfig | SFTConfig, backend: str, nodes: Sequence[Node]) -> Iterator[str]:
     held = [roles for roles, count in config.processes for _ in range(count)]
     device = ("gpu" if accelerators_each(nodes, len(held)) else "cpu") if nodes else "device?"
-    yield f"backend      {backend}: {len(held)} worker process(es), layout {config.placement.layout}"
+    yield f"backend      {backend}: {len(held)} worker process(es), {_layout(config)}"
     yield from (f"process {number:<4} {device:<7} {', '.join(roles)}" for number, roles in enumerate(held))
-    yield f"strategy     {config.parallel.strategy} over {config.placement.ranks} data-parallel rank(s)"
+    yield f"strategy     {config.parallel.strategy} over {config.placement.ranks_of('policy')} data-parallel rank(s)"
+
+
+def _layout(config: PPOConfig | SFTConfig) -> str:
+    pools = config.placement.pools
+    return f"pools {', '.join(pools)}" if pools else f"layout {config.placement.layout}"
 
 
 def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    ranks = config.placement.ranks
+    ranks = config.placement.ranks_of("policy")
     if isinstance(config, SFTConfig):
         examples = config.batch.examples
         yield f"step         {examples} examples, one optimizer step; {_share(examples, ranks)} a rank"
@@ -380,7 +387,7 @@ def memory_gib(
     values are those of prompts and completions of the greatest length.
     """
     width = _BYTES[config.model.dtype]
-    shards = config.placement.ranks if config.parallel.strategy == "fsdp2" else 1
+    shards = config.placement.ranks_of(next(iter(roles))) if config.parallel.strategy == "fsdp2" else 1
     kept = 1 if config.model.gradient_checkpointing else 16
     tokens = config.parallel.micro_batch_tokens
     parts: dict[str, float] = {}

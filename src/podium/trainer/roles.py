@@ -3,6 +3,7 @@
 colocated   processes 0..R-1  policy [reference] [critic] estimator generator   the generator reads the policy's weights
 split       processes 0..R-1  policy [reference] [critic] estimator
             processes R..     generator                                         weights are streamed after each step
+pools       what placement.pools says: each pool is a set of processes, and the generator is as in one of the two above
 """
 
 import logging
@@ -148,11 +149,11 @@ def started_roles(
                 stack.push(partial(_close, handle))
         weight_sync: WeightSync | None = None
         if "generator" in started:
-            if config.placement.layout == "split":
+            if config.placement.reads_policy:
+                weight_sync = ColocatedSync(started["generator"])
+            else:
                 delta = config.placement.delta_sync
                 weight_sync = StreamedSync(started["policy"], [started["generator"]], delta=delta)
-            else:
-                weight_sync = ColocatedSync(started["generator"])
             stack.callback(weight_sync.close)
             weight_sync.init()
         yield Roles(**started, weight_sync=weight_sync)
@@ -205,7 +206,8 @@ def _reserved(cluster: Cluster, slots: int, placement: PlacementConfig) -> Itera
     try:
         pool = cluster.pool(spread=slots, gpus=gpus, cpus=placement.cpus or 0, wait_s=placement.wait_s)
     except PlacementError as error:
-        raise PlacementError(f"placement of {slots} ranks (placement.ranks, placement.cpus): {error}") from error
+        keys = "pools" if placement.pools else "ranks"
+        raise PlacementError(f"placement of {slots} ranks (placement.{keys}, placement.cpus): {error}") from error
     try:
         yield pool
     finally:

@@ -23,6 +23,7 @@ from podium.trainer import (
     load_config,
 )
 
+TABLE = {"a": {"roles": ["policy"], "ranks": 2}, "b": {"roles": ["generator"]}}
 ROOTS = [GRPOConfig, PPOConfig, SFTConfig, InferenceConfig]
 
 
@@ -155,6 +156,51 @@ def test_recipes_differ_where_they_should() -> None:
         (SFTConfig, {"batch": {"examples": 1}, "placement": {"ranks": 2}}, r"batch\.examples = 1 for placement\.ranks"),
         (GRPOConfig, {"placement": {"generator_ranks": 2}}, "the generator then shares the policy's ranks"),
         (GRPOConfig, {"placement": {"delta_sync": True}}, "the generator then shares the policy's ranks"),
+        (
+            SFTConfig,
+            {"placement": {"pools": TABLE, "ranks": 2}},
+            r"placement\.ranks = 2 with placement\.pools: .*leave",
+        ),
+        (
+            SFTConfig,
+            {"placement": {"pools": TABLE, "layout": "split"}},
+            r"placement\.layout = split with placement\.pools",
+        ),
+        (
+            GRPOConfig,
+            {"placement": {"pools": TABLE}, "algorithm": {"kl_in": "loss"}},
+            "no place for the reference: write",
+        ),
+        (
+            GRPOConfig,
+            {"placement": {"pools": {**TABLE, "v": {"roles": ["critic"]}}}},
+            r"pools\.v\.roles has critic, and",
+        ),
+        (GRPOConfig, {"placement": {"pools": {**TABLE, "b": {"roles": ["policy"]}}}}, "the role policy more than once"),
+        (GRPOConfig, {"placement": {"pools": {"a": {"roles": ["polcy"]}}}}, r"pools\.a\.roles = .*one of policy, ref"),
+        (
+            GRPOConfig,
+            {"placement": {"pools": {"a": {"rolles": ["policy"]}}}},
+            r"key placement\.pools\.a\.rolles .* mean",
+        ),
+        (
+            GRPOConfig,
+            {"placement": {"pools": {"a": {"roles": []}}}},
+            r"pools\.a\.roles = \[\]: expected a list that is not",
+        ),
+        (
+            PPOConfig,
+            {
+                "batch": {"prompts": 2},
+                "placement": {"pools": {**TABLE, "v": {"roles": ["reference", "critic"], "ranks": 3}}},
+            },
+            r"a minibatch has 2 completions .* for placement\.pools\.v\.ranks = 3: each rank needs at least one",
+        ),
+        (
+            GRPOConfig,
+            {"placement": {"pools": {"a": {"roles": ["policy", "generator"]}}, "delta_sync": True}},
+            "give the generator another pool",
+        ),
         (GRPOConfig, {"engine": {"name": "nativ"}}, r"engine\.name = 'nativ': expected auto or .*mean 'native'"),
         (GRPOConfig, {"run": {"schedule": "async"}}, r"run\.schedule = 'async': expected one of sync"),
         (GRPOConfig, {"model": {"path": "a", "config": {"model_type": "qwen3"}}}, r"give either model\.path .* or"),
@@ -167,6 +213,17 @@ def test_recipes_differ_where_they_should() -> None:
 def test_contradictions_are_refused_with_a_remedy(root: type, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_config(root, values)
+
+
+def test_a_table_places_each_role(tmp_path: Path) -> None:
+    table = {**TABLE, "v": {"roles": ["critic", "reference"], "ranks": 3}}
+    config = build_config(PPOConfig, {"placement": {"pools": table}})
+    assert config.processes == [(("policy", "estimator"), 2), (("generator",), 1), (("reference", "critic"), 3)]
+    assert (config.placement.generators, config.placement.reads_policy) == (1, False)
+    path = tmp_path / "config.yaml"
+    path.write_text(config_to_yaml(config))
+    assert load_config(PPOConfig, path) == config
+    assert load_config(PPOConfig, path, ["--placement.pools.b.ranks", "2"]).placement.generators == 2
 
 
 def test_a_schedule_ends_with_the_run() -> None:
