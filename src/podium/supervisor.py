@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = ["Supervisor", "children_of", "describe_exit", "kill", "kill_marked"]
+__all__ = ["Supervisor", "children_of", "describe_exit", "is_stopped", "kill", "kill_marked"]
 
 _PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
 _PR_SET_PDEATHSIG: Final = 1
@@ -160,6 +160,14 @@ def children_of(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (task / "children").read_text().split())
     return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this machine does not run because a signal such as SIGSTOP has stopped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):  # it has ended, or this system has no such table
+        return False
 
 
 def kill_marked(entry: str) -> None:

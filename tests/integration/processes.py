@@ -5,36 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from podium.testing.target import alive, all_gone, wait_for
+
 __all__ = ["alive", "all_gone", "descriptors", "parent_of", "run_script", "start_script", "wait_for"]
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and was not reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether ``condition`` came true within ``seconds``."""
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def all_gone(pids: Iterable[int], seconds: float) -> list[int]:
-    """The processes of ``pids`` that still run after ``seconds``; returns as soon as there are none."""
-    wanted = list(pids)
-    wait_for(lambda: not any(alive(pid) for pid in wanted), seconds)
-    return [pid for pid in wanted if alive(pid)]
 
 
 def parent_of(pid: int) -> int:

@@ -15,7 +15,7 @@ import torch
 
 import podium
 from podium import Cluster, telemetry
-from podium.errors import CallCancelled, DeadlineExceeded, EndpointError, PodiumError, WorkerDied, WorkerStartError
+from podium.errors import CallCancelled, DeadlineExceeded, EndpointError, PodiumError, WorkerDied
 from podium.runtime import colocate
 from tests.integration.fault_workers import Faulty, Slow
 from tests.integration.processes import alive, all_gone, parent_of, wait_for
@@ -271,7 +271,7 @@ def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Faulty)
     assert lost == [telemetry.WorkerLost(role="faulty", rank=0, node="localhost", cause="signal SIGKILL")]
 
 
-def test_the_death_of_the_fork_server_is_the_death_of_its_processes() -> None:
+def test_the_death_of_the_fork_server_is_the_death_of_its_processes_and_another_one_starts() -> None:
     with podium.connect("local") as cluster:
         slow = cluster.start(Slow.bind(), cluster.pool([2]))
         call = slow.sleep.submit(600)
@@ -282,8 +282,24 @@ def test_the_death_of_the_fork_server_is_the_death_of_its_processes() -> None:
         assert not all_gone(pids, PROMPT_S)
         with pytest.raises(PodiumError):
             slow.note(1)
-        with pytest.raises(WorkerStartError, match="fork server is gone"):
-            cluster.start(Slow.bind())
+        slow.group.restart()
+        slow.note(1)
+        assert slow.noted() == [1]
+        assert parent_of(slow.group.pids[0]) != parent_of(os.getpid())
+        other = cluster.start(Slow.bind(), name="other")
+        assert parent_of(other.group.pids[0]) == parent_of(slow.group.pids[0])
+
+
+def test_a_fork_server_that_is_stopped_goes_on_when_it_is_needed() -> None:
+    with podium.connect("local") as cluster:
+        slow = cluster.start(Slow.bind(), cluster.pool([2]))
+        server, pids = parent_of(slow.group.pids[0]), slow.group.pids
+        os.kill(server, signal.SIGSTOP)
+        other = cluster.start(Slow.bind(), start_timeout_s=PROMPT_S)
+        assert other.ping(3) == [3]
+        os.kill(server, signal.SIGSTOP)
+        slow.group.restart()
+        assert not all_gone(pids, 0.0)
 
 
 def test_a_call_may_be_waited_for_and_cancelled_from_many_threads(faulty: Faulty) -> None:

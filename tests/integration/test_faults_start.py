@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from podium import Cluster
+import podium
+from podium import Cluster, Worker, colocate
 from podium.errors import EndpointError, WorkerStartError
 from tests.integration.fault_workers import StartsBadly
 from tests.integration.processes import run_script
@@ -36,6 +37,30 @@ def test_a_constructor_that_takes_too_long_is_reported_with_its_stack(local: Clu
     with pytest.raises(WorkerStartError, match=r"deadline of 0\.5 s(.|\n)*time\.sleep\(600\)") as caught:
         local.start(StartsBadly.bind(1, "sleep"), local.pool([2]), name="bad", start_timeout_s=0.5)
     assert caught.value.rank == 1
+
+
+def test_a_start_has_one_limit_for_its_processes_and_all_constructors(local: Cluster) -> None:
+    nap = _Naps.bind(0.8)
+    with pytest.raises(WorkerStartError, match=r"(second|third) did not start: .*deadline of 1\.5 s"):
+        local.start(colocate(first=nap, second=nap, third=nap), start_timeout_s=1.5)
+
+
+class _Naps(Worker):
+    def __init__(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def test_a_fork_server_that_takes_long_to_import_fails_a_start_at_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_slowly.py").write_text("import time\ntime.sleep(6)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with podium.connect("local", preload=["imported_slowly"]) as cluster:
+        began = time.monotonic()
+        with pytest.raises(WorkerStartError, match=r"early-0: its process did not start within 0\.5 s"):
+            cluster.start(Worker.bind(), cluster.pool([2]), name="early", start_timeout_s=0.5)
+        assert time.monotonic() - began < 4.0
+        assert cluster.start(Worker.bind(), name="early").group.run(lambda worker: worker.ctx.rank) == [0]
 
 
 def test_an_interpreter_that_does_not_start_is_reported_with_its_words(local: Cluster) -> None:

@@ -57,14 +57,13 @@ def test_while_ray_takes_its_time_the_log_says_for_what(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("podium.backends.ray.backend.START_SAYS_S", 0.5)
-    monkeypatch.setattr("podium.backends.ray.backend.START_TIMEOUT_S", 3.0)
     (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with (
         podium.connect("ray", preload=("sleepy",)) as slow,
         pytest.raises(WorkerStartError, match=r"Ray did not start late-0, late-1 within 3 s\..*niceness"),
     ):
-        slow.start(Busy.bind(), slow.pool([2]), name="late", distributed=False)
+        slow.start(Busy.bind(), slow.pool([2]), name="late", distributed=False, start_timeout_s=3.0)
     assert any("Ray has not started late-0, late-1 for" in record.message for record in caplog.records)
 
 

@@ -7,19 +7,22 @@ import queue
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from podium.backends.files import Files
 from podium.backends.process import THREAD_VARIABLES, Surroundings, accelerators, command, environment_of, machine
-from podium.errors import ConfigError, WorkerStartError
-from podium.runtime.backend import Backend, ProcessHandle
+from podium.errors import WorkerStartError
+from podium.runtime.backend import CONTRACT_VERSION, Backend, ProcessHandle
 from podium.runtime.codec import decode
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec, Reply, Request
-from podium.supervisor import describe_exit
+from podium.supervisor import describe_exit, is_stopped
 from podium_streams.wire import Parcel, pack, receive, send
 
-START_S, KILL_S = 120.0, 10.0
+KILL_S = 10.0
+if CONTRACT_VERSION != 1:
+    raise ImportError(f"podium-streams keeps version 1 of Podium's backend contract, which is at {CONTRACT_VERSION}")
 
 
 class StreamsBackend(Backend):
@@ -28,7 +31,7 @@ class StreamsBackend(Backend):
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
 
     def __init__(self, *, preload: Sequence[str] = ("torch",)) -> None:
-        self.files = Files(echo=False)
+        self.files = Files()
         self.processes: set[StreamsProcess] = set()
         self.accelerators = accelerators()
         self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,13 +44,12 @@ class StreamsBackend(Backend):
         return machine(self.accelerators)
 
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
-        for name in specs[0].options:
-            raise ConfigError(f"start(options={{{name!r}: ...}}): streams has no options for a process")
+        until = time.monotonic() + specs[0].timeout_s
         processes = [StreamsProcess(self, spec, on_death) for spec in specs]
         try:
             for process, spec in zip(processes, specs, strict=True):
-                if not process.started.wait(START_S) or not process.pid:
-                    raise WorkerStartError(f"{spec.label}: its process did not start", rank=spec.rank)
+                if not process.started.wait(max(0.0, until - time.monotonic())) or not process.pid:
+                    raise WorkerStartError(f"{spec.label}: no process within {spec.timeout_s:g} s", rank=spec.rank)
         except BaseException:
             for process in processes:
                 process.kill()
@@ -99,6 +101,9 @@ class StreamsProcess(ProcessHandle):
             self._leash.shutdown(socket.SHUT_WR)
         self._ended.wait(KILL_S)
 
+    def stopped(self) -> bool:
+        return is_stopped(self.pid)
+
     def _send(self) -> None:
         with contextlib.suppress(OSError):
             while request := self._requests.get():
@@ -106,9 +111,9 @@ class StreamsProcess(ProcessHandle):
                 send(self._connection, head, request.shared, *([] if request.own is None else [request.own]))
 
     def _live(self) -> None:
-        self.pid = int(self._leash.recv(16) or 0)
-        self.started.set()
         with contextlib.suppress(EOFError, OSError):
+            self.pid, _ = receive(self._connection)
+            self.started.set()
             while True:
                 (number, status, *times), (payload,) = receive(self._connection)
                 if done := self._pending.pop(number, None):
@@ -119,5 +124,7 @@ class StreamsProcess(ProcessHandle):
         self._connection.close()
         self._leash.close()
         self._backend.processes.discard(self)
-        self._on_death(self._rank, Death(cause, self._log.last_lines()))
+        if self.pid:
+            self._on_death(self._rank, Death(cause, self._log.last_lines()))
         self._ended.set()
+        self.started.set()

@@ -1,7 +1,7 @@
 """The nursery: a process that imports once, forks worker processes and reaps them.
 
 controller ──(env, fresh, log, surroundings) + a worker process's connection + the nursery's end of its leash──▶ nursery
-nursery ──on the leash: pid, later exit code──▶ controller, whose end of the leash closes for a kill or with it"""
+nursery ──on the leash: exit code──▶ controller, whose end of the leash closes for a kill or with it"""
 
 import importlib
 import os
@@ -43,7 +43,6 @@ def main(private: str, preload: list[str]) -> None:
                 pid = supervisor.fork(partial(_become_worker, connection, *pickle.loads(message)))
                 processes[pid] = connection, leash
                 supervisor.poller.register(leash, select.POLLIN)
-                leash.send(str(pid).encode())
     finally:
         supervisor.end()
         shutil.rmtree(private, ignore_errors=True)

@@ -22,6 +22,7 @@ def main(*surroundings: Any) -> None:
     os.set_inheritable(CONNECTION, False)
     Surroundings(*surroundings).settle_in("lo")
     connection, process, sending = socket.socket(fileno=CONNECTION), WorkerProcess(), threading.Lock()
+    send(connection, os.getpid())  # it takes requests
     requests: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
     def read(parcels: list[Parcel], where: str) -> dict[str, Any]:

@@ -84,3 +84,5 @@ class Files:
                 self._printed[path] = label, at + len(whole)
                 for line in whole.decode(errors="replace").splitlines():
                     sys.stdout.write(f"[{label}] {line}\n")
+                if whole:
+                    sys.stdout.flush()  # a script that is killed says what its workers had said

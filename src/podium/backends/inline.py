@@ -18,7 +18,6 @@ from typing import Any
 
 from podium.backends.process import machine
 from podium.data.store import Block, BlockInfo, MemoryStore
-from podium.errors import ConfigError
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode, encode
 from podium.runtime.messages import Capabilities, Failure, Node, OnDeath, ProcessSpec, Reply, Request
@@ -76,8 +75,6 @@ class InlineBackend(Backend):
         return self._nodes
 
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
-        for name in specs[0].options:
-            raise ConfigError(f"start(options={{{name!r}: ...}}): inline has no options for a worker process")
         processes = [_InlineProcess(self._store, alone=len(specs) == 1, threaded=self._threads) for _ in specs]
         self._processes += processes
         return processes

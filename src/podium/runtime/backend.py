@@ -12,12 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from podium.errors import ConfigError
 from podium.runtime.messages import Capabilities, Node, OnDeath, Packed, Place, ProcessSpec, Reply, Request
 
 if TYPE_CHECKING:
     from podium.data import TensorStore
 
-__all__ = ["Backend", "ProcessHandle"]
+__all__ = ["CONTRACT_VERSION", "Backend", "ProcessHandle"]
+
+CONTRACT_VERSION = 1
+"""Version of this contract. It changes when a backend that kept the contract has to change."""
 
 
 class ProcessHandle(ABC):
@@ -34,13 +38,23 @@ class ProcessHandle(ABC):
     def kill(self) -> None:
         """End the process and its children by force. Returns when ``on_death`` has reported the end. Idempotent.
 
-        Where there is time, the runtime has sent the request ``("", "shutdown")`` before. That request closes the
-        workers and leaves the process running.
+        Where there is time, the runtime has sent the request ``("", "shutdown")`` before, which closes the workers. The
+        process may end by itself after its answer to that request.
         """
+
+    def stopped(self) -> bool:
+        """Whether the process does not run because a signal such as SIGSTOP has stopped it. False where that is not
+        known."""
+        return False
 
 
 class Backend(ABC):
-    """A place where worker processes run. ``capabilities`` is an attribute of the class, unless options change it."""
+    """A place where worker processes run. ``capabilities`` is an attribute of the class, unless options change it.
+
+    When the controller ends, in whatever way, its worker processes and their children end within seconds. Worker
+    processes ignore the terminal's Ctrl-C, which is for the controller. What they print appears where the controller's
+    output goes, unless the backend has an option ``log_dir`` that says where else.
+    """
 
     capabilities: Capabilities
 
@@ -62,11 +76,18 @@ class Backend(ABC):
     def release(self, token: Any) -> None:  # noqa: B027 - nothing is held by default
         """Give a reservation back."""
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ConfigError for ``options`` of ``cluster.start`` that worker processes do not have. By default they
+        have none."""
+        for name in options:
+            raise ConfigError(f"start(options={{{name!r}: ...}}): this backend has no options for a worker process")
+
     @abstractmethod
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
         """Start one worker process for each spec, or none. A process has started when it takes requests, which make its
-        workers. ``on_death`` reports each end, wanted or not, after all replies that the process sent before. Raises
-        WorkerStartError, or ConfigError for unknown ``options`` of the specs."""
+        workers. ``on_death`` reports the end of each process that has started, wanted or not, after all replies that
+        the process sent before. Raises WorkerStartError, also where a process needs longer than ``timeout_s`` of its
+        spec."""
 
     def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
         """The processes of the detached group ``name`` of another controller, in rank order; empty without one."""

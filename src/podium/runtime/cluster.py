@@ -267,7 +267,7 @@ class Cluster:
             meshes: Meshes over the ranks, by name. "default" is ``Mesh(dp=world_size)`` unless given.
             env: Environment variables of the processes, which are set before anything is imported there.
             timeout_s: Default deadline of the group's calls.
-            start_timeout_s: Deadline of the start.
+            start_timeout_s: Deadline of the whole start, from the processes to the last constructor.
             distributed: Whether the processes form a torch.distributed process group before the constructors run.
                 Default: if torch is loaded and the backend has collectives.
             options: Options of the backend for each process, such as Ray's actor options.
@@ -281,6 +281,7 @@ class Cluster:
             WorkerStartError: A process or a constructor failed. What had started is ended.
             ConfigError: ``worker`` is not a bound Podium worker, a mesh does not fit, or the backend cannot do this.
         """
+        until = time.monotonic() + start_timeout_s
         self._refuse_unless_open("start", detached)
         if returns not in ("value", "ref"):
             raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
@@ -299,9 +300,10 @@ class Cluster:
             mine = {label, *bounds}
             self._starting |= mine
         own: ProcessSet | None = None
+        shared: ProcessSet | None = None
         try:
             if into is not None:
-                processes = _processes_of(into, pool, how)
+                processes = shared = _processes_of(into, pool, how)
                 meshes = _with_default(meshes, processes.size)
             else:
                 pool = pool if pool is not None else self.pool(detached=detached)
@@ -312,13 +314,16 @@ class Cluster:
             handles: dict[str, WorkerHandle] = {}
             for role_name, bound in bounds.items():
                 role = Role(bound, meshes, timeout_s, returns, int(seed))
-                processes.construct(role_name, role)
+                processes.construct(role_name, role, start_timeout_s, until)
                 handles[role_name] = self._add_group(processes, role_name, role)
             if detached:
                 processes.keep_record()
         except BaseException:
             if own is not None:
                 own.close(0.0, stop_detached=True)
+            elif shared is not None:
+                for role_name in bounds:
+                    shared.forget(role_name)
             raise
         finally:
             with self._names:
@@ -449,6 +454,7 @@ class Cluster:
         can = self._backend.capabilities
         if options.distributed and len(pool) > 1 and not can.collectives:
             raise ConfigError(f"backend {self.backend_name!r} has no collectives over several ranks; use 'local'")
+        self._backend.check_options(options.options)
         if options.env and not can.processes:
             raise ConfigError(f"backend {self.backend_name!r} has no processes to give an environment; use 'local'")
         for name in sorted(PROTECTED & options.env.keys()):

@@ -57,6 +57,7 @@ class ProcessSpec:
     threads: int  # number of threads for computing
     env: Mapping[str, str] = field(default_factory=dict[str, Any])  # set before anything is imported
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # from ``cluster.start(options=...)``
+    timeout_s: float = 600.0  # within which the process takes requests, or its start has failed
     detached: str = ""  # name of the group if the process outlives this controller
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -85,7 +86,7 @@ class ProcessSet:
         self._threads = threads
         self._rendezvous = ""
         self._attached = attached is not None
-        self.calls = attached or self._boot()  # a restart replaces them
+        self.calls = attached or self._boot(time.monotonic() + options.start_timeout_s)  # a restart replaces them
         for reservation in pool.reservations:
             reservation.holders.append(name)
 
@@ -113,9 +114,13 @@ class ProcessSet:
         """Each rank's process id, or 0 where it shares the controller's process."""
         return tuple(handle.pid for handle in self.calls.handles)
 
-    def construct(self, name: str, role: Role) -> None:
-        """Make a worker in every process. Raises WorkerStartError if a constructor raises or takes too long, or a
-        process ends; its ``rank`` failed first. Raises ConfigError for processes of another controller."""
+    def construct(self, name: str, role: Role, timeout_s: float, until: float) -> None:
+        """Make a worker in every process, within ``timeout_s``, which end at ``until``.
+
+        Raises:
+            WorkerStartError: A constructor raised or took too long, or a process ended. Its ``rank`` failed first.
+            ConfigError: The processes are another controller's.
+        """
         if self._attached:
             raise ConfigError(f"group {self.name} is another controller's: no worker can be added to it")
         nodes = [slot.node for slot in self.pool]
@@ -141,7 +146,7 @@ class ProcessSet:
         shared["debug"] = _log.isEnabledFor(logging.DEBUG)
         label = f"{role.bound.cls.__name__}.__init__"
         try:
-            self.calls.request(label, "construct", self.options.start_timeout_s, shared, own)
+            self.calls.request(label, "construct", timeout_s, shared, own, until=until)
         except EndpointError as error:
             raise WorkerStartError(
                 f"{name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback
@@ -159,10 +164,12 @@ class ProcessSet:
         if self._attached:
             raise ConfigError(f"group {self.name} is another controller's; stop it with cluster.stop({self.name!r})")
         self._end(f"group {', '.join(self.workers)} was restarted while this call was in flight", 0.0)
+        timeout_s = self.options.start_timeout_s
+        until = time.monotonic() + timeout_s
         try:
-            self.calls = self._boot()
+            self.calls = self._boot(until)
             for name, role in list(self.workers.items()):
-                self.construct(name, role)
+                self.construct(name, role, timeout_s, until)
         except BaseException as error:
             self.calls.lost.clear()
             self.calls.broken = f"its restart failed ({type(error).__name__})"
@@ -194,6 +201,12 @@ class ProcessSet:
         record = Record([slot.place for slot in self.pool], self.pool[0].reservation.token, bare)
         self.calls.request(f"{self.name}.keep_record", "record", ATTACH_S, {"record": record})
 
+    def forget(self, name: str) -> None:
+        """Have every process that made a worker close it, behind what the process runs now, since its start failed."""
+        self.workers.pop(name, None)
+        for rank in range(self.size):
+            self.calls.tell(rank, "close_worker", {"name": name})
+
     def close_worker(self, name: str) -> None:
         """Close one of several colocated workers: behind its own calls, and beside those of its siblings. A process
         that is stuck in a call is not asked."""
@@ -207,8 +220,8 @@ class ProcessSet:
         self.calls.end(reason)
         self.calls.kill(shut_down_s)
 
-    def _boot(self) -> ProcessCalls:
-        """Start the processes."""
+    def _boot(self, until: float) -> ProcessCalls:
+        """Start the processes, which take requests at ``until``."""
         slots = list(self.pool)
         specs = [
             ProcessSpec(
@@ -221,16 +234,18 @@ class ProcessSet:
                 env=self.options.env,
                 options=self.options.options,
                 detached=self.name if self.options.detached else "",
+                timeout_s=round(max(0.0, until - time.monotonic()), 2),
             )
             for rank, slot in enumerate(slots)
         ]
         calls = ProcessCalls(self.backend, self.watch, self.name, [slot.node for slot in slots])
         try:
             calls.handles = self.backend.start_processes(specs, calls.on_death)
+            self._rendezvous = self.backend.rendezvous(calls.handles) if self.options.distributed is not False else ""
         except BaseException:
             calls.end("")
+            calls.kill(0.0)
             raise
-        self._rendezvous = self.backend.rendezvous(calls.handles) if self.options.distributed is not False else ""
         for rank, handle in enumerate(calls.handles):
             telemetry.emit(telemetry.WorkerStarted(role=self.name, rank=rank, node=slots[rank].node, pid=handle.pid))
         return calls

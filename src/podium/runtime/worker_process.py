@@ -311,8 +311,8 @@ class WorkerProcess:
         return None if self._store is None else self._store.usage()
 
     def do_close_worker(self, name: str) -> None:
-        """Close a worker and forget it."""
-        worker = self.workers.pop(name)
+        """Close a worker and forget it, if it is here."""
+        worker = self.workers.pop(name, None)
         self._functions.clear()
         close = getattr(worker, "close", None)
         if callable(close):

@@ -1,6 +1,7 @@
 """The whole contract suite as one class."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -9,15 +10,24 @@ from podium.testing.calls import CallContract
 from podium.testing.dispatching import DispatchContract
 from podium.testing.lifetimes import LifetimeContract
 from podium.testing.placing import PlacingContract
+from podium.testing.processes import ProcessContract
 from podium.testing.references import ReferenceContract
-from podium.testing.target import Target
+from podium.testing.scripts import ScriptContract
+from podium.testing.target import Target, time_limit
 from podium.testing.values import ValueContract
 
 __all__ = ["BackendContract"]
 
 
 class BackendContract(
-    DispatchContract, ValueContract, ReferenceContract, CallContract, PlacingContract, LifetimeContract
+    DispatchContract,
+    ValueContract,
+    ReferenceContract,
+    CallContract,
+    PlacingContract,
+    LifetimeContract,
+    ProcessContract,
+    ScriptContract,
 ):
     """The tests that every backend must pass. Subclass it in a test module that has a fixture ``target``:
 
@@ -28,14 +38,24 @@ class BackendContract(
     ...     pass
 
     A test is skipped if the backend's :class:`~podium.runtime.Capabilities` say that it cannot do what is tested. The
-    backend needs room for some 30 slots without declared resources on one node.
+    backend needs room for some 30 slots without declared resources on one node. Tests of processes read ``/proc``.
     """
+
+    limit_s: ClassVar[float] = 120.0
+    """Seconds that a test may take, and that connecting may take. The subclass may set another limit."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def cluster(cls, target: Target) -> Iterator[Cluster]:
-        with target.connect() as cluster:
+        with time_limit(cls.limit_s):
+            cluster = target.connect()
+        with cluster:
             yield cluster
+
+    @pytest.fixture(autouse=True)
+    def _ends_in_time(self, cluster: Cluster) -> Iterator[None]:
+        with time_limit(self.limit_s):
+            yield
 
     @pytest.fixture(autouse=True)
     def _nothing_is_left_running(self, cluster: Cluster) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from podium.errors import CallCancelled, ConfigError, EndpointError, SerializationError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Worker, colocate, endpoint
 from podium.testing.target import Target, need, refuses
-from podium.testing.workers import Counter, Keeper
+from podium.testing.workers import Counter, Keeper, RaisesOn
 
 __all__ = ["LifetimeContract"]
 
@@ -149,14 +149,6 @@ class LifetimeContract:
         gatherer.group.restart()
         while time.monotonic() < until:
             assert gatherer.gather_all(1.0) == [[1.0, 2.0]] * 2
-
-
-class RaisesOn(Worker):
-    """Its constructor raises on one rank."""
-
-    def __init__(self, rank: int) -> None:
-        if self.ctx.rank == rank:
-            raise ValueError(f"rank {rank} does not want to start")
 
 
 class Gatherer(Worker):

@@ -15,7 +15,7 @@ from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementEr
 from podium.runtime import Cluster, Mesh, Worker, colocate, endpoint
 from podium.telemetry import WorkerLost, WorkerStarted, subscribe
 from podium.testing.target import need, refuses
-from podium.testing.workers import Counter, Keeper, Place, Probe, Sleeper
+from podium.testing.workers import Counter, Keeper, Place, Probe, RaisesOn, Sleeper
 
 __all__ = ["PlacingContract"]
 
@@ -286,6 +286,16 @@ class PlacingContract:
         refuses(ConfigError, "expected a handle", cluster.start, Keeper.bind(), into="first_in")
         refuses(WorkerStartError, "ValueError: not today", cluster.start, _Fails.bind(), into=counter, name="third_in")
         assert counter.add(0) == [3, 3], "processes outlive a worker that did not start in them"
+
+    def test_a_start_into_processes_that_fails_leaves_nothing_there(self, cluster: Cluster) -> None:
+        keeper = cluster.start(Keeper.bind(), cluster.pool([2]), name="at_home", distributed=False)
+        half = colocate(guest=Counter.bind(), bad_guest=RaisesOn.bind(1))
+        for worker, name in ((half, None), (RaisesOn.bind(1), "guest"), (RaisesOn.bind(0), "guest")):
+            refuses(WorkerStartError, "does not want to start", cluster.start, worker, into=keeper, name=name)
+            assert keeper.neighbors() == [["at_home"]] * 2
+        guests = cluster.start(colocate(guest=Counter.bind(4), bad_guest=Counter.bind()), into=keeper)
+        assert guests.guest.add(1) == [5, 5], "their names are free"
+        assert keeper.neighbors() == [["at_home", "bad_guest", "guest"]] * 2
 
     def test_names(self, cluster: Cluster) -> None:
         first = cluster.start(Counter.bind(), name="only_one", distributed=False)

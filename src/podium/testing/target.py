@@ -1,6 +1,14 @@
 """The backend under test, and checks that many tests share."""
 
-from collections.abc import Callable
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import pytest
@@ -8,7 +16,7 @@ import pytest
 import podium
 from podium.runtime import Bound, Capabilities, Cluster
 
-__all__ = ["Target", "need", "refuses", "started"]
+__all__ = ["Target", "alive", "all_gone", "need", "refuses", "started", "time_limit", "wait_for"]
 
 
 class Target:
@@ -24,6 +32,20 @@ class Target:
     def connect(self) -> Cluster:
         """Return a new cluster, which the caller closes."""
         return podium.connect(self.backend, **self.options)
+
+    def run_script(self, directory: Path, text: str) -> subprocess.Popen[str]:
+        """Start ``text`` as a script of a session of its own, in which ``cluster`` is a new cluster of this backend.
+        Its output and its errors are one pipe."""
+        path = directory / "script.py"
+        path.write_text(f"import podium\ncluster = podium.connect({self.backend!r}, **{self.options!r})\n{text}")
+        return subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def need(cluster: Cluster, *names: str) -> None:
@@ -49,3 +71,47 @@ def refuses(error: type[Exception], says: str, function: Callable[..., object], 
     """Check that a call raises ``error`` with a message that matches ``says``."""
     with pytest.raises(error, match=says):
         function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Generator[None]:
+    """Fail the test if the block takes longer. A timer that runs already, as pytest-timeout's, goes on after it."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        pytest.fail(f"the test took longer than {seconds:g} s")
+
+    began = time.monotonic()
+    before = signal.signal(signal.SIGALRM, late)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, left - time.monotonic() + began), interval)
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process of this machine runs. One that ended and was not reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether ``condition`` came true within ``seconds``."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def all_gone(pids: Iterable[int], seconds: float) -> list[int]:
+    """Return the processes of ``pids`` that still run after ``seconds``; none as soon as there are none."""
+    wanted = list(pids)
+    wait_for(lambda: not any(alive(pid) for pid in wanted), seconds)
+    return [pid for pid in wanted if alive(pid)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, which a worker without tenso
 
     from podium.data import Batch
 
-__all__ = ["Counter", "Keeper", "Place", "Probe", "Rows", "Sleeper", "Stash"]
+__all__ = ["Counter", "Keeper", "Place", "Probe", "RaisesOn", "Rows", "Sleeper", "Stash"]
 
 
 class Backwards(Dispatch):
@@ -331,6 +331,14 @@ class Keeper(Worker):
         """Leave the file. The runtime calls this method when the group is closed."""
         if self.closed_into is not None:
             (self.closed_into / f"closed-{self.ctx.rank}").touch()
+
+
+class RaisesOn(Worker):
+    """Its constructor raises on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        if self.ctx.rank == rank:
+            raise ValueError(f"rank {rank} does not want to start")
 
 
 class Place(Worker):

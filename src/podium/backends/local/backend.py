@@ -3,7 +3,7 @@
     controller's threads ──invoke──▶ calls socket (one a process) ──▶ worker process's main thread
                                  └─▶ control socket               ──▶ worker process's control thread
     I/O (io.py) ◀── answers and releases on the calls sockets
-                ◀── "started", "ended" from the fork server
+                ◀── ends of processes from the fork server
                 ──▶ messages that a full socket did not take at once
 
 Sending never waits: what a socket does not take is queued, and the I/O sends it. The I/O does not unpickle values:
@@ -14,17 +14,20 @@ import itertools
 import os
 import pickle
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from podium.backends.files import Files
 from podium.backends.local.io import IoLoop
-from podium.backends.local.process import START_TIMEOUT_S, LocalProcess
+from podium.backends.local.process import LocalProcess
 from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import NOTHING, Inbound, Parcel, pack
@@ -34,7 +37,40 @@ from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec
 from podium.supervisor import describe_exit
 
-__all__ = ["LocalBackend"]
+__all__ = ["ForkServer", "LocalBackend"]
+
+
+class ForkServer:
+    """The process that starts worker processes, and the socket to it."""
+
+    def __init__(self, preload: Sequence[str], private: Path) -> None:
+        self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                command("podium.backends.local.server", theirs.fileno(), list(preload), str(private)),
+                env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def alive(self) -> bool:
+        """Whether the server runs."""
+        return self._process.poll() is None
+
+    def tell(self, order: bytes, *fds: int) -> None:
+        """Send an order, and let the server go on if a signal has stopped it. Raises OSError if the server is gone."""
+        self._process.send_signal(signal.SIGCONT)
+        socket.send_fds(self.orders, [order], fds)
+
+    def close(self) -> None:
+        """End the server and all its worker processes."""
+        self.orders.close()  # the server's signal to end
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class LocalBackend(Backend):
@@ -74,19 +110,12 @@ class LocalBackend(Backend):
         self.files = Files(log_dir, echo)
         self.segments = SegmentPool()
         self.processes: dict[int, LocalProcess] = {}
+        self._preload = list(preload)
         self._tokens = itertools.count(1)
         self._closed = False
-        self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._server = subprocess.Popen(
-                command("podium.backends.local.server", theirs.fileno(), list(preload), str(self.files.private)),
-                env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
         self.io = IoLoop()
-        self.io.watch(self.orders.fileno(), self._on_server)
+        self._serving = threading.Lock()
+        self._server = self._new_server()
 
     # -- contract ------------------------------------------------------------------------------------------------
 
@@ -98,19 +127,22 @@ class LocalBackend(Backend):
         return self._nodes
 
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
-        for name in specs[0].options:
-            raise ConfigError(f"start(options={{{name!r}: ...}}): local has no options for a worker process")
-        processes = [LocalProcess(self, next(self._tokens), spec, on_death) for spec in specs]
-        until = time.monotonic() + START_TIMEOUT_S
-        for process in processes:
-            if not process.started.wait(max(0.0, until - time.monotonic())) or process.ended.is_set():
-                for other in processes:
-                    other.kill()
-                words = "\n".join(process.log.last_lines())
-                raise WorkerStartError(
-                    f"{process.label}: the fork server did not start its process; see {process.log.path}\n{words}",
-                    rank=process.rank,
-                )
+        until = time.monotonic() + specs[0].timeout_s
+        with self._serving:
+            if not self._server.alive():
+                self._server = self._new_server()
+        processes: list[LocalProcess] = []
+        try:
+            for spec in specs:
+                processes.append(LocalProcess(self, self._server, next(self._tokens), spec, on_death))
+            for process in processes:
+                in_time = process.started.wait(max(0.0, until - time.monotonic()))
+                if not in_time or process.ended.is_set():
+                    raise _not_started(process, specs[0].timeout_s, in_time)
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
         return processes
 
     def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
@@ -139,34 +171,41 @@ class LocalBackend(Backend):
             process.kill()
         self.files.close()
         self.io.stop()
-        self.orders.close()  # the server's signal to end
-        try:
-            self._server.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
+        self._server.close()
         self.segments.close()
 
-    def _on_server(self) -> bool:
+    def _new_server(self) -> ForkServer:
+        server = ForkServer(self._preload, self.files.private)
+        self.io.watch(server.orders.fileno(), partial(self._on_server, server))
+        return server
+
+    def _on_server(self, server: ForkServer) -> bool:
         try:
-            message = self.orders.recv(1 << 16, socket.MSG_DONTWAIT)
+            message = server.orders.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             message = b""
         if not message:
             for process in list(self.processes.values()):
-                process.end(Death("the fork server ended, and the worker processes with it"))
-            return False
-        kind, token, number = pickle.loads(message)
-        process = self.processes.get(token)
-        if process is not None and kind == "started":
-            process.pid = number
-            process.started.set()
-        elif process is not None:
+                if process.server is server:
+                    process.end(Death("the fork server ended, and the worker processes with it"))
+            self.io.unwatch(server.orders.fileno())
+            server.orders.close()
+            return True
+        token, status = pickle.loads(message)
+        if (process := self.processes.get(token)) is not None:
             process.drain()
-            process.end(Death(describe_exit(os.waitstatus_to_exitcode(number)), process.log.last_lines()))
+            process.end(Death(describe_exit(os.waitstatus_to_exitcode(status)), process.log.last_lines()))
         return True
+
+
+def _not_started(process: LocalProcess, timeout_s: float, in_time: bool) -> WorkerStartError:
+    why = f"its process did not start within {timeout_s:g} s"
+    if in_time:
+        why = f"its process ended before it took a request: {process.death.cause if process.death else 'given up'}"
+    words = "".join(f"\n  | {line}" for line in process.log.last_lines())
+    return WorkerStartError(f"{process.label}: {why}; see {process.log.path}{words}", rank=process.rank)
 
 
 def _raise_descriptor_limit() -> None:

@@ -1,6 +1,6 @@
 """A worker process: it receives requests, runs them, and sends outcomes.
 
-    main thread     ◀── calls ──── requests, one at a time, in order       calls ──▶ answers, releases
+    main thread     ◀── calls ──── requests, one at a time, in order       calls ──▶ "ready", answers, releases
     control thread  ◀── control ── concurrent requests, releases
 
 The end of the control socket means that the controller is gone.
@@ -63,6 +63,8 @@ class _Child:
 
     def serve_calls(self) -> None:
         receiver = Receiver()
+        with self._sending:
+            send_message(self._calls, pickle.dumps(("ready", os.getpid()), 5), (), wait=True)
         target = method = ""
         while target or method != "shutdown":
             number, target, method, wants, values = self._read(*receiver.receive(self._calls, wait=True))

@@ -25,13 +25,13 @@ from podium.backends.process import Surroundings, environment_of
 from podium.errors import WorkerStartError
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
+from podium.supervisor import is_stopped
 
 if TYPE_CHECKING:
-    from podium.backends.local.backend import LocalBackend
+    from podium.backends.local.backend import ForkServer, LocalBackend
 
-__all__ = ["START_TIMEOUT_S", "LocalProcess", "Outbox"]
+__all__ = ["LocalProcess", "Outbox"]
 
-START_TIMEOUT_S = 120.0
 KILL_S = 10.0
 
 EARLY = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_", "PYTHON")
@@ -39,21 +39,31 @@ EARLY = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_",
 
 
 class LocalProcess(ProcessHandle):
-    """One worker process, which its backend's fork server starts.
+    """One worker process, which a fork server starts.
 
     Args:
         token: Name of the process between the controller and the fork server.
+
+    Attributes:
+        started: Set when the process takes requests, or its start has failed.
+        ended: Set when the process is gone.
+        death: How the process ended, if it did.
 
     Raises:
         WorkerStartError: The fork server is gone.
     """
 
-    def __init__(self, backend: LocalBackend, token: int, spec: ProcessSpec, on_death: OnDeath) -> None:
+    def __init__(
+        self, backend: LocalBackend, server: ForkServer, token: int, spec: ProcessSpec, on_death: OnDeath
+    ) -> None:
+        self.server = server
         self.rank = spec.rank
         self.label = spec.label
         self.log = backend.files.begin_log(spec.label)
         self.started = threading.Event()
         self.ended = threading.Event()
+        self.death: Death | None = None
+        self._reported = threading.Event()
         self._backend = backend
         self._segments = backend.segments
         self._token = token
@@ -73,9 +83,9 @@ class LocalProcess(ProcessHandle):
         order = pickle.dumps(("start", token, env, fresh, str(self.log.path), *settings))
         with calls, control:
             try:
-                socket.send_fds(backend.orders, [order], [calls.fileno(), control.fileno()])
+                server.tell(order, calls.fileno(), control.fileno())
             except OSError as error:
-                self.end(Death("the fork server is gone"))
+                self.end(None)
                 raise WorkerStartError(f"{spec.label}: the fork server is gone: {error}", rank=spec.rank) from error
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
@@ -94,14 +104,21 @@ class LocalProcess(ProcessHandle):
         (self._control_out if request.concurrent else self._calls_out).send(message, leases)
 
     def kill(self) -> None:
-        if not self.ended.is_set() and self.started.wait(START_TIMEOUT_S):
-            with contextlib.suppress(OSError):  # the server is gone, and its children with it
-                # Only the parent of a process can know that its number does not mean another process by now.
-                self._backend.orders.send(pickle.dumps(("kill", self.pid)))
-            self.ended.wait(KILL_S)
+        if self.ended.is_set():
+            return
+        with contextlib.suppress(OSError):  # the server is gone, and its children with it
+            # Only the parent of a process can know that its number does not mean another process by now.
+            self.server.tell(pickle.dumps(("kill", self._token)))
+        if self.started.is_set():
+            self._reported.wait(KILL_S)
+        else:
+            self.end(None)  # where the server still forks it, it finds its sockets closed
 
-    def end(self, death: Death) -> None:
-        """The process is gone."""
+    def stopped(self) -> bool:
+        return is_stopped(self.pid)
+
+    def end(self, death: Death | None) -> None:
+        """The process is gone, or will not start if ``death`` is None."""
         if self.ended.is_set():
             return
         self._backend.io.unwatch(self._calls.fileno(), self._control.fileno())
@@ -109,11 +126,14 @@ class LocalProcess(ProcessHandle):
         self._control_out.close()
         self._pending.clear()
         self._receiver.close()
-        self.started.set()
+        had_started, self.death = self.started.is_set(), death
         self.ended.set()
+        self.started.set()
         self._backend.processes.pop(self._token, None)
         self._segments.forget(self._token)
-        self._on_death(self.rank, death)
+        if death is not None and had_started:
+            self._on_death(self.rank, death)
+        self._reported.set()
 
     def drain(self) -> None:
         """Take in all that the process sent before it ended."""
@@ -135,6 +155,10 @@ class LocalProcess(ProcessHandle):
         if message[0] == "release":
             for key in message[1]:
                 self._segments.release(key, self._token)
+            return True
+        if message[0] == "ready":
+            self.pid = message[1]
+            self.started.set()
             return True
         _, number, status, started, ended, wire = message
         self._releases.flush()

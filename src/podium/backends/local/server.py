@@ -1,9 +1,8 @@
 """The fork server: a supervisor that imports once and never computes, whose children are the worker processes.
 
     controller ──"start" token, how, two sockets──▶ server ──fork──▶ worker process (or exec, for a new interpreter)
-               ◀──"started" token, pid─────────────        ◀─SIGCHLD──
-               ◀──"ended" token, status────────────
-               ──"kill" pid────────────────────────▶
+               ◀──token, status────────────────────        ◀─SIGCHLD──
+               ──"kill" token──────────────────────▶
 
 It imports the modules to preload with one thread and runs nothing of them. When it ends, it removes the private
 directory. It sits in a session of its own, where a terminal's SIGINT does not reach.
@@ -49,26 +48,26 @@ def main(fd: int, preload: list[str], private: str) -> None:
 
 def _serve(supervisor: Supervisor, connection: socket.socket) -> None:
     tokens: dict[int, int] = {}  # by process id
-
-    def tell(*message: Any) -> None:
-        with contextlib.suppress(OSError):  # the controller is gone: the loop ends next
-            connection.send(pickle.dumps(message))
+    pids: dict[int, int] = {}  # by token
 
     while (ready := supervisor.wait()) is not None:
         for pid, status in supervisor.ended():
-            tell("ended", tokens.pop(pid), status)
+            token = tokens.pop(pid)
+            del pids[token]
+            with contextlib.suppress(OSError):  # the controller is gone: the loop ends next
+                connection.send(pickle.dumps((token, status)))
         if connection.fileno() not in ready:
             continue
         message, fds, _, _ = socket.recv_fds(connection, LIMIT, 2)
         if not message:
             return
-        order, number, *how = pickle.loads(message)
+        order, token, *how = pickle.loads(message)
         if order == "kill":
-            supervisor.kill(number)
+            if token in pids:
+                supervisor.kill(pids[token])
             continue
         pid = supervisor.fork(partial(_become_worker_process, fds, *how))
-        tokens[pid] = number
-        tell("started", number, pid)
+        tokens[pid], pids[token] = token, pid
         for fd in fds:
             os.close(fd)
 

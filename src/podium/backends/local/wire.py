@@ -3,7 +3,8 @@
 A message is the pickle of a tuple:
 
     to a worker process  ("call", number, target, method, wants result, shared, own)
-    to the controller    ("answer", number, status, started, ended, result)
+    to the controller    ("ready", process id), once
+                         ("answer", number, status, started, ended, result)
     either way           ("release", keys of segments that the sender has read)
 
 ``shared``, ``own`` and the result are parcels. A *parcel* is (pickle, buffers, segment, blocks): the pickle of a value,

@@ -40,15 +40,14 @@ from monarch.config import configure
 from podium.backends.files import Files, Log
 from podium.backends.monarch.actor import Message, Parcel, ProcessActor, pack
 from podium.backends.process import Surroundings, accelerators, environment_of, machine
-from podium.errors import ConfigError, WorkerStartError
+from podium.errors import WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec, Reply, Request
-from podium.supervisor import describe_exit
+from podium.supervisor import describe_exit, is_stopped
 
 __all__ = ["MonarchBackend"]
 
-START_TIMEOUT_S = 120.0
 KILL_S = 10.0
 LANDING_S = 0.02  # for answers that a process sent just before it ended
 SAID_S = 1.0  # for Monarch to say how a process ended
@@ -96,8 +95,6 @@ class MonarchBackend(Backend):
         return machine(self.accelerators)
 
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
-        for name in specs[0].options:
-            raise ConfigError(f"start(options={{{name!r}: ...}}): monarch has no options for a worker process")
         processes = [_MonarchProcess(self, spec, on_death) for spec in specs]
         for process in processes:
             try:
@@ -161,8 +158,8 @@ class _MonarchProcess(ProcessHandle):
         self._procs = this_host().spawn_procs({"procs": 1}, name=name, bootstrap_command=start)
         self._actor: Any = self._procs.spawn(name, ProcessActor, backend.answers, self.key)
         backend.processes[self.key] = self
-        surroundings = Surroundings.here(spec.threads, backend.preload)
-        threading.Thread(target=self._attend, args=(surroundings,), name="podium-monarch-process", daemon=True).start()
+        how = Surroundings.here(spec.threads, backend.preload), spec.timeout_s
+        threading.Thread(target=self._attend, args=how, name="podium-monarch-process", daemon=True).start()
 
     def settled(self) -> None:
         """Wait until the actor works as the controller does, or raise why it does not."""
@@ -200,10 +197,13 @@ class _MonarchProcess(ProcessHandle):
         """Hear how the process ended, or why it is about to."""
         self._said.put(cause)
 
-    def _attend(self, surroundings: Surroundings) -> None:
+    def stopped(self) -> bool:
+        return is_stopped(self.pid)
+
+    def _attend(self, surroundings: Surroundings, timeout_s: float) -> None:
         """From start to end, in a thread: Monarch refuses to wait in one that runs an event loop."""
         try:
-            pid: int = self._actor.settle_in.call_one(os.getpid(), surroundings).get(timeout=START_TIMEOUT_S)
+            pid: int = self._actor.settle_in.call_one(os.getpid(), surroundings).get(timeout=timeout_s)
             process = os.pidfd_open(pid)
             self.pid, self.log = pid, Log(self.log.path, self.log.path.stat().st_size)
         except Exception as error:  # noqa: BLE001 - raised again where the start is waited for

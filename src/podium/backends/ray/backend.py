@@ -30,7 +30,7 @@ from podium.runtime.messages import Capabilities, Node, OnDeath, Place, ProcessS
 
 __all__ = ["RayBackend"]
 
-START_TIMEOUT_S = 120.0
+ADDRESS_S = 30.0  # for a process that runs to name an address where it can listen
 START_SAYS_S = 15.0
 LOOK_S = 1.0  # between two looks at whether the nodes on which processes start are still there
 NAMESPACE = "podium"
@@ -68,7 +68,7 @@ class RayBackend(Backend):
         init: Mapping[str, Any] | None = None,
     ) -> None:
         self._actor_options = dict(actor_options or {})
-        _refuse(self._actor_options, "connect('ray', actor_options=...)")
+        _check(self._actor_options, "connect('ray', actor_options=...)")
         self._preload = tuple(preload)
         self._store_bytes = store_bytes
         connect(address, init or {})
@@ -88,6 +88,9 @@ class RayBackend(Backend):
 
     def release(self, token: Any) -> None:
         self._inventory.release(token)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        _check(options, "start(options=...)")
 
     def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
         self._look_for(specs)
@@ -127,7 +130,7 @@ class RayBackend(Backend):
         known = [process for process in processes if isinstance(process, RayProcess)]
         if len({process.node for process in known}) == 1 and known[0].log.path.exists():  # they run here
             return self._files.rendezvous()
-        return f"tcp://{ray.get(known[0].actor.free_address.remote())}"
+        return f"tcp://{ray.get(known[0].actor.free_address.remote(), timeout=ADDRESS_S)}"
 
     def pack(self, value: Any, readers: int) -> Parcel:
         return pack(value, "an argument", readers)
@@ -162,7 +165,6 @@ class RayBackend(Backend):
                 raise WorkerStartError(f"{spec.label}: node {spec.place.node} has left the cluster", rank=spec.rank)
 
     def _make(self, spec: ProcessSpec, on_death: OnDeath) -> RayProcess:
-        _refuse(spec.options, "start(options=...)")
         own = {**self._actor_options, **spec.options}
         runtime_env = dict(own.pop("runtime_env", {}))
         if spec.env:
@@ -191,17 +193,18 @@ class RayBackend(Backend):
             surroundings, visible = Surroundings.here(spec.threads, self._preload), spec.token.devices[spec.slot]
             how = (spec.env, visible, str(process.log.path), surroundings, self._store_bytes)
             asked[process.actor.settle_in.remote(*how)] = process
+        timeout_s = specs[0].timeout_s
         began = time.monotonic()
         say = START_SAYS_S
         while asked:
-            ready, _ = ray.wait(list(asked), timeout=LOOK_S)
+            ready, _ = ray.wait(list(asked), timeout=max(0.0, min(LOOK_S, began + timeout_s - time.monotonic())))
             if ready:
                 self._settled(ready[0], asked.pop(ready[0]), specs)
                 continue
             late, waited = ", ".join(process.label for process in asked.values()), time.monotonic() - began
-            if waited >= START_TIMEOUT_S:
+            if waited >= timeout_s:
                 raise WorkerStartError(
-                    f"Ray did not start {late} within {START_TIMEOUT_S:g} s. Its workers have a niceness of 15: where "
+                    f"Ray did not start {late} within {timeout_s:g} s. Its workers have a niceness of 15: where "
                     "others keep the machine busy, start Ray with RAY_worker_niceness=0",
                     rank=processes[0].rank,
                 )
@@ -221,13 +224,18 @@ class RayBackend(Backend):
             ) from error
 
 
-def _refuse(options: Mapping[str, Any], where: str) -> None:
+def _check(options: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for options of actors that Ray does not know or that cannot be set."""
     for name in REFUSED:
         if name in options:
             raise ConfigError(
                 f"{where}: {name} cannot be set: a call is delivered at most once, and a worker that died is made "
                 "again by group.restart()"
             )
+    try:
+        _Actor.options(**options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: Ray refuses these actor options: {error}") from error
 
 
 _Actor = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=GROUPS)(ProcessActor)

@@ -23,6 +23,7 @@ from podium.backends.ray.connect import ray
 from podium.backends.ray.wire import FULL, NO_VALUES, Parcel, bare_name, no_room, wire_to_outcome
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, Failure, OnDeath, Reply, Request
+from podium.supervisor import is_stopped
 
 __all__ = ["RayProcess", "Replies"]
 
@@ -85,6 +86,9 @@ class RayProcess(ProcessHandle):
         if not self.ended.is_set():
             ray.kill(self.actor, no_restart=True)
             self.ended.wait(KILL_S)
+
+    def stopped(self) -> bool:
+        return self.log.path.exists() and is_stopped(self.pid)  # the log is on the machine of the process
 
     def forget(self) -> None:
         """The actor goes on without this controller, which is not told of its end any more."""

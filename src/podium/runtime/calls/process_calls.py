@@ -98,10 +98,12 @@ class ProcessCalls:
         *,
         ranks: Sequence[int] | None = None,
         concurrent: bool = False,
+        until: float | None = None,
     ) -> list[Any]:
         """Call a method of the worker processes themselves, of all unless ``ranks`` are given, and wait for their
-        results. Raises what a call raises."""
+        results. ``timeout_s`` are over at ``until``; by default they begin now. Raises what a call raises."""
         call: Call[list[Any]] = Call(label, timeout_s, self._backend)
+        call.deadline = call.deadline if until is None else until
         ranks = range(len(self.handles)) if ranks is None else ranks
         self.send(call, "", method, Split(ranks, shared, own, ranks), gather(), concurrent)
         return call.result()
@@ -322,7 +324,7 @@ class ProcessCalls:
         answers = self._ask_all(stuck, "status", STATUS_S)
         if call.done():
             return
-        lines = [f"  rank {rank} ({self._node(rank)}): {self._status(answers.get(rank))}" for rank in stuck]
+        lines = [f"  rank {rank} ({self._node(rank)}): {self._status(rank, answers.get(rank))}" for rank in stuck]
         message = (
             f"{call.label} passed its deadline of {call.timeout_s:g} s; "
             f"{len(stuck)} of {len(flight.split.ranks)} ranks have not answered:\n" + "\n".join(lines)
@@ -330,15 +332,21 @@ class ProcessCalls:
         if call.fail(DeadlineExceeded(message, method=flight.method, running=stuck)):
             self._tell_cancelled(flight)
 
-    def _status(self, answer: Reply | None) -> str:
-        if answer is None or answer.status != "ok":
-            return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock"
-        return self._backend.unpack(answer.payload)
+    def _status(self, rank: int, answer: Reply | None) -> str:
+        if answer is not None and answer.status == "ok":
+            return self._backend.unpack(answer.payload)
+        if rank < len(self.handles) and self.handles[rank].stopped():
+            return f"a signal has stopped process {self.handles[rank].pid}: kill -CONT lets it go on"
+        return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock"
 
     def _tell_cancelled(self, flight: InFlight) -> None:
         flight.cancelled = True  # before a look at who has not replied: after the last reply its number is another's
         for rank in list(flight.open):
             self._ask(rank, "cancel", {"cancelled": flight.number}, lambda reply: None)
+
+    def tell(self, rank: int, method: str, values: Mapping[str, Any]) -> None:
+        """Send a request to the worker process itself, in order with others, and do not wait for its end."""
+        self._ask(rank, method, values, lambda reply: None, concurrent=False)
 
     def _ask(
         self, rank: int, method: str, values: Mapping[str, Any], done: Callable[[Reply], None], concurrent: bool = True

@@ -1,0 +1,120 @@
+"""Contract: the script whose output, Ctrl-C and end concern its worker processes. Runs once, for several tests."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
+import pytest
+
+from podium.runtime import Cluster
+from podium.supervisor import children_of, kill
+from podium.testing.target import Target, all_gone, need, time_limit, wait_for
+
+__all__ = ["ScriptContract"]
+
+LIMIT_S = 100.0
+GONE_S = 20.0
+"""The promise is two seconds on a machine that does nothing else."""
+SCRIPT = """
+import os, subprocess, sys, time
+
+def say(worker):
+    print("said by rank", worker.ctx.rank, flush=True)
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    return os.getpid(), child.pid
+
+def work(worker, seconds):
+    time.sleep(seconds)
+    return "done"
+
+group = cluster.start(podium.Worker.bind(), cluster.pool([2]), name="talker", distributed=False).group
+print("PIDS", *[pid for pair in group.run(say) for pid in pair], flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("AFTER", *group.run(work, 0), flush=True)
+group.run(work, 600)
+"""
+
+
+class Seen(NamedTuple):
+    """What a script and its workers did.
+
+    Attributes:
+        lines: All that was printed.
+        after: What the workers answered after a Ctrl-C in the terminal.
+        left: Processes of workers, and their children, that were there after the script had been killed.
+    """
+
+    lines: list[str]
+    after: str
+    left: list[int]
+
+
+class ScriptContract:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def script(cls, target: Target, cluster: Cluster) -> Seen:
+        need(cluster, "processes")
+        with tempfile.TemporaryDirectory(prefix="podium-") as directory, time_limit(LIMIT_S):
+            return _run(target, Path(directory))
+
+    def test_what_workers_print_appears_with_their_names(self, script: Seen, target: Target) -> None:
+        if "log_dir" in target.options:
+            pytest.skip("the output goes to log_dir")
+        for rank in range(2):
+            (line,) = [line for line in script.lines if line.endswith(f"said by rank {rank}")]
+            assert f"talker-{rank}" in line
+
+    def test_a_terminals_ctrl_c_does_not_reach_the_workers(self, script: Seen) -> None:
+        assert script.after == "done done", "\n".join(script.lines)
+
+    def test_workers_and_their_children_end_with_a_script_that_is_killed(self, script: Seen) -> None:
+        assert not script.left
+
+
+def _run(target: Target, directory: Path) -> Seen:
+    script = target.run_script(directory, SCRIPT)
+    lines: list[str] = []
+    everything: list[int] = []
+    Thread(target=_read, args=(script, lines), daemon=True).start()
+    try:
+        pids = [int(word) for word in _after("PIDS ", script, lines).split()]
+        assert len(pids) == 4, "\n".join(lines)
+        wait_for(lambda: sum("said by rank" in line for line in lines) == 2, GONE_S)
+        os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+        after = _after("AFTER ", script, lines)
+        everything = _descendants(script.pid)
+        script.kill()
+        return Seen(lines, after, all_gone(pids, GONE_S))
+    finally:
+        script.kill()
+        script.wait()
+        for pid in everything:  # what a broken backend leaves must not stay on the machine
+            kill(pid)
+
+
+def _read(script: subprocess.Popen[str], lines: list[str]) -> None:
+    assert script.stdout is not None
+    with script.stdout as stdout:
+        for line in stdout:
+            lines.append(line.rstrip("\n"))
+
+
+def _after(word: str, script: subprocess.Popen[str], lines: list[str]) -> str:
+    """The rest of the line that begins with ``word``, or "" if the script ends without one."""
+    while not (found := [line.removeprefix(word) for line in [*lines] if line.startswith(word)]):
+        if script.poll() is not None:
+            return ""
+        time.sleep(0.01)
+    return found[0]
+
+
+def _descendants(pid: int) -> list[int]:
+    children = children_of(pid)
+    return children + [further for child in children for further in _descendants(child)]

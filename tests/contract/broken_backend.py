@@ -1,0 +1,282 @@
+"""A backend that breaks one sentence of the contract at a time: ``local``, with the fault that its option names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
+from unittest import mock
+
+from podium import supervisor
+from podium.backends.local import LocalBackend, server
+from podium.backends.local.process import LocalProcess
+from podium.backends.process import command
+from podium.errors import ConfigError
+from podium.runtime import Death, Node, Place, ProcessHandle, ProcessSpec, Reply, Request
+from podium.runtime.messages import OnDeath
+
+__all__ = ["FAULTS", "BrokenBackend", "main"]
+
+FAULTS: dict[str, str] = {
+    # -- nodes and reservations
+    "nodes change their order": "test_nodes_have_a_stable_order_and_names_of_their_own",
+    "expects another machine": "test_what_is_expected_without_a_start_is_what_there_is",
+    "mixes up places": "test_a_reservation_has_the_places_asked_for_and_a_token_that_pickles",
+    "token does not pickle": "test_a_reservation_has_the_places_asked_for_and_a_token_that_pickles",
+    "one rendezvous for all": "test_a_rendezvous_is_a_new_one_each_time",
+    "shows all devices": "test_devices_of_a_slot_and_no_others_are_visible",
+    # -- start
+    "takes any option": "test_unknown_options_are_refused",
+    "forgets process ids": "test_every_rank_has_a_process_of_its_own_whose_number_is_known",
+    "one process for two ranks": "test_every_rank_has_a_process_of_its_own_whose_number_is_known",
+    "ignores threads": "test_a_worker_computes_with_the_threads_of_its_slot",
+    "ignores env": "test_workers_get_their_environment",
+    "sets env late": "test_if_one_process_does_not_start_none_is_left",
+    "belongs to one thread": "test_any_thread_may_start_and_close",
+    "starts some of a group": "test_if_one_process_does_not_start_none_is_left",
+    "ignores start limits": "test_a_start_ends_at_its_limit_and_leaves_nothing",
+    # -- requests
+    "waits in invoke": "test_submitting_does_not_wait",
+    "answers twice": "test_each_request_has_one_reply_with_its_own_value",
+    "mixes up replies": "test_each_request_has_one_reply_with_its_own_value",
+    "overtakes": "test_calls_run_in_the_order_submitted",
+    "runs all in order": "test_concurrent_endpoints_overlap_with_a_running_call",
+    "wants every result": "test_a_result_that_nobody_wants_is_not_sent",
+    "has no clock": "test_times_are_those_of_the_call",
+    "waits too long": "test_waiting_less_long_does_not_cancel",
+    "does not wake": "test_waiting_ends_when_it_is_asked_to",
+    "sends late": "test_what_the_caller_changes_after_submitting_is_not_seen",
+    # -- ends
+    "kills later": "test_kill_returns_when_the_end_was_reported",
+    "reports ends twice": "test_kill_returns_when_the_end_was_reported",
+    "reports no end": "test_an_end_is_reported_without_a_call_and_with_its_cause",
+    "loses causes": "test_an_end_is_reported_without_a_call_and_with_its_cause",
+    "loses last words": "test_a_death_is_named_now_and_later_until_restart",
+    "reports ends before replies": "test_replies_that_were_sent_before_an_end_are_heard",
+    "leaves children": "test_what_a_process_started_ends_with_it",
+    "does not see what is stopped": "test_a_process_that_a_signal_stopped_is_called_so",
+    "leaves processes at close": "test_closing_the_backend_ends_its_processes_and_may_be_repeated",
+    "closes once": "test_closing_the_backend_ends_its_processes_and_may_be_repeated",
+    # -- the script
+    "loses output": "test_what_workers_print_appears_with_their_names",
+    "gives output no name": "test_what_workers_print_appears_with_their_names",
+    "ends at Ctrl-C": "test_a_terminals_ctrl_c_does_not_reach_the_workers",
+    "outlives its controller": "test_workers_and_their_children_end_with_a_script_that_is_killed",
+}
+"""By fault, the test of the public suite that finds it."""
+
+
+class BrokenBackend(LocalBackend):
+    """Args:
+    fault: One of FAULTS, or "" for a backend without a fault.
+    """
+
+    def __init__(self, *, fault: str) -> None:
+        if fault and fault not in FAULTS:
+            raise ConfigError(f"no fault {fault!r}")
+        self.fault = fault
+        self._rendezvous = ""
+        self._thread = threading.get_ident()
+        self._closes = 0
+        with mock.patch("podium.backends.local.backend.command", partial(_command, fault)):
+            super().__init__(preload=(), echo=fault != "loses output", nodes=3 if "order" in fault else 1)
+        if fault == "ends at Ctrl-C" and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._interrupted)
+
+    # -- nodes and reservations --------------------------------------------------------------------------------------
+
+    @classmethod
+    def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
+        return [Node("elsewhere", {"cpu": 999.0})] if options["fault"] == "expects another machine" else ()
+
+    def nodes(self) -> Sequence[Node]:
+        nodes = [*super().nodes()]
+        if self.fault == "nodes change their order":
+            random.shuffle(nodes)
+        return nodes
+
+    def reserve(self, places: Sequence[Place], detached: bool) -> tuple[Any, Sequence[Place]]:
+        token = threading.Lock() if self.fault == "token does not pickle" else None
+        return token, places[::-1] if self.fault == "mixes up places" else places
+
+    def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
+        self._rendezvous = self._rendezvous or super().rendezvous(processes)
+        return self._rendezvous if self.fault == "one rendezvous for all" else super().rendezvous(processes)
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        if self.fault != "takes any option":
+            super().check_options(options)
+
+    def start_processes(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> Sequence[ProcessHandle]:
+        if self.fault == "belongs to one thread" and threading.get_ident() != self._thread:
+            raise RuntimeError("not my thread")
+        specs = [self._spoiled(spec) for spec in specs]
+        with self._while_starting():
+            processes = super().start_processes(specs, partial(self._died, on_death))
+        broken = [BrokenProcess(process, self.fault) for process in processes]
+        return broken[:1] * len(broken) if self.fault == "one process for two ranks" else broken
+
+    def _spoiled(self, spec: ProcessSpec) -> ProcessSpec:
+        match self.fault:
+            case "shows all devices":
+                devices = tuple(range(len(self.accelerators)))
+                return dataclasses.replace(spec, place=dataclasses.replace(spec.place, devices=devices))
+            case "ignores threads":
+                return dataclasses.replace(spec, threads=3)
+            case "ignores env":
+                return dataclasses.replace(spec, env={})
+            case "ignores start limits":
+                return dataclasses.replace(spec, timeout_s=600.0)
+            case "gives output no name":
+                return dataclasses.replace(spec, label=f"process-{spec.rank}")
+            case _:
+                return spec
+
+    @contextlib.contextmanager
+    def _while_starting(self) -> Iterator[None]:
+        match self.fault:
+            case "starts some of a group":
+                with mock.patch.object(LocalProcess, "kill", lambda process: None):
+                    yield
+            case "sets env late":
+                with mock.patch("podium.backends.local.process.EARLY", ("nothing is set early",)):
+                    yield
+            case _:
+                yield
+
+    def _died(self, on_death: OnDeath, rank: int, death: Death) -> None:
+        match self.fault:
+            case "reports no end":
+                return
+            case "loses causes":
+                death = death._replace(cause="it ended")
+            case "loses last words":
+                death = death._replace(last_words=())
+            case "reports ends twice":
+                on_death(rank, death)
+        on_death(rank, death)
+
+    def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
+        return super().wait(ended, None if self.fault == "waits too long" else timeout_s)
+
+    def wake(self) -> None:
+        if self.fault != "does not wake":
+            super().wake()
+
+    def close(self) -> None:
+        self._closes += 1
+        if self.fault == "closes once" and self._closes == 2:
+            raise RuntimeError("closed already")
+        if self.fault != "leaves processes at close" or self._closes > 1:
+            super().close()
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        for process in list(self.processes.values()):
+            process.kill()
+        raise KeyboardInterrupt
+
+
+class BrokenProcess(ProcessHandle):
+    """A process of ``local``, and a fault."""
+
+    def __init__(self, real: ProcessHandle, fault: str) -> None:
+        self.pid = 0 if fault == "forgets process ids" else real.pid
+        self._real = real
+        self._fault = fault
+        self._last: Reply | None = None
+
+    def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
+        replied = threading.Event()
+
+        def heard(reply: Reply) -> None:
+            self._pass_on(reply, done)
+            replied.set()
+
+        match self._fault:
+            case "wants every result":
+                request = dataclasses.replace(request, wants_result=True)
+            case "runs all in order":
+                request = dataclasses.replace(request, concurrent=False)
+            case "overtakes" if not request.concurrent and request.target and request.number % 2:
+                threading.Timer(0.05, self._real.invoke, (request, heard)).start()
+                return
+            case "sends late" if request.target:
+                threading.Timer(0.2, self._real.invoke, (request, heard)).start()
+                return
+        self._real.invoke(request, heard)
+        if self._fault == "waits in invoke" and request.target:
+            replied.wait()
+
+    def _pass_on(self, reply: Reply, done: Callable[[Reply], None]) -> None:
+        match self._fault:
+            case "answers twice":
+                done(reply)
+            case "mixes up replies":
+                reply, self._last = self._last or reply, reply
+            case "has no clock":
+                reply = reply._replace(started_ns=0, ended_ns=0)
+            case "reports ends before replies":
+                threading.Timer(0.3, done, (reply,)).start()
+                return
+        done(reply)
+
+    def kill(self) -> None:
+        if self._fault == "kills later":
+            threading.Timer(0.3, self._real.kill).start()
+        else:
+            self._real.kill()
+
+    def stopped(self) -> bool:
+        return self._fault != "does not see what is stopped" and self._real.stopped()
+
+
+# -- in the fork server ------------------------------------------------------------------------------------------------
+
+
+def _command(fault: str, module: str, *args: Any) -> list[str]:
+    return command(__name__, fault, *args)
+
+
+def main(fault: str, *args: Any) -> None:
+    """Run the fork server of ``local`` with a fault."""
+    if fault == "leaves children":
+        supervisor.children_of = lambda pid: []
+        os.killpg = lambda group, number: None
+    if fault == "outlives its controller":
+        _outlive()
+    server.main(*args)
+
+
+def _outlive() -> None:
+    """Neither the fork server nor a worker process notices that the controller has ended."""
+    wait, receive = supervisor.Supervisor.wait, socket.recv_fds
+
+    def wait_or_never(self: supervisor.Supervisor, timeout_s: float = 0.5) -> set[int]:
+        return ready if (ready := wait(self, timeout_s)) is not None else _never()
+
+    def receive_or_never(*args: Any) -> Any:
+        return found if (found := receive(*args))[0] else _never()
+
+    supervisor.Supervisor.wait = wait_or_never
+    socket.recv_fds = receive_or_never
+    os.register_at_fork(after_in_child=_stay)
+
+
+def _stay() -> None:
+    os.killpg = lambda group, number: _never()
+
+
+def _never() -> NoReturn:
+    while True:
+        time.sleep(600)
