@@ -123,7 +123,8 @@ def main() -> None:
     arguments = parser.parse_args()
     out: Path = arguments.out or Path("runs") / f"quickstart-{time.strftime('%Y-%m-%d-%H%M%S')}"
 
-    with podium.connect(arguments.backend, log_dir=out / "logs", preload=PRELOAD) as cluster:
+    hints = {"log_dir": out / "logs", "preload": PRELOAD}  # for backends that have these options
+    with podium.connect(arguments.backend, hints=hints) as cluster:
         teach = copying if arguments.smoke else addition
         summary = teach(cluster, arguments.seed, out)
     shutil.copy(out / "grpo" / "summary.json", out / "summary.json")

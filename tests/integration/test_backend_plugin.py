@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -73,6 +74,17 @@ def test_it_passes_the_public_contract_suite(site: Path, tmp_path: Path) -> None
     assert passed is not None, out
     assert int(passed[1]) >= 190, out
     assert int(passed[2]) <= 3, "what processes have not, collectives have not, and detached groups"
+
+
+def test_it_imports_only_what_the_docs_call_stable() -> None:
+    page = (PLUGIN.parents[1] / "docs" / "backends.md").read_text()
+    stable = page[page.index("### What stays as it is") : page.index("Everything else may change")]
+    for path in PLUGIN.rglob("*.py"):
+        for found in ast.walk(ast.parse(path.read_text())):
+            if isinstance(found, ast.ImportFrom) and found.module and found.module.partition(".")[0] == "podium":
+                assert f"`{found.module}`" in stable, found.module
+                whole = found.module in ("podium.runtime.backend", "podium.errors")
+                assert whole or [name.name for name in found.names if f"`{name.name}`" not in stable] == []
 
 
 def test_it_is_as_small_as_is_said() -> None:

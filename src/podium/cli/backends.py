@@ -26,13 +26,14 @@ def run_backends(arguments: Sequence[str]) -> int:
 def _describe(point: EntryPoint) -> str:
     try:
         backend: Any = point.load()
-    except ImportError as error:  # a backend whose extra is not installed is still worth naming
-        return f"not usable here: {error}"
-    if hasattr(backend, "capabilities"):
-        capabilities = dataclasses.asdict(backend.capabilities)
-    else:  # only an instance knows
-        with contextlib.closing(backend()) as made:
-            capabilities = dataclasses.asdict(made.capabilities)
+        if hasattr(backend, "capabilities"):
+            capabilities = dataclasses.asdict(backend.capabilities)
+        else:  # only an instance knows
+            with contextlib.closing(backend()) as made:
+                capabilities = dataclasses.asdict(made.capabilities)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - one that does not work here is still worth naming
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        return f"not usable here: {kind}{error}"
     can = [name for name, able in capabilities.items() if able]
     cannot = [name for name, able in capabilities.items() if not able]
     return f"can: {', '.join(can) or 'only the basics'}" + (f"; cannot: {', '.join(cannot)}" if cannot else "")

@@ -94,12 +94,18 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
     scheme, found = backend.partition("://")[0], backends()
     if scheme not in found:
         raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{nearest(scheme, found)}")
+    entry = found[scheme]
     try:
-        cls: type[Backend] = found[scheme].load()
-    except ImportError as error:
-        raise ConfigError(
-            f"backend {scheme!r} cannot be loaded: {error}; try: pip install 'podium[{scheme}]'"
-        ) from error
+        cls: Any = entry.load()
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        own = entry.module.startswith("podium.")
+        remedy = f"pip install 'podium[{scheme}]'" if own else f"another version of the package of {entry.value}"
+        raise ConfigError(f"backend {scheme!r} cannot be loaded: {what}; try: {remedy}") from error
+    if not (inspect.isclass(cls) and issubclass(cls, Backend)):
+        raise ConfigError(f"backend {scheme!r}: {entry.value} is no subclass of podium.runtime.Backend")
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(f"backend {scheme!r}: {entry.value} does not implement {', '.join(missing)}")
     try:
         inspect.signature(cls).bind(**_with_address(backend, options or {}))
     except TypeError as error:

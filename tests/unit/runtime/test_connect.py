@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import podium
+from podium.cli import main
 from podium.errors import ConfigError
+from tests.integration.training import MODEL, write_copy_task
 
 
 def test_hints_are_for_backends_that_know_them() -> None:
@@ -23,3 +31,82 @@ def test_an_option_that_the_backend_does_not_know_is_refused() -> None:
 def test_a_name_that_is_no_backend_gets_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'local'"):
         podium.connect("locla")
+
+
+PLUGINS = {
+    "ends": "raise SystemExit(3)",
+    "raises": "raise RuntimeError('no driver')",
+    "unwritten": "def (",
+    "empty": "",
+    "function": "def Backend(): ...",
+    "partial": "from podium.runtime import Backend as Base\nclass Backend(Base):\n    def nodes(self): return []",
+    "bare": (
+        "from podium.backends.inline import InlineBackend\n"
+        "class Backend(InlineBackend):\n    def __init__(self): super().__init__()"
+    ),
+}
+"""Modules of backends in packages of their own. Only the last one works; it has none of the usual options."""
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plugins-0.dist-info").mkdir()
+    points = "".join(f"{name} = plugin_{name}:Backend\n" for name in PLUGINS)
+    (tmp_path / "plugins-0.dist-info" / "entry_points.txt").write_text(f"[podium.backends]\n{points}")
+    for name, text in PLUGINS.items():
+        (tmp_path / f"plugin_{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("ends", r"cannot be loaded: SystemExit: 3; try: another version of the package of plugin_ends"),
+        ("raises", "cannot be loaded: RuntimeError: no driver"),
+        ("unwritten", "cannot be loaded: SyntaxError"),
+        ("empty", "cannot be loaded: AttributeError"),
+        ("function", "is no subclass of podium.runtime.Backend"),
+        ("partial", "does not implement close, pack, rendezvous, start_processes, unpack"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_is_one_error(plugins: None, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"backend '{name}'.*{says}"):
+        podium.connect(name)
+
+
+def test_plugins_that_cannot_be_loaded_break_no_command(plugins: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends"]) == 0
+    out = capsys.readouterr().out
+    assert "raises     not usable here: RuntimeError: no driver" in out
+    assert "unwritten  not usable here: SyntaxError" in out
+    assert "local      can: processes" in out
+    assert main(["train", "grpo", "--keys", "--backend", "inline"]) == 0
+    with podium.connect("inline"):
+        pass
+
+
+def test_a_backend_without_the_usual_options_runs_commands_and_examples(
+    plugins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They know neither ``log_dir`` nor ``preload``."""
+    from examples import quickstart
+
+    config = f"model: {json.dumps(MODEL)}\ndata: {{train: {write_copy_task(tmp_path)}}}\nrun: {{steps: 1}}\n"
+    (tmp_path / "run.yaml").write_text(
+        config + "eval: {items: 2}\nbatch: {examples: 2}\nsampling: {max_new_tokens: 2}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "sft", "--config", "run.yaml", "--run.name", "bare", "--backend", "bare"]
+    assert main(train) == 0
+    for command in (["eval", "runs/bare", "--eval.items", "2"], ["sample", "runs/bare", "--prompt", "1"]):
+        assert main([*command, "--backend", "bare"]) == 0
+
+    def copying(cluster: podium.Cluster, seed: int, out: Path) -> Any:
+        (out / "grpo").mkdir(parents=True)
+        for name in ("summary.json", "curve.png"):
+            (out / "grpo" / name).touch()
+        return SimpleNamespace(accuracy_before=None, accuracy_after=None)
+
+    monkeypatch.setattr(quickstart, "copying", copying)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--smoke", "--backend", "bare", "--out", str(tmp_path / "out")])
+    quickstart.main()

@@ -142,11 +142,14 @@ def engine_class(name: str) -> type[Engine]:
     subject = f"engine.name = {name!r}: {entry.value}"
     try:
         found: Any = entry.load()
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this function's
         lines = [f"{one.filename}:{one.lineno}: " for one in frames if "importlib" not in one.filename]
         where = lines[-1] if lines else ""
-        raise ConfigError(f"{subject} cannot be loaded: {where}{error}; mend that, or use engine.name=auto") from error
+        kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"{subject} cannot be loaded: {where}{kind}{error}; mend that, or use engine.name=auto"
+        ) from error
     if not (inspect.isclass(found) and issubclass(found, Engine)):
         raise ConfigError(f"{subject} is no engine: expected a subclass of podium.rollout.engines.Engine")
     if missing := sorted(found.__abstractmethods__):
