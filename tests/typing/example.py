@@ -10,7 +10,7 @@ from torch import Tensor
 
 import podium
 from podium import Batch, Worker, concat, endpoint, first, gather, nothing, only, per_rank, reduce, scatter, shard
-from podium.runtime import Arguments, Collect, Dispatch, Split, World, colocate
+from podium.runtime import Arguments, Collect, Colocated, Dispatch, Split, World, colocate
 
 
 class Spread(Collect[float, tuple[float, float]]):
@@ -76,6 +76,11 @@ class Critic(Scorer):
     def value(self, batch: Batch, temperature: float) -> list[float]: ...
 
 
+class Both(Colocated):
+    scorer: Scorer
+    critic: Critic
+
+
 async def main() -> None:
     cluster = podium.connect("inline")
     pool = cluster.pool([2])
@@ -115,6 +120,8 @@ async def main() -> None:
     reveal_type(critic.group.run(_shipped, 3))  # list[str]
     reveal_type(critic.group.run_on(1, _shipped, x=3))  # str
     reveal_type(cluster.start(colocate(a=Scorer.bind(1.0)), pool))  # Colocated
+    both = cluster.start(colocate(Both, scorer=Scorer.bind(1.0), critic=Critic.bind(1.0)), pool)
+    reveal_type(both.critic.score)  # Endpoint[(batch: Batch), Batch]
 
 
 def _measured(worker: Critic) -> float:

@@ -12,7 +12,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = Path(__file__).with_name("example.py")
 WRONG = """
-from podium import Batch, Worker, connect, endpoint, first, per_rank, scatter
+from podium import Batch, Worker, concat, connect, endpoint, first, per_rank, scatter
+from collections.abc import Sequence
+from podium.runtime import Collect, Split
+
+class Spread(Collect[float, float]):
+    def collect(self, method: str, results: Sequence[float], split: Split) -> float: ...
 
 class Scorer(Worker):
     def __init__(self, bias: float) -> None: ...
@@ -20,6 +25,12 @@ class Scorer(Worker):
     def score(self, batch: Batch, k: int = 1) -> Batch: ...
     @endpoint(dispatch=scatter())
     def seeded(self, seed: int) -> int: ...
+    @endpoint(collect=concat())                  # error: reportArgumentType
+    def number(self) -> int: ...
+    @endpoint(collect=concat())
+    async def soon(self) -> dict[str, Batch]: ...
+    @endpoint(collect=Spread())                  # error: reportArgumentType
+    def text(self) -> str: ...
 
 scorer = connect("inline").start(Scorer.bind(0.5))
 Scorer.bind("much")                          # error: reportArgumentType

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.functions import nearest
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "backend_class", "backends", "colocate", "connect"]
 
+C = TypeVar("C", bound=Colocated)
 T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
 
@@ -46,13 +47,21 @@ PROTECTED = {
 _log = logging.getLogger("podium")
 
 
-def colocate(**workers: Bound[Any]) -> Bound[Colocated]:
+@overload
+def colocate(**workers: Bound[Any]) -> Bound[Colocated]: ...
+@overload
+def colocate(kind: type[C], /, **workers: Bound[Any]) -> Bound[C]: ...
+def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bound[Any]:
     """Several named workers for the same worker processes, where ``self.ctx.colocated["name"]`` is the plain object.
 
     They are made in the order given, so a later one may use an earlier one in its constructor.
 
+    Args:
+        kind: A subclass of :class:`Colocated` that declares the workers, for a type checker.
+
     Raises:
-        ConfigError: There is no worker, or a name is that of a method of :class:`Colocated`.
+        ConfigError: There is no worker, a name is that of a method of :class:`Colocated`, or ``kind`` declares other
+            workers.
     """
     if not workers:
         raise ConfigError(
@@ -60,7 +69,12 @@ def colocate(**workers: Bound[Any]) -> Bound[Colocated]:
         )
     if taken := sorted(name for name in workers if hasattr(Colocated, name)):
         raise ConfigError(f"colocate(): a worker cannot be named {taken[0]!r}: the mapping of handles has that method")
-    return Bound(Colocated, (), workers)
+    declared = {name: cls for base in kind.__mro__ for name, cls in vars(base).get("__annotations__", {}).items()}
+    if kind is not Colocated and declared.keys() != workers.keys():
+        raise ConfigError(
+            f"colocate({kind.__name__}, ...): it declares {sorted(declared)}; given are {sorted(workers)}"
+        )
+    return Bound(kind, (), workers)
 
 
 def backends() -> dict[str, EntryPoint]:
@@ -334,7 +348,8 @@ class Cluster:
         finally:
             with self._names:
                 self._starting -= mine
-        return cast(T, Colocated(handles) if worker.cls is Colocated else next(iter(handles.values())))
+        several: type[Any] | None = worker.cls if issubclass(worker.cls, Colocated) else None
+        return cast(T, several(handles) if several else next(iter(handles.values())))
 
     def start_replicas(
         self, worker: Bound[W], count: int, slots: Sequence[int] | int = 1, *, name: str | None = None,
@@ -419,13 +434,13 @@ class Cluster:
 
     def _bounds(self, worker: Bound[Any], name: str | None, into: object) -> Mapping[str, Bound[Any]]:
         """The workers to start by their names, which nobody else has."""
-        several = getattr(worker, "cls", None) is Colocated
+        several = _is_colocated(worker)
         if several and name and into is not None:
             raise ConfigError(f"start(colocate(...), into=..., name={name!r}): the processes have their name already")
         bounds: dict[str, Bound[Any]] = worker.kwargs if several else {name or self._free_name(worker): worker}
         taken = self._starting | self.groups.keys() | {group.processes.name for group in self.groups.values()}
         for bound in bounds.values():
-            if not isinstance(bound, Bound) or bound.cls is Colocated:  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(bound, Bound) or _is_colocated(bound):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
                     f"start() takes Cls.bind(...) of a podium.Worker, not {_kind(bound)}; "
                     "a class that a backend has already wrapped (such as @ray.remote) is passed as the plain class"
@@ -490,6 +505,10 @@ class Cluster:
 
 def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:120]
+
+
+def _is_colocated(worker: object) -> bool:
+    return isinstance(worker, Bound) and issubclass(cast("Bound[Any]", worker).cls, Colocated)
 
 
 def _processes_of(into: Any, pool: ResourcePool | None, how: StartOptions) -> ProcessSet:

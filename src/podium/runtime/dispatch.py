@@ -11,7 +11,19 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 from podium.errors import ConfigError, DataError
 from podium.runtime.rows import count_rows, open_rows, slice_rows, take_rows, token_lengths
 
-__all__ = ["Among", "Arguments", "Dispatch", "Mesh", "PerRank", "Ranks", "RowPlan", "Shipped", "Split", "World"]
+__all__ = [
+    "Among",
+    "Arguments",
+    "Checked",
+    "Dispatch",
+    "Mesh",
+    "PerRank",
+    "Ranks",
+    "RowPlan",
+    "Shipped",
+    "Split",
+    "World",
+]
 __all__ += ["broadcast", "only", "per_rank", "scatter", "shard"]
 
 T = TypeVar("T")
@@ -335,6 +347,31 @@ class Among(Dispatch):
         split = self._inner.split(arguments, self._world)
         ranks, collectors = ([self._ranks[at] for at in places] for places in (split.ranks, split.collectors))
         return replace(split, ranks=ranks, collectors=collectors)
+
+
+class Checked(Dispatch):
+    """A user's own dispatch, whose splits are checked."""
+
+    def __init__(self, inner: Dispatch) -> None:
+        self._inner = inner
+
+    def split(self, arguments: Arguments, world: World) -> Split:
+        split: Any = self._inner.split(arguments, world)
+        if not isinstance(split, Split):
+            wrong = f"returned {type(split).__name__}, not a Split"
+        elif not split.ranks or any(rank not in range(world.size) for rank in split.ranks):
+            wrong = f"has ranks={[*split.ranks]}; they are some of 0..{world.size - 1}"
+        elif len({*split.ranks}) < len(split.ranks):
+            wrong = f"has ranks={[*split.ranks]}, some of them twice"
+        elif split.own is not None and len(split.own) != len(split.ranks):
+            wrong = f"has {len(split.own)} entries in own= for {len(split.ranks)} ranks; it needs one for each"
+        elif odd := {*split.collectors} - {*split.ranks}:
+            wrong = f"collects from ranks {sorted(odd)}, which it does not call"
+        elif split.plan is not None and len(split.plan.rows) != len(split.collectors):
+            wrong = f"plans rows for {len(split.plan.rows)} parts and collects from {len(split.collectors)} ranks"
+        else:
+            return split
+        raise ConfigError(f"{arguments.method}: the Split of {type(self._inner).__name__} {wrong}")
 
 
 class Shipped(Dispatch):

@@ -15,11 +15,16 @@ from podium.errors import ConfigError
 from podium.runtime.calls import Call
 from podium.runtime.codec import Reading
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
-from podium.runtime.dispatch import Arguments, Dispatch, broadcast, shard
+from podium.runtime.dispatch import Arguments, Checked, Dispatch, broadcast, shard
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import TypedDict, Unpack
 
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from podium.data import Rows
     from podium.runtime.group import WorkerGroup
 
     class _How(TypedDict, total=False):
@@ -41,6 +46,7 @@ Returns = Literal["value", "ref"]
 P = ParamSpec("P")
 Ret = TypeVar("Ret")
 Out = TypeVar("Out")
+Table = TypeVar("Table", bound="Rows | Tensor | NDArray[Any] | list[Any] | Mapping[Any, Any]")
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class EndpointSpec:
     concurrent: bool
     returns: Returns | None  # None where ``cluster.start(returns=...)`` decides
     reads: Reading
+    function: Callable[..., Any]
     shipped: bool = False  # a function that travels with each call, and no method of the class
 
     def arguments(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -102,8 +109,6 @@ class Window:
 class Endpoint(Generic[P, Out]):
     """An endpoint on the controller's handle. To call it is to wait for the result; :meth:`submit` does not wait."""
 
-    __slots__ = ("_group", "_timeout_s", "_window", "spec")
-
     def __init__(
         self, group: WorkerGroup[Any], spec: EndpointSpec, timeout_s: float | None = None, window: Window | None = None
     ) -> None:
@@ -111,6 +116,7 @@ class Endpoint(Generic[P, Out]):
         self.spec = spec
         self._timeout_s = timeout_s
         self._window = window
+        self.__name__, self.__doc__ = spec.name, spec.function.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out:
         """Call and wait. Raises what :meth:`Call.result() <podium.runtime.Call.result>` raises."""
@@ -141,8 +147,13 @@ class Endpoint(Generic[P, Out]):
             raise ConfigError(f"at_most({calls}): at least one call")
         return Endpoint(self._group, self.spec, self._timeout_s, Window(calls))
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.spec.function)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
     def __repr__(self) -> str:
-        return f"<endpoint {self._group}.{self.spec.name}({', '.join(self.spec.names)})>"
+        return f"<endpoint {self._group}.{self.spec.name}{self.__signature__}>"
 
 
 class EndpointMethod(Generic[P, Ret, Out]):
@@ -153,6 +164,10 @@ class EndpointMethod(Generic[P, Ret, Out]):
         update_wrapper(cast(Any, self), function)
         self.function = function
         self.spec = spec
+
+    def __call__(self, worker: Any, *args: P.args, **kwargs: P.kwargs) -> Ret:
+        """The plain method, as ``Scorer.score(worker, batch)``."""
+        return self.function(worker, *args, **kwargs)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -175,13 +190,13 @@ def endpoint(function: Method[P, Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: 
 @overload
 def endpoint(*, dispatch: Dispatch = ..., collect: gather = ..., **how: Unpack[_How]) -> Mark[P, Ret, list[Ret]]: ...
 @overload
-def endpoint(
-    *, dispatch: Dispatch = ..., collect: concat | first | reduce, **how: Unpack[_How]
-) -> Mark[P, Ret, Ret]: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: concat, **how: Unpack[_How]) -> Mark[P, Table, Table]: ...
+@overload
+def endpoint(*, dispatch: Dispatch = ..., collect: first | reduce, **how: Unpack[_How]) -> Mark[P, Ret, Ret]: ...
 @overload
 def endpoint(*, dispatch: Dispatch = ..., collect: nothing, **how: Unpack[_How]) -> Mark[P, Ret, None]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Any, Out], **how: Unpack[_How]) -> Mark[P, Ret, Out]: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Ret, Out], **how: Unpack[_How]) -> Mark[P, Ret, Out]: ...
 def endpoint(
     function: Callable[..., Any] | None = None,
     /,
@@ -256,7 +271,8 @@ def _spec(function: Callable[..., Any], called: str, dispatch: Dispatch, **how: 
         names=tuple(named),
         required=frozenset(name for name, parameter in named.items() if parameter.default is parameter.empty),
         open_ended=len(named) < len(parameters),
-        dispatch=dispatch,
+        dispatch=dispatch if type(dispatch).__module__ == shard.__module__ else Checked(dispatch),
+        function=function,
         **how,
     )
 
@@ -272,7 +288,7 @@ def spec_of_function(function: Callable[..., Any], dispatch: Dispatch, collect: 
     except (ValueError, TypeError):  # a function of C
         parameters = None
     if parameters is None or any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
-        return EndpointSpec(name=name, names=NUMBERS, required=frozenset(), open_ended=True, **how)
+        return EndpointSpec(name=name, names=NUMBERS, required=frozenset(), open_ended=True, function=function, **how)
     return _spec(function, name, **how)
 
 

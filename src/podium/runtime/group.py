@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from podium.errors import ConfigError, DeadlineExceeded
+from podium.functions import nearest
 from podium.runtime.calls import Call, CallArgument
 from podium.runtime.collect import Collect, concat, first, gather, reduce
 from podium.runtime.dispatch import Among, Dispatch, Mesh, Ranks, Shipped, World, broadcast
@@ -234,7 +235,11 @@ class WorkerHandle:
             raise AttributeError(
                 f"{self.group.name}.{name}: what concerns the group is at {self.group.name}.group.{name}"
             )
-        raise AttributeError(f"{name!r} is no endpoint of {self.group.cls.__name__}; its endpoints are {endpoints}")
+        cls = self.group.cls.__name__
+        hint = nearest(name, endpoints)
+        if callable(getattr(self.group.cls, name, None)) and not name.startswith("__"):
+            hint = f"; the method {cls}.{name} is not marked: put @endpoint before it, or call group.run({cls}.{name})"
+        raise AttributeError(f"{name!r} is no endpoint of {cls}; its endpoints are {endpoints}{hint}")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a handle stays in the controller; colocated workers reach each other by self.ctx.colocated")
@@ -244,7 +249,15 @@ class WorkerHandle:
 
 
 class Colocated(dict[str, Any]):
-    """Handles of several workers that share the same worker processes: ``both.policy`` or ``both["policy"]``."""
+    """Handles of several workers that share the same worker processes: ``both.policy`` or ``both["policy"]``.
+
+    A subclass that declares the workers gives them their types:
+
+    >>> class Pair(Colocated):
+    ...     policy: Policy
+    ...     critic: Critic
+    >>> both = cluster.start(colocate(Pair, policy=Policy.bind(), critic=Critic.bind()))  # doctest: +SKIP
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:

@@ -61,7 +61,8 @@ def open_rows(value: Any, where: str) -> Any:
             raise DataError(f"{where} has entries with unequal numbers of rows: {counts}")
         return entries
     if not kind:
-        raise DataError(f"{where} is {type(value).__name__}, {NO_ROWS}")
+        hint = "; pass its result, by call.arg()" if type(value).__name__ == "Call" else ""
+        raise DataError(f"{where} is {type(value).__name__}, {NO_ROWS}{hint}")
     if kind in ("tensor", "array") and not value.shape:
         number = "a tensor" if kind == "tensor" else "an array"
         raise DataError(f"{where} is a single number, {number} without dimensions, which has no rows")

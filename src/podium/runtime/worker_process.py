@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import sys
 import threading
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -383,6 +385,11 @@ class WorkerProcess:
     def _failure(self, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(type(error), error, _own_part(error)))
         kind, message = type(error), str(error)
+        if isinstance(error, BdbQuit) and self._ships_exceptions:
+            message = (
+                "a worker process has no terminal for a debugger: run the script on podium.connect('inline'), or "
+                f"attach a debugger to process {os.getpid()}"
+            )
         secondary = kind.__module__.startswith("torch.distributed") or kind.__name__.startswith("Dist")
         if isinstance(error, RuntimeError):
             secondary = secondary or any(hint in message or hint in text for hint in _OF_COLLECTIVES)

@@ -1,6 +1,7 @@
 """Contract: calls in flight: order, overlap, waiting, cancelling, deadlines, calls as arguments, errors."""
 
 import asyncio
+import pdb
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,26 @@ class CallContract:
             return ticks
 
         assert asyncio.run(main()) >= 5
+
+    def test_a_time_out_of_asyncio_cancels_the_call_unless_it_is_shielded(self, live: Sleeper) -> None:
+        async def main() -> None:
+            call = live.nap.submit(60.0, "left")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(call), 0.05)
+            assert not call.done()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call, 0.05)
+            refuses(CallCancelled, "was cancelled", call.result)
+
+        asyncio.run(main())
+        assert live.history() == [["left cancelled"]] * 2
+
+    def test_a_debugger_without_a_terminal_says_where_there_is_one(self, cluster: Cluster) -> None:
+        need(cluster, "processes")
+        counter = cluster.start(Counter.bind(), distributed=False)
+        refuses(
+            EndpointError, r"no terminal for a debugger: .*connect\('inline'\), or attach", counter.group.run, _debug
+        )
 
     def test_the_synchronous_api_works_inside_a_running_loop(self, cluster: Cluster) -> None:
         async def main() -> list[int]:
@@ -356,6 +377,10 @@ def _add_as_method(worker: Counter, amount: int) -> int:
 
 def _sum(worker: Counter, *numbers: int, plus: int = 0) -> int:
     return sum(numbers) + plus
+
+
+def _debug(worker: Counter) -> None:
+    pdb.Pdb(nosigint=True).set_trace()
 
 
 def _rest(worker: Sleeper, seconds: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import pydoc
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -285,6 +287,23 @@ class DispatchContract:
         refuses(ConfigError, says, getattr(rows, method).submit, *args)
 
     @pytest.mark.parametrize(
+        ("wrong", "says"),
+        [
+            ("type", "returned range, not a Split"),
+            ("none", r"has ranks=\[\]; they are some of 0\.\.2"),
+            ("outside", r"has ranks=\[0, 3\]; they are some of 0\.\.2"),
+            ("twice", r"has ranks=\[0, 0\], some of them twice"),
+            ("own", r"has 1 entries in own= for 3 ranks; it needs one for each"),
+            ("collectors", r"collects from ranks \[1\], which it does not call"),
+            ("plan", "plans rows for 1 parts and collects from 3 ranks"),
+        ],
+    )
+    def test_a_users_dispatch_that_splits_wrongly_is_named(self, probe: Probe, wrong: str, says: str) -> None:
+        before = probe.seen()
+        refuses(ConfigError, rf"^shared_probe\.wrongly: the Split of Wrong {says}", probe.wrongly.submit, wrong)
+        assert probe.seen() == before
+
+    @pytest.mark.parametrize(
         ("given", "odd", "says"),
         [
             (ONES, torch.tensor(1.0), "rank 2 is a single number, without dimensions"),
@@ -309,7 +328,25 @@ class DispatchContract:
 
     def test_what_is_no_endpoint_is_named_with_what_there_is(self, probe: Probe) -> None:
         for name, says in (
-            ("helper", r"'helper' is no endpoint of Probe; its endpoints are .*'echo'"),
+            (
+                "helper",
+                r"'helper' is no endpoint of Probe; its endpoints are .*'echo'.*put @endpoint before it, or call",
+            ),
+            ("ecko", r"'ecko' is no endpoint of Probe; .*; did you mean 'echo'\?"),
             ("restart", r"shared_probe\.group\.restart"),
         ):
             refuses(AttributeError, says, getattr, probe, name)
+        assert not hasattr(probe, "bias")
+
+    def test_an_endpoint_tells_its_signature_and_its_help(self, probe: Probe) -> None:
+        assert str(inspect.signature(probe.scattered)) == "(own: 'int', common: 'str' = '-') -> 'tuple[int, int, str]'"
+        plain = vars(pydoc)["plaintext"]
+        assert str(inspect.signature(Probe.scattered)).startswith("(self, own: 'int'")
+        assert "wrongly(value: 'str') -> 'str'" in pydoc.render_doc(probe.wrongly, renderer=plain)
+        for shown in (probe.wrongly, Probe.wrongly, Probe):
+            assert "Return what it got." in pydoc.render_doc(shown, renderer=plain)
+
+    def test_a_call_in_the_place_of_its_result_says_how_to_pass_it(self, rows: Rows) -> None:
+        call: Any = rows.same.submit([1, 2, 3])
+        refuses(ConfigError, r"argument 'rows' is Call.*pass its result, by call\.arg\(\)", rows.same, call)
+        assert rows.same(call.arg()) == [1, 2, 3]

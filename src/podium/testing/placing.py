@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerStartError
-from podium.runtime import Cluster, Mesh, Worker, colocate, endpoint
+from podium.runtime import Cluster, Colocated, Mesh, Worker, colocate, endpoint
 from podium.telemetry import WorkerLost, WorkerStarted, subscribe
 from podium.testing.target import need, refuses
 from podium.testing.workers import Counter, Keeper, Place, Probe, RaisesOn, Sleeper
@@ -248,6 +248,13 @@ class PlacingContract:
         both.bank.group.close()
         assert both.keeper.neighbors() == [["keeper"]] * 2
 
+    def test_colocated_workers_can_be_declared(self, cluster: Cluster) -> None:
+        both = cluster.start(colocate(Pair, left=Counter.bind(1), keeper=Keeper.bind()), distributed=False)
+        assert type(both) is Pair
+        assert (both.left.add(1), both.keeper.neighbors()) == ([2], [["keeper", "left"]])
+        says = r"colocate\(Pair, \.\.\.\): it declares \['keeper', 'left'\]; given are \['left'\]"
+        refuses(ConfigError, says, colocate, Pair, left=Counter.bind())
+
     def test_the_name_of_a_colocated_group_is_kept(self, cluster: Cluster) -> None:
         started: list[str] = []
         unsubscribe = subscribe(lambda event: started.append(event.role) if isinstance(event, WorkerStarted) else None)
@@ -376,6 +383,13 @@ def _change_rank(worker: Worker) -> None:
 
 def _coordinate_in(worker: Worker, mesh: str) -> dict[str, int]:
     return worker.ctx.meshes[mesh].coordinate(worker.ctx.rank)
+
+
+class Pair(Colocated):
+    """Two workers in one process."""
+
+    left: Counter
+    keeper: Keeper
 
 
 class _Fails(Worker):

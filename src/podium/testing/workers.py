@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from podium import broadcast, concat, endpoint, first, gather, nothing, only, reduce, scatter, shard
-from podium.runtime import Arguments, Collect, Dispatch, Split, Worker, World
+from podium.runtime import Arguments, Collect, Dispatch, RowPlan, Split, Worker, World
 
 if TYPE_CHECKING:  # torch takes seconds to import, which a worker without tensors saves
     from torch import Tensor
@@ -34,6 +34,23 @@ class Spread(Collect[float, float]):
 
     def collect(self, method: str, results: Sequence[float], split: Split) -> float:
         return max(results) - min(results)
+
+
+class Wrong(Dispatch):
+    """A user's own dispatch that is not right in the way that the call asks for."""
+
+    def split(self, arguments: Arguments, world: World) -> Split:
+        every, values = range(world.size), arguments.values
+        wrong = {
+            "type": every,
+            "none": Split([], values, None, []),
+            "outside": Split([0, world.size], values, None, [0]),
+            "twice": Split([0, 0], values, None, [0]),
+            "own": Split(every, values, [{}], every),
+            "collectors": Split([0], values, None, [1]),
+            "plan": Split(every, values, None, every, RowPlan(([0],), (0,), True)),
+        }
+        return wrong[arguments.values["value"]]  # pyright: ignore[reportReturnType] - the point
 
 
 class Probe(Worker):
@@ -98,6 +115,11 @@ class Probe(Worker):
     @endpoint(dispatch=Backwards())
     def backwards(self, turn: int = -1) -> tuple[int, int]:
         return self.ctx.rank, turn
+
+    @endpoint(dispatch=Wrong())
+    def wrongly(self, value: str) -> str:
+        """Return what it got."""
+        return value
 
     @endpoint(collect=Spread())
     def spread(self) -> float:
@@ -218,7 +240,7 @@ class Rows(Worker):
     def over_tp(self, rows: list[int]) -> list[tuple[int, int]]:
         return [(self.ctx.rank, row) for row in rows]
 
-    @endpoint(dispatch=shard(), collect=concat())
+    @endpoint(dispatch=shard(), collect=concat())  # pyright: ignore[reportArgumentType] - the point
     def no_rows(self, rows: list[int]) -> int:
         return len(rows)
 

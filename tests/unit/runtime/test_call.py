@@ -100,16 +100,30 @@ def test_awaiting_ends_with_the_call_whichever_thread_ends_it(backend: Backend) 
     assert asyncio.run(main()) == "x"
 
 
-def test_giving_up_an_await_does_not_cancel_the_call(backend: Backend) -> None:
+def test_giving_up_an_await_cancels_the_call_unless_it_is_shielded(backend: Backend) -> None:
     call = begun(backend)
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.ensure_future(_await(call)), 0.05)
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(_await(call))), 0.05)
+        assert not call.done()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call, 0.05)
 
     asyncio.run(main())
-    assert not call.done()
-    call.succeed(lambda: "x")  # its loop is closed: nobody may mind
+    with pytest.raises(CallCancelled):
+        call.result()
+
+
+def test_a_call_may_end_when_the_loop_that_awaited_it_is_closed(backend: Backend) -> None:
+    call = begun(backend)
+    waiting = call.__await__()
+
+    async def main() -> None:
+        next(waiting)
+
+    asyncio.run(main())
+    call.succeed(lambda: "x")
     assert call.result() == "x"
 
 

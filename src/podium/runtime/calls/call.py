@@ -110,9 +110,13 @@ class Call(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self._ended:
             ended: Future[None] = Future()
-            ended.set_running_or_notify_cancel()  # to give up the await does not cancel the call
+            ended.set_running_or_notify_cancel()
             self.when_done(lambda: ended.set_result(None))
-            yield from asyncio.wrap_future(ended).__await__()
+            try:
+                yield from asyncio.wrap_future(ended).__await__()
+            except asyncio.CancelledError:  # as asyncio.wait_for does at its time-out; asyncio.shield() prevents it
+                self.cancel()
+                raise
         return self._outcome()
 
     def __reduce__(self) -> NoReturn:
