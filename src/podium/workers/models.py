@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
+from podium.hub import look_for_hub
 from podium.workers.config import LoraConfig, ModelConfig
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_files import stored_tensors, stored_value_head
@@ -62,6 +63,7 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
     with torch.device("meta"):
         if config.config:
             return _from_scratch(config)
+        look_for_hub(config.path)
         try:
             outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path))
         except (OSError, ValueError) as error:
@@ -93,6 +95,7 @@ def longest_text(config: ModelConfig) -> int | None:
     if config.config:
         settings = _architecture(config)
     else:
+        look_for_hub(config.path)
         try:
             settings = AutoConfig.from_pretrained(config.path)
         except (OSError, ValueError) as error:
@@ -125,6 +128,7 @@ def save_pretrained(
 
 
 def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
+    look_for_hub(config.path)
     # A head of one output is tied to nothing, whatever the configuration of the language model says.
     untied = (
         {"tie_word_embeddings": False} if any(_matches(name, spared) for name in stored_value_head(config.path)) else {}

@@ -8,6 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from podium.errors import ConfigError
+from podium.hub import look_for_hub
 
 __all__ = ["CHARACTERS_PREFIX", "char_tokenizer", "load_tokenizer"]
 
@@ -29,6 +30,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         raise ConfigError(
             "model.tokenizer is empty: give a directory or hub name, or 'chars:ALPHABET' for one token a character"
         )
+    look_for_hub(source)
     try:
         tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source))
     except (OSError, ValueError, KeyError) as error:

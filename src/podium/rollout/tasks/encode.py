@@ -27,6 +27,7 @@ __all__ = ["EncodedPairs", "EncodedPrompts", "TokenRows", "encode_pairs", "encod
 
 _CHUNK: Final = 256  # examples that are written and encoded together
 _LONGEST_ANSWER: Final = 4_000_000  # characters, about a million tokens
+_EXAMINED: Final = 100  # texts with unknown characters that are looked at closely
 
 
 class TokenRows(Sequence[list[int]]):
@@ -122,6 +123,7 @@ def encode_prompts(
         return {**rows.tensors(), **prompts.tensors()}
 
     found = cached(encode, "prompts", tokenizer, writer.settings, map(_content, examples), len(examples))
+    _check_unknown(writer, examples, found)
     dropped, cut = found["counts"].tolist()
     return EncodedPrompts(TokenRows(found["values"], found["offsets"]), found["kept"].tolist(), dropped, cut)
 
@@ -157,6 +159,8 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
 
     content = ((_content(example), example.answer, example.turns, example.whole) for example in examples)
     found = cached(encode, "pairs", tokenizer, writer.settings, content, len(examples))
+    _check_unknown(writer, examples, found, answers=False)
+    _check_unknown(writer, examples, found, answers=True)
     dropped, cut = found["counts"].tolist()
     if dropped or cut:
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}"))
@@ -172,6 +176,25 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int |
     """
     end = Writer(tokenizer, config).end
     return None if end is None else end[1]
+
+
+def _check_unknown(
+    writer: Writer, examples: Sequence[Example], found: dict[str, Tensor], answers: bool | None = None
+) -> None:
+    """Tell of prompts, or of ``answers``, with characters that the tokenizer does not know. Raises DataError."""
+    if writer.unknown is None:
+        return
+    hits = found["values"].eq(writer.unknown)
+    if answers is not None:
+        hits &= found["learned"].eq(answers)
+    rows = torch.searchsorted(found["offsets"], hits.nonzero()[:, 0], right=True).sub(1).unique()
+    places = found["kept"][rows[:_EXAMINED]].tolist()
+    texts = [_last_text(examples[place].prompt) if not answers else examples[place].answer or "" for place in places]
+    writer.check_unknown("answers" if answers else "prompts", texts, len(rows), len(found["kept"]))
+
+
+def _last_text(prompt: str | Messages) -> str:
+    return prompt if isinstance(prompt, str) else message_text(prompt[-1])
 
 
 def _check_answer(index: int, example: Example) -> None:
@@ -234,7 +257,6 @@ class _Prompts:
             ConfigError, DataError: As :func:`encode_prompts`.
         """
         writer, examples, most = self._writer, self._examples, self._writer.config.max_prompt_tokens
-        unknown: list[int] = []
         shortest: float = float("inf")
         for start in range(0, len(examples), _CHUNK):
             places = range(start, min(start + _CHUNK, len(examples)))
@@ -251,8 +273,6 @@ class _Prompts:
                         continue
                     self._cut += 1
                     prompt, tokens = shorter
-                if writer.unknown in tokens:
-                    unknown.append(index)
                 self._kept.append(index)
                 chunk.append((index, prompt, tokens))
             yield chunk
@@ -262,7 +282,6 @@ class _Prompts:
                 f"each of the {len(examples)} prompts is longer than data.max_prompt_tokens = {most} ({known}); "
                 f"raise it{'' if writer.config.overlong == 'cut' else ', or set data.overlong to cut'}"
             )
-        writer.check_unknown([examples[index] for index in unknown], len(self._kept))
 
     def tensors(self) -> dict[str, Tensor]:
         counts = torch.tensor([self._dropped, self._cut])

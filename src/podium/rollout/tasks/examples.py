@@ -209,15 +209,23 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
         example = _example(before, answer, row, turns=[last], whole=True)
     else:
         example = _example(prompt, answer, row)
-    try:
-        _text(example.prompt).encode()
-        (example.answer or "").encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: character {error.start + 1} is half of a surrogate pair ({error.object[error.start]!r}), which "
-            "is no text; repair the row"
-        ) from None
+    messages = [*(example.prompt if isinstance(example.prompt, list) else ()), *example.turns]
+    for text in (example.prompt, example.answer, *map(message_text, messages)):
+        if isinstance(text, str) and (at := half_pair(text)) is not None:
+            raise DataError(
+                f"{place}: character {at + 1} of {text[:40]!r} is half of a surrogate pair, which is no text; "
+                "repair the row"
+            )
     return example
+
+
+def half_pair(text: str) -> int | None:
+    """Return the place of the first character that is half of a surrogate pair, and so no text; None if none is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _columns(row: Mapping[str, Any], config: DataConfig) -> tuple[str, str | None]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.errors import DataError
+from podium.hub import look_for_hub
 
 __all__ = ["PlacedRow", "columns_hint", "dataset_rows", "find_files", "means_files", "read_rows", "split_names"]
 
@@ -102,21 +103,22 @@ def _json_array(path: Path, data: bytes) -> Iterator[PlacedRow]:
 
 def _csv(path: Path, file: _Binary) -> Iterator[PlacedRow]:
     csv.field_size_limit(_LONGEST_FIELD)
-    lines = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
     header: list[str] = []
-    try:
-        for line in lines:
-            place = f"{path}, line {lines.line_num}"
-            if not header:
-                header = line
-                if repeated := [name for name in header if header.count(name) > 1]:
-                    raise DataError(f"{place}: the header names the column {repeated[0]!r} twice")
-            elif line:
-                if len(line) != len(header):
-                    raise DataError(f"{place}: {len(line)} fields where the header names {len(header)} columns")
-                yield place, dict(zip(header, line, strict=True))
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}, line {lines.line_num + 1} is no CSV in UTF-8: {error}") from None
+    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        lines = csv.reader(text, strict=True)
+        try:
+            for line in lines:
+                place = f"{path}, line {lines.line_num}"
+                if not header:
+                    header = line
+                    if repeated := [name for name in header if header.count(name) > 1]:
+                        raise DataError(f"{place}: the header names the column {repeated[0]!r} twice")
+                elif line:
+                    if len(line) != len(header):
+                        raise DataError(f"{place}: {len(line)} fields where the header names {len(header)} columns")
+                    yield place, dict(zip(header, line, strict=True))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, line {lines.line_num + 1} is no CSV in UTF-8: {error}") from None
 
 
 def _reason(error: ValueError | RecursionError) -> str:
@@ -198,6 +200,7 @@ def columns_hint(wanted: str, columns: Sequence[str]) -> str:
 
 def split_names(spec: str, options: Mapping[str, Any]) -> list[str]:
     """Return the dataset's splits. Raises DataError if there is no such dataset or it cannot be reached."""
+    look_for_hub(spec)
     import datasets
 
     try:
@@ -228,6 +231,6 @@ def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> Data
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     given = f" with data.options = {dict(options)!r}" if options else ""
     return DataError(
-        f"{spec}: neither a file nor a dataset that can be loaded{given}: {reason}. A file ends in .jsonl or .parquet; "
-        "a subset of a hub dataset is named by data.options, as in {name: main}"
+        f"{spec}: neither a file nor a dataset that can be loaded{given}: {reason}. A file ends in .jsonl, "
+        ".json, .csv, .parquet or .arrow; a subset of a hub dataset is named by data.options, as in {name: main}"
     )

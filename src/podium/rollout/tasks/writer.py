@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example, Messages, message_text
+from podium.rollout.tasks.examples import Example, Messages, half_pair
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ T = TypeVar("T")
 _CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
 _PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which takes milliseconds
 _VAST: Final = 1_000_000  # characters: only texts of more are judged by their length before they are encoded
-_EXAMINED: Final = 100  # texts with unknown characters that are looked at closely
+_EXAMINED: Final = 200  # characters of a text that are looked at for unknown ones
 _PROBE: Final = "podium"
 _MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' keyword around the assistant's text
@@ -43,7 +43,8 @@ class Writer:
         self._template = _template(tokenizer, config)
         self._options = _template_options(tokenizer, config, self._template)
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
-        self.unknown = unknown if unknown not in special else None  # GPT-2's is its end-of-sequence token
+        # GPT-2's is its end-of-sequence token, and never stands for a character.
+        self.unknown = unknown if isinstance(unknown, int) and unknown not in special else None
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -119,26 +120,32 @@ class Writer:
                 answer = next(written)
                 yield [*ids, *answer, end], [False] * len(ids) + [True] * (len(answer) + 1)
 
-    def check_unknown(self, examples: Sequence[Example], total: int) -> None:
-        """Tell of prompts with characters that the tokenizer does not know.
+    def check_unknown(self, what: str, texts: Sequence[str], rows: int, total: int) -> None:
+        """Tell of characters that the tokenizer does not know, which ``rows`` of ``total`` texts hold.
+
+        Args:
+            what: What the texts are, in the plural.
+            texts: Some of those that hold them.
+            rows: Number of texts that hold them.
+            total: Number of all texts.
 
         Raises:
-            DataError: They are most of the ``total`` prompts, and hold nothing else.
+            DataError: Most of all texts hold nothing else.
         """
-        if not examples:
+        if not texts:
             return
-        looked = examples[:_EXAMINED]
-        texts = [p if isinstance(p := example.prompt, str) else message_text(p[-1]) for example in looked]
+        texts = [text[-_EXAMINED:] for text in texts]
         blind = sum(all(token == self.unknown for token in ids) for ids in self._encode(texts))
-        signs = sorted({sign for text in texts for sign in text[:_EXAMINED]})
+        signs = sorted(set().union(*texts))
         strange = [sign for sign, ids in zip(signs, self._encode(signs), strict=True) if self.unknown in ids]
         said = (
-            f"{len(examples)} of {total} prompts hold characters that the tokenizer does not know, such as "
+            f"{rows} of {total} {what} hold characters that the tokenizer does not know, such as "
             f"{', '.join(map(repr, strange[:5])) or repr(texts[0][:20])}"
         )
-        if 2 * len(examples) > total and 2 * blind > len(looked):
-            raise DataError(f"{said}: the model would see nothing but {self._tokenizer.unk_token}; set model.tokenizer")
-        emit(Note(f"{said}: the model sees {self._tokenizer.unk_token} in their place"))
+        unknown = self._tokenizer.unk_token
+        if 2 * rows > total and 2 * blind > len(texts):
+            raise DataError(f"{said}: the model would see nothing but {unknown}; set model.tokenizer")
+        emit(Note(f"{said}: the model sees {unknown} in their place"))
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
@@ -276,7 +283,15 @@ class Writer:
         return [ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids for ids in encoded]
 
     def _encode(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
-        encoded: Any = self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
+        try:
+            encoded: Any = (
+                self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
+            )
+        except TypeError:  # the tokenizers' word for a text that has no UTF-8
+            halves = (f"{text[max(0, at - 20) : at + 20]!r}" for text in texts if (at := half_pair(text)) is not None)
+            if (near := next(halves, None)) is None:
+                raise
+            raise DataError(f"half of a surrogate pair, which is no text, stands near {near}; take it out") from None
         return encoded.get("input_ids", [])
 
     def _is_vast(self, text: str) -> bool:

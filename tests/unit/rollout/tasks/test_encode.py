@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from podium.errors import ConfigError, DataError
+from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, EncodedPairs, Example, cache, encode_pairs, encode_prompts
 from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Event, Note, subscribe
+from podium.trainer.preflight import with_stop_tokens
+from podium.workers import ModelConfig, char_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -195,6 +200,64 @@ def test_pairs_need_answers_and_an_end() -> None:
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
         encode_pairs([example("a")], tokenizer, DataConfig())
+
+
+# -- what a tokenizer cannot read ------------------------------------------------------------------------------------
+
+
+def notes_of(work: Callable[[], Any]) -> list[str]:
+    heard: list[str] = []
+    unsubscribe = subscribe(lambda event: heard.extend([event.text] if isinstance(event, Note) else []))
+    try:
+        work()
+    finally:
+        unsubscribe()
+    return heard
+
+
+def test_unknown_characters_are_told_and_nothing_else_is_refused() -> None:
+    tokenizer = char_tokenizer("0123456789+= ")
+    blind, some, fine = example("\u65e5\u672c", "1"), example("1 \u65e5", "\u672c"), example("1+1=", "2")
+    for encode in (encode_prompts, encode_pairs):
+        said = r"2 of 3 prompts hold characters that the tokenizer does not know, such as '.', '.': the model would see"
+        with pytest.raises(DataError, match=said + r" nothing but <unk>; set model\.tokenizer"):
+            encode([blind, blind, fine], tokenizer, DataConfig())
+    assert notes_of(lambda: encode_pairs([some, fine, fine], tokenizer, DataConfig())) == [
+        f"1 of 3 {what} hold characters that the tokenizer does not know, such as {sign!r}: the model sees <unk> in "
+        "their place"
+        for what, sign in (("prompts", "\u65e5"), ("answers", "\u672c"))
+    ]
+    with pytest.raises(DataError, match="3 of 3 answers hold"):
+        encode_pairs([some] * 3, tokenizer, DataConfig())
+    assert notes_of(lambda: encode_pairs([fine], tokenizer, DataConfig())) == []
+
+
+def test_half_a_surrogate_pair_is_refused_wherever_it_comes_from() -> None:
+    with pytest.raises(DataError, match="half of a surrogate pair, which is no text, stands near"):
+        encode_prompts([example("a")], byte_tokenizer(), DataConfig(system_prompt="be \ud800 brief"))
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(CHATML), char_tokenizer("a ")])
+def test_a_text_of_30_mb_is_answered_at_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    huge = "a \N{GRINNING FACE}" * 10_000_000
+    began = time.process_time()
+    assert encode_prompts([example("a"), example(huge)], tokenizer, DataConfig()).kept == [0]
+    cut = encode_prompts([example("a"), example(huge)], tokenizer, DataConfig(overlong="cut"))
+    assert cut.cut == 1 and len(cut.token_ids[1]) <= 1024
+    with pytest.raises(DataError, match=r"each of the 1 prompts is longer .*each has far more"):
+        encode_prompts([example(huge)], tokenizer, DataConfig())
+    with pytest.raises(DataError, match=r"example 0, prompt 'a': the answer has 30,000,000 characters, more than"):
+        encode_pairs([example("a", huge)], tokenizer, DataConfig())
+    assert time.process_time() - began < 10
+
+
+def test_a_tokenizer_without_an_end_is_told() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    model = ModelConfig(config={"model_type": "qwen3"}, tokenizer="chars:x")
+    given = SamplingParams(max_new_tokens=7)
+    (note,) = notes_of(lambda: with_stop_tokens(given, model, tokenizer, DataConfig()))
+    assert "every completion has sampling.max_new_tokens = 7 tokens: set eos_token" in note
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------

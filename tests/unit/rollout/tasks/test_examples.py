@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
@@ -233,6 +237,114 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (b'{"prompt": "a\\ud800", "answer": "b"}', r"line 2: character 2 of 'a.ud800' is half of a surrogate pair"),
+        (b'{"prompt": "a", "answer": "\\udfff"}', "line 2: character 1 of '.udfff' is half of a surrogate pair"),
+        (
+            b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": ""}',
+            "line 2: character 1 of '.ud800' is half of a surrogate pair",
+        ),
+        (b'{"prompt": "a", "answer": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "line 2 .*: it is nested too deeply"),
+        (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "line 2 is no JSON that can be read: Exceeds the limit"),
+    ],
+)
+def test_what_no_tokenizer_could_read_names_the_line(tmp_path: Path, row: bytes, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "a", "answer": "b"}\n' + row + b"\n")
+    with pytest.raises(DataError, match=said):
+        load(path)
+
+
+def test_all_rows_on_the_held_out_side_are_told_with_the_remedy(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "the same", "answer": "1"}] * 5)
+    share = next(share for share in (0.5, 0.99) if not _trains(path, share))
+    with pytest.raises(DataError, match=rf"data\.holdout = {share}: all of them are held out.*lower data\.holdout"):
+        load(path, holdout=share)
+
+
+def _trains(path: Path, share: float) -> bool:
+    try:
+        return bool(load(path, holdout=share))
+    except DataError:
+        return False
+
+
+# -- other kinds of files --------------------------------------------------------------------------------------------
+
+
+def csv_of(rows: Sequence[Any]) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def arrow_of(rows: Sequence[Any], new: Any) -> bytes:
+    table, sink = pyarrow.Table.from_pylist(list(rows)), pyarrow.BufferOutputStream()
+    with new(sink, table.schema) as file:
+        file.write_table(table, max_chunksize=60)
+    return sink.getvalue().to_pybytes()
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("rows.csv", csv_of(ROWS)),
+        ("rows.csv.gz", gzip.compress(csv_of(ROWS))),
+        ("rows.json", b" \n" + json.dumps(ROWS, indent=1).encode()),
+        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("rows.json", LINES),
+        ("rows.jsonl.gz", gzip.compress(LINES)),
+        ("rows.arrow", arrow_of(ROWS, pyarrow.ipc.new_file)),
+        ("rows.arrow", arrow_of(ROWS, pyarrow.ipc.new_stream)),
+    ],
+)
+def test_files_of_other_kinds_hold_the_same_rows(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    for spec in (name, "*.*"):
+        examples = load(tmp_path / spec)
+        assert [(example.prompt, example.answer) for example in examples] == [
+            (row["prompt"], str(row["answer"])) for row in ROWS
+        ]
+
+
+def test_fields_of_csv_are_the_text_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n\r\n"1, ""2""\nthree",007\r\n' + b"x" * 200_000 + b",NA\r\n")
+    first, second = load(path)
+    assert (first.prompt, first.row["answer"]) == ('1, "2"\nthree', "007")
+    assert (len(str(second.prompt)), second.answer) == (200_000, "NA")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.csv", b"prompt,answer\n1,2\n1,2,3\n", "line 3: 3 fields where the header names 2 columns"),
+        ("a.csv", b"prompt,prompt\n1,2\n", "line 1: the header names the column 'prompt' twice"),
+        ("a.csv", b'prompt,answer\n"1,2\n', "is no CSV in UTF-8: unexpected end of data"),
+        ("a.csv", b"prompt,answer\n\xff,2\n", "is no CSV in UTF-8: .*decode"),
+        ("a.json", b'[{"prompt": "1"},', "a.json is no JSON array: Expecting value: line 1 column 18"),
+        ("a.json", b'[{"prompt": "1", "answer": "2"}, 3]', "a.json, item 2: expected a JSON object .* found a number"),
+        ("a.json", b"[" * 10**5, "a.json is no JSON array: it is nested too deeply"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"cannot read .*a\.jsonl\.gz: Compressed file ended"),
+        ("a.jsonl.gz", b"{}\n", r"cannot read .*a\.jsonl\.gz: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:40] + b"x" * 99, r"cannot read .*a\.jsonl\.gz"),
+        ("a.arrow", b"ARROW1 and no more", "cannot be read as Arrow after row 0"),
+        ("a.arrow", b"", "cannot be read as Arrow after row 0"),
+    ],
+)
+def test_a_broken_file_of_another_kind_names_the_place(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=said):
+        load(tmp_path / name)
 
 
 @pytest.mark.parametrize(

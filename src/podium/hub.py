@@ -1,0 +1,41 @@
+"""Whether the Hugging Face hub can be reached. Its libraries try again for a minute, in silence, where it cannot."""
+
+import functools
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+__all__ = ["look_for_hub"]
+
+_TIMEOUT_S: Final = 5.0
+
+
+def look_for_hub(name: str) -> None:
+    """Use only what is on this machine from now on, and say so, if ``name`` is no path and the hub does not answer.
+
+    The hub is asked once in a process. Processes that are started later know the answer.
+    """
+    if not Path(name).expanduser().exists():
+        _look()
+
+
+@functools.cache
+def _look() -> None:
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - of whichever HTTP library huggingface_hub uses
+        logging.getLogger(__name__).warning(
+            "the hub at %s does not answer (%s): only models and datasets on this machine are used",
+            constants.ENDPOINT,
+            str(error) or type(error).__name__,
+        )
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        for settings in (constants, sys.modules.get("datasets.config")):
+            if settings is not None:
+                vars(settings)["HF_HUB_OFFLINE"] = True
