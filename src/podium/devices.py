@@ -21,6 +21,7 @@ __all__ = [
     "memory_peak_bytes",
     "parse_dtype",
     "random_state",
+    "same_within_rounding",
     "set_random_state",
 ]
 
@@ -67,6 +68,17 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def same_within_rounding(found_TV: Tensor, expected_TV: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether vectors differ by no more than the rounding errors of a model that computes in ``dtypes``.
+
+    The distance of each token's vector from what is expected, in units of the spread of its elements, is at most the
+    square root of the coarsest type's epsilon.
+    """
+    found, expected = found_TV.float(), expected_TV.float()
+    distance_T = (found - expected).square().mean(-1).sqrt() / expected.std(-1, correction=0)
+    return bool((distance_T <= max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5).all())
 
 
 def memory_peak_bytes(device: torch.device) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PlacementError, PodiumError
 from podium.runtime import Bound, Cluster, ResourcePool, Worker, colocate
+from podium.telemetry import Note, emit
 from podium.trainer.config import InferenceConfig, PlacementConfig, PPOConfig, SFTConfig
 from podium.trainer.preflight import accelerators_each, check_placement
 from podium.workers import (
@@ -147,6 +148,9 @@ def started_roles(
             started.update(handles)
             for handle in handles.values():
                 stack.push(partial(_close, handle))
+        notes = [handle.note() for handle in started.values() if hasattr(handle, "note")]
+        for note in dict.fromkeys(filter(None, notes)):
+            emit(Note(note))
         weight_sync: WeightSync | None = None
         if "generator" in started:
             if config.placement.reads_policy:

@@ -54,7 +54,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Parameters and the optimizer's state have this data type. parallel.precision sets that of matrix products."""
     attention: str = Field(default="auto", min_length=1)
-    """Transformers uses this attention implementation. auto means torch's scaled dot product attention (sdpa)."""
+    """Transformers uses this attention implementation. auto means torch's scaled dot product attention (sdpa), or eager
+    where the model needs what sdpa lacks, such as a soft cap."""
     gradient_checkpointing: bool = False
     """The backward pass computes activations again instead of keeping them. A step takes about a third longer and needs
     much less memory."""
@@ -82,8 +83,9 @@ class ModelConfig:
         return replace(self, lora=None, gradient_checkpointing=False)
 
     @property
-    def attention_implementation(self) -> str:
-        return "sdpa" if self.attention == "auto" else self.attention
+    def attention_implementation(self) -> str | None:
+        """The name for transformers, which chooses where it is None."""
+        return None if self.attention == "auto" else self.attention
 
 
 @section("optim")
@@ -145,7 +147,8 @@ class ParallelConfig:
     """A forward pass takes at most this many tokens, padding included."""
     batching: Literal["auto", "padded", "packed"] = "auto"
     """Rows of similar length are padded (padded), or rows are put end to end with variable-length attention (packed).
-    auto packs on accelerators and pads on the CPU, where padding is faster."""
+    auto packs on accelerators, where a test of the model shows that packed rows stay apart, and pads on the CPU, where
+    padding is faster."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU."""
     compile: bool = False

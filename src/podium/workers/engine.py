@@ -21,6 +21,7 @@ from podium.algorithms import PartialMetrics, TokenLoss, partial_metrics
 from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, compute_dtype
 from podium.errors import DataError, PodiumError
+from podium.workers.apart import choose_batching
 from podium.workers.config import OptimConfig, ParallelConfig
 from podium.workers.micro_batches import MicroBatch, cut, empty_micro_batch
 from podium.workers.parallel import make_parallel
@@ -55,6 +56,13 @@ class TrainEngine:
         model: The model on its device. Parameters that are trained require gradients.
         optim: The optimizer. None makes an engine that only evaluates.
         world_size: Number of ranks in the default process group. All of them make an engine and call it together.
+
+    Attributes:
+        batching: How rows share a forward pass.
+        note: Why it is not as ``parallel.batching`` prefers it; "" where it is.
+
+    Raises:
+        ConfigError: see :func:`.choose_batching` and :func:`.make_parallel`.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class TrainEngine:
         self.device = device
         self.config = parallel
         self.precision = compute_dtype(device, parallel.precision)
+        self.batching, self.note = choose_batching(model, parallel, device, self.precision)
         self.parallel = make_parallel(model, parallel, world_size=world_size, device=device, precision=self.precision)
         self.model = self.parallel.model
         self.optim = optim
@@ -154,7 +163,8 @@ class TrainEngine:
     def _micro_batches(self, batch: Batch, columns: Sequence[str]) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them."""
         needed = batch.select(fields.TOKENS, fields.LOSS_MASK, *columns).to(self.device)
-        micros = cut(needed, self.config.micro_batch_tokens, packed=self.config.packed(self.device), columns=columns)
+        packed, equal = self.batching == "packed", self.batching == "equal"
+        micros = cut(needed, self.config.micro_batch_tokens, packed=packed, equal=equal, columns=columns)
         if not self.parallel.equal_passes:
             yield from micros
             return

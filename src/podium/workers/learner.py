@@ -18,7 +18,7 @@ from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
 from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
-from podium.runtime import Worker, endpoint, nothing
+from podium.runtime import Worker, endpoint, first, nothing
 from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
 from podium.workers.manifest import check_manifest, file_sums, write_manifest
@@ -90,6 +90,11 @@ class Learner(Worker):
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         wrong = next((name for name, parameter in trained if not _is_finite(parameter)), "")
         return Progress(self.engine.step_count, self.engine.skipped_count, wrong)
+
+    @endpoint(collect=first())
+    def note(self) -> str:
+        """Return why rows share a forward pass in another way than ``parallel.batching`` prefers; "" if they do not."""
+        return self.engine.note
 
     @endpoint(collect=nothing())
     def save(self, path: str) -> None:

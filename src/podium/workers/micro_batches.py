@@ -64,16 +64,17 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
     return MicroBatch(zero[None], None, None, zero, zero[:0], zero[:0], {}, zero)
 
 
-def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool) -> list[list[int]]:
+def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool, equal: bool = False) -> list[list[int]]:
     """Choose the rows of each micro-batch, longest first, so that padded rows are of like length.
 
-    A micro-batch holds at most ``max_tokens`` tokens, padding included. A longer row gets one of its own.
+    A micro-batch holds at most ``max_tokens`` tokens, padding included. A longer row gets one of its own. With
+    ``equal``, the rows of a micro-batch are of one length.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     groups: list[list[int]] = []
     used = 0
     for row in order:
-        if groups:
+        if groups and not (equal and lengths[row] != lengths[groups[-1][0]]):
             cost = used + lengths[row] if packed else (len(groups[-1]) + 1) * lengths[groups[-1][0]]
             if cost <= max_tokens:
                 groups[-1].append(row)
@@ -84,8 +85,12 @@ def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool) -> list[list[
     return groups
 
 
-def cut(batch: Batch, max_tokens: int, *, packed: bool, columns: Sequence[str] = ()) -> Iterator[MicroBatch]:
+def cut(
+    batch: Batch, max_tokens: int, *, packed: bool, equal: bool = False, columns: Sequence[str] = ()
+) -> Iterator[MicroBatch]:
     """Cut ``batch``, which is on the model's device; ``columns`` names token columns to bring along.
+
+    ``packed`` and ``equal`` are those of :func:`plan`.
 
     Raises:
         DataError: A column is missing or not aligned with the tokens, or there is loss at a row's first token, which
@@ -103,7 +108,7 @@ def cut(batch: Batch, max_tokens: int, *, packed: bool, columns: Sequence[str] =
     losses_B = sampled_counts(tokens.like(mask))
     lengths = tokens.lengths.tolist()
     live = [row for row, losses in enumerate(losses_B.tolist()) if losses]
-    for group in plan([lengths[row] - 1 for row in live], max_tokens, packed=packed):
+    for group in plan([lengths[row] - 1 for row in live], max_tokens, packed=packed, equal=equal):
         rows = torch.tensor([live[place] for place in group], device=mask.device)
         offsets = torch.nn.functional.pad(losses_B[rows].cumsum(0), (1, 0))
         yield _micro_batch(tokens, mask, values, rows, offsets, packed=packed)

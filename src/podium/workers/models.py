@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
 from podium.hub import look_for_hub
+from podium.workers.attention import choose_attention
 from podium.workers.config import LoraConfig, ModelConfig
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_files import stored_tensors, stored_value_head
@@ -49,7 +50,9 @@ def load_model(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()  # checkpointed blocks of frozen layers would otherwise cut the graph
-    return model.to(cast(Any, device)).eval()
+    model = model.to(cast(Any, device)).eval()
+    choose_attention(plain_model(model), config.attention)
+    return model
 
 
 def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedModel:

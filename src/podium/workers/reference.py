@@ -8,7 +8,7 @@ from torch import Tensor
 
 from podium.data import Batch, fields
 from podium.devices import choose_device
-from podium.runtime import Worker, concat, endpoint, shard
+from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.workers.config import ModelConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
 from podium.workers.micro_batches import MicroBatch
@@ -41,6 +41,11 @@ class Reference(Worker):
         self.engine = TrainEngine(
             frozen, optim=None, parallel=parallel or ParallelConfig(), device=device, world_size=self.ctx.world_size
         )
+
+    @endpoint(collect=first())
+    def note(self) -> str:
+        """As :meth:`.Learner.note`."""
+        return self.engine.note
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch) -> Batch:

@@ -12,9 +12,10 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from podium.errors import ConfigError
+from podium.workers.attention import unknown_keywords
 from podium.workers.micro_batches import PackedRows
 from podium.workers.models import plain_model
 
@@ -51,20 +52,31 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: int | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """query ``[1, heads, T, D]``, key and value ``[1, kv heads, T, D]`` -> ``[1, T, heads, D]``."""
+    """query ``[1, heads, T, D]``, key and value ``[1, kv heads, T, D]`` -> ``[1, T, heads, D]``.
+
+    ``attention_mask`` is what :func:`_local_size` returned.
+
+    Raises:
+        ConfigError: The layer asks for something that this function does not compute.
+    """
     if cu_seq_lens_q is None or max_length_q is None:
-        raise ConfigError(
-            f"{type(module).__name__} does not hand the bounds of packed rows to its attention; "
-            "set parallel.batching=padded for this architecture"
-        )
+        raise ConfigError(f"{type(module).__name__} does not hand the bounds of packed rows to its attention")
+    unknown = unknown_keywords(others)
+    if attention_mask is not None and not (isinstance(attention_mask, int) and attention_mask == sliding_window):
+        unknown.append("a mask of its own")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        unknown.append("attention to later tokens")
+    if unknown:
+        raise ConfigError(f"{type(module).__name__} needs {', '.join(unknown)}, which attention over packed rows lacks")
     if torch.is_autocast_enabled(query.device.type):  # rotation leaves query and key in another dtype than value
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -103,4 +115,15 @@ def _flash(
     return out
 
 
+def _local_size(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:
+    """Stand for the mask of a layer: the number of tokens that it sees where that is limited, else None.
+
+    Transformers makes masks for windows and for chunks, and only windows come to :func:`_attend` by keyword too.
+    """
+    if use_vmap:
+        raise ConfigError("the model makes a mask of its own, which attention over packed rows lacks")
+    return local_size
+
+
 AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _local_size)

@@ -6,14 +6,17 @@ position of each completion, and leaves ``generate`` no choice but that token.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from podium.devices import same_within_rounding
 from podium.rollout.engines.draw import draw, uniforms
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.requests import Event, Finished, Request, Tokens, conclude
@@ -25,9 +28,10 @@ __all__ = ["TransformersEngine"]
 class TransformersEngine(ModelEngine):
     """Generates with ``model.generate``, up to ``config.max_sequences`` completions side by side.
 
-    A batch holds waiting requests of equal sampling parameters, with prompts padded on the left. Models with a
-    recurrent state, such as Mamba, get prompts of one length at a time, because padding would disturb the state. The
-    model's own generation settings are not used. In float32 the same seeds give the same ids in any batch, except where
+    A batch holds waiting requests of equal sampling parameters, with prompts padded on the left. Models that padding
+    would disturb, such as those with a recurrent state, get prompts of one length at a time. Where prompts of several
+    lengths first come, two short prompts are tried together and alone. The model's own generation settings are not
+    used. In float32 the same seeds give the same ids in any batch, except where
     a draw falls within rounding of the boundary between two tokens.
 
     New requests and new weights come in between two batches, since ``generate`` keeps keys and values of its own. So a
@@ -50,11 +54,11 @@ class TransformersEngine(ModelEngine):
 
     @torch.inference_mode()
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
-        stateful = bool(getattr(self.model, "_is_stateful", False))
-        requests = self.waiting.take(
-            self.config.max_sequences, lambda one: (one.params, len(one.prompt) if stateful else 0)
-        )
         with _sampling_mode(self.model), self.gate:
+            alike = len({len(one.prompt) for one in self.waiting}) > 1 and not self._takes_padding
+            requests = self.waiting.take(
+                self.config.max_sequences, lambda one: (one.params, len(one.prompt) if alike else 0)
+            )
             version = self.version
             drawing = self._draw(requests)
         ids_BT = torch.stack(drawing.ids, 1).cpu()
@@ -72,18 +76,22 @@ class TransformersEngine(ModelEngine):
     def _draw(self, requests: Sequence[Request]) -> _Drawing:
         params = requests[0].params
         device = next(self.model.parameters()).device
-        pad = getattr(self.model.config, "pad_token_id", None) or 0  # any id of the vocabulary would do
-        width = max(len(request.prompt) for request in requests)
-        paddings = [width - len(request.prompt) for request in requests]
-        tokens = [[pad] * padding + list(one.prompt) for padding, one in zip(paddings, requests, strict=True)]
-        mask = [[0] * padding + [1] * (width - padding) for padding in paddings]
         processor = _Drawing(params, torch.tensor([request.seed for request in requests], device=device))
+        stops = list(params.stop_token_ids) or None
+        self._generate([request.prompt for request in requests], params.max_new_tokens, stops, processor)
+        return processor
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], count: int, stops: list[int] | None, processor: LogitsProcessor
+    ) -> None:
+        device = next(self.model.parameters()).device
+        pad = getattr(self.model.config, "pad_token_id", None) or 0  # any id of the vocabulary would do
+        width = max(map(len, prompts))
+        paddings = [width - len(prompt) for prompt in prompts]
+        tokens = [[pad] * padding + list(prompt) for padding, prompt in zip(paddings, prompts, strict=True)]
+        mask = [[0] * padding + [1] * (width - padding) for padding in paddings]
         settings = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=params.max_new_tokens,
-            eos_token_id=list(params.stop_token_ids) or None,
-            pad_token_id=pad,
-            use_cache=True,
+            do_sample=False, max_new_tokens=count, eos_token_id=stops, pad_token_id=pad, use_cache=True
         )
         self.model.generate(
             torch.tensor(tokens, device=device),
@@ -91,7 +99,39 @@ class TransformersEngine(ModelEngine):
             generation_config=settings,
             logits_processor=LogitsProcessorList([processor]),
         )
-        return processor
+
+    @cached_property
+    def _takes_padding(self) -> bool:
+        """Whether a prompt with padding beside a longer one gives the logits that it gives alone."""
+        if getattr(self.model, "_is_stateful", False):
+            return False
+        low = min(3, self.vocabulary - 1)
+        prompts = [[low + (7 * place) % (min(self.vocabulary, 1000) - low) for place in range(n)] for n in (14, 5)]
+        alone = torch.cat([self._logits([prompt]) for prompt in prompts])
+        if same_within_rounding(self._logits(prompts), alone, next(self.model.parameters()).dtype):
+            return True
+        logging.getLogger("podium").warning(
+            "%s generates from prompts of one length at a time, because padding changes its logits",
+            type(self.model).__name__,
+        )
+        return False
+
+    def _logits(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits ``[2 * B, V]`` of two tokens after each prompt."""
+        watching = _Watching()
+        self._generate(prompts, 2, None, watching)
+        return torch.stack(watching.logits, 1).flatten(0, 1)
+
+
+class _Watching(LogitsProcessor):
+    """Remembers each step's logits ``[B, V]``, and lets token 0 follow."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        self.logits.append(scores)
+        return torch.nn.functional.one_hot(torch.zeros_like(input_ids[:, 0]), scores.shape[1]).log()
 
 
 class _Drawing(LogitsProcessor):

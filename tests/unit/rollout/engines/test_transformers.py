@@ -12,6 +12,7 @@ from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.transformers import TransformersEngine
 from podium.rollout.sampling import SamplingParams
+from tests.unit.workers.families import make
 
 from .conftest import VOCABULARY, MakeModel, trained_logprobs
 
@@ -56,6 +57,20 @@ def test_a_completion_does_not_depend_on_its_batch(
     alone = SamplingParams(max_new_tokens=20, stop_token_ids=STOPS)
     (single,) = engine.generate([prompts[3]], alone, [13])
     assert torch.equal(single.token_ids, together[13].token_ids)
+
+
+@pytest.mark.parametrize("family", ["minimax", "gemma2", "gpt_oss"])
+def test_logprobs_agree_where_padding_on_the_left_may_change_a_row(
+    prompts: list[list[int]], family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make(family, vocab_size=VOCABULARY, eos_token_id=None)
+    params = SamplingParams(max_new_tokens=9)
+    for index, completion in enumerate(TransformersEngine(EngineConfig(), model).generate(prompts, params, range(10))):
+        expected = trained_logprobs(model, prompts[index], completion, 1.0)
+        assert (completion.logprobs - expected).abs().max() < 1e-5
+    said = [record.getMessage() for record in caplog.records if record.name == "podium"]
+    one_length = "MiniMaxForCausalLM generates from prompts of one length at a time, because padding changes its logits"
+    assert said == ([one_length] if family == "minimax" else [])
 
 
 def test_the_model_is_left_as_it_was_and_its_own_settings_play_no_part(

@@ -1,0 +1,125 @@
+"""Whether rows that share a forward pass leave one another alone, tried on the model itself with two short rows.
+
+The rows go through the model together and each alone. Together they must give the output layer the same hidden states
+within rounding, and the gradient of the second row's states with respect to all inputs that are not its own must be
+zero. A leak between rows that small weights hide in rounding shows in this gradient, which is exactly zero where there
+is no path.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from podium.data import Batch, Jagged, fields
+from podium.devices import autocast, same_within_rounding
+from podium.errors import ConfigError
+from podium.workers.config import ParallelConfig
+from podium.workers.micro_batches import cut
+from podium.workers.models import plain_model
+from podium.workers.scoring import run_model
+
+__all__ = ["Batching", "choose_batching", "interference"]
+
+Batching = Literal["packed", "padded", "equal"]
+"""Rows share a forward pass end to end, or padded, or only with rows of their own length."""
+
+_LENGTHS: Final = (14, 9)  # the second row gets padding
+_MOST_IDS: Final = 1000  # a vocabulary begins with text; ids of images and the like come late
+
+
+def choose_batching(
+    model: nn.Module, config: ParallelConfig, device: torch.device, precision: torch.dtype
+) -> tuple[Batching, str]:
+    """Return how rows share a forward pass of this model, and a sentence where it is not what ``config`` prefers.
+
+    Raises:
+        ConfigError: ``config.batching`` is "packed", and the model mixes packed rows; or the model mixes even rows of
+            one length.
+    """
+    name, note = type(plain_model(model)).__name__, ""
+    if config.packed(device):
+        reason = interference(model, device, precision, packed=True)
+        if not reason:
+            return "packed", ""
+        if config.batching == "packed":
+            raise ConfigError(f"parallel.batching=packed: {name} cannot take packed rows: {reason}; use auto or padded")
+        note = f"{name} gets padded rows, because it cannot take packed ones: {reason}"
+    reason = interference(model, device, precision)
+    if not reason:
+        return "padded", note
+    if other := interference(model, device, precision, lengths=_LENGTHS[:1] * 2):
+        raise ConfigError(f"{name} cannot take several rows in a forward pass: {other}")
+    return "equal", f"{name} gets rows of one length at a time, because it cannot take padded ones: {reason}"
+
+
+def interference(
+    model: nn.Module,
+    device: torch.device,
+    precision: torch.dtype,
+    *,
+    packed: bool = False,
+    lengths: Sequence[int] = _LENGTHS,
+) -> str:
+    """Return why two rows that share a forward pass change one another; "" where they do not.
+
+    Random state, gradients and mode of the model stay as they were.
+
+    Args:
+        precision: The data type of matrix products.
+        lengths: The rows have so many tokens, the longest first.
+    """
+    inner: Any = plain_model(model)
+    rows = _rows(inner.get_input_embeddings().weight.shape[0], lengths).to(device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad(), autocast(device, precision):
+            alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(lengths))]
+            try:
+                together, foreign = _pass(model, rows, packed=packed)
+            except ConfigError as error:
+                return str(error)
+            except Exception as error:  # noqa: BLE001 - whatever an architecture raises, rows cannot share a pass
+                return " ".join(f"{type(error).__name__}: {error}".split())
+    finally:
+        model.train(training)
+    if not bool((foreign == 0).all()):  # NaN is no zero
+        return "what it computes for one row depends on the other row or on padding"
+    if not same_within_rounding(together, torch.cat(alone), precision, next(inner.parameters()).dtype):
+        return "what it computes for a row is not what the row gives alone"
+    return ""
+
+
+def _rows(vocabulary: int, lengths: Sequence[int]) -> Batch:
+    """Rows of random text. All tokens but the first carry loss, so that each input has an output."""
+    generator = torch.Generator().manual_seed(0)
+    first, last = min(3, vocabulary - 1), min(vocabulary, _MOST_IDS)
+    tokens = Jagged.from_rows([torch.randint(first, last, (length,), generator=generator) for length in lengths])
+    mask = torch.cat([torch.arange(length) > 0 for length in lengths])
+    return Batch({fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(mask)})
+
+
+def _pass(model: nn.Module, rows: Batch, *, packed: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the hidden states ``[K, H]`` of all rows, and the gradient of the last row's at the inputs of others."""
+    (micro,) = cut(rows, 10**9, packed=packed)
+    inner: Any = plain_model(model)
+    inputs: list[Tensor] = []
+    hidden: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1].clone()  # some models write into it
+
+    with (
+        inner.get_input_embeddings().register_forward_hook(keep),
+        inner.get_output_embeddings().register_forward_hook(lambda module, args, output: hidden.append(args[0][0])),
+    ):
+        run_model(model, micro)
+    own = slice(*micro.offsets[-2:].tolist())
+    directions = torch.arange(hidden[0][own].numel(), device=hidden[0].device).cos().view_as(hidden[0][own])
+    (gradient,) = torch.autograd.grad((hidden[0][own].float() * directions).sum(), inputs[:1])
+    foreign = torch.ones(gradient.shape[:2], dtype=torch.bool, device=gradient.device).flatten()
+    foreign[micro.select[own]] = False
+    return hidden[0].detach(), gradient.flatten(0, 1)[foreign]

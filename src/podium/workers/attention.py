@@ -1,0 +1,77 @@
+"""The attention implementation that a model needs, found by a look at what its layers hand to attention.
+
+Layers give their attention function query, key, value and a mask, and further keywords. An attention function of
+transformers ignores keywords that it does not know, such as a soft cap under ``sdpa``, without a word.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import TransformersKwargs
+
+from podium.errors import ConfigError
+
+__all__ = ["choose_attention", "unknown_keywords"]
+
+_KNOWN: Final = frozenset(
+    {
+        *TransformersKwargs.__annotations__,  # what a forward pass takes and hands on to all layers
+        *("dropout", "scaling", "sliding_window", "use_cache", "cache_position", "return_dict"),
+    }
+)
+
+
+class _Unknown(Exception):
+    """Ends the pass that looks for keywords."""
+
+
+def unknown_keywords(keywords: Mapping[str, Any]) -> list[str]:
+    """Return the names of keywords that change attention in a way that plain attention does not know."""
+    return sorted(name for name, value in keywords.items() if value is not None and name not in _KNOWN)
+
+
+def choose_attention(model: PreTrainedModel, wish: str) -> None:
+    """Let the model use the attention implementation ``wish``; "auto" means ``sdpa`` where that gives right results.
+
+    Where layers hand ``sdpa`` something that it leaves out, "auto" means ``eager``. A forward pass over two tokens
+    shows what they hand over.
+
+    Raises:
+        ConfigError: ``wish`` is ``sdpa``, which leaves something out.
+    """
+    if model.config._attn_implementation != "sdpa" or model.device.type == "meta":
+        return
+    left_out = _left_out_by_sdpa(model)
+    if left_out and wish != "auto":
+        raise ConfigError(
+            f"model.attention={wish!r} leaves out {left_out} of {type(model).__name__}, which changes its results; use "
+            "auto, eager or, on accelerators, flex_attention"
+        )
+    if left_out:
+        model.set_attn_implementation("eager")
+
+
+def _left_out_by_sdpa(model: PreTrainedModel) -> str:
+    ids = torch.arange(2, device=model.device)[None]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _watch
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    except _Unknown as error:
+        return str(error)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the library's own is there again
+    return ""
+
+
+def _watch(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+) -> tuple[Tensor, None]:
+    if unknown := unknown_keywords({**keywords, "position_bias": None, "cache": None}):  # sdpa knows both
+        raise _Unknown(", ".join(unknown))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
