@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from podium.supervisor import children_of
 from podium.testing.target import alive, all_gone, wait_for
 
-__all__ = ["alive", "all_gone", "descriptors", "parent_of", "run_script", "start_script", "wait_for"]
+__all__ = ["alive", "all_gone", "descriptors", "listeners_of", "opened_by_others", "parent_of", "run_script"]
+__all__ += ["start_script", "wait_for"]
 
 
 def parent_of(pid: int) -> int:
@@ -20,6 +24,34 @@ def parent_of(pid: int) -> int:
 def descriptors(pid: int) -> int:
     """Open file descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def listeners_of(pid: int) -> list[str]:
+    """The IPv4 addresses on which a process and its descendants listen."""
+    inodes: set[str] = set()
+    for one in [pid, *_descendants(pid)]:
+        for entry in Path(f"/proc/{one}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    found = [row[1].partition(":")[0][-8:] for row in rows if row[3] == "0A" and row[9] in inodes]
+    return [socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in found]
+
+
+def _descendants(pid: int) -> list[int]:
+    children = children_of(pid)
+    return children + [further for child in children for further in _descendants(child)]
+
+
+def opened_by_others(*paths: Path) -> list[str]:
+    """Those of ``paths`` that another user of this machine can read or write. Only root can ask."""
+    script = 'for path in "$@"; do if test -r "$path" -o -w "$path"; then echo "$path"; fi; done'
+    command = ["/bin/sh", "-c", script, "sh", *map(str, paths)]
+    asked = subprocess.run(
+        command, user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=True
+    )
+    return asked.stdout.splitlines()
 
 
 def start_script(directory: Path, text: str, **env: str) -> subprocess.Popen[str]:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from podium import Cluster, Worker
 from podium.backends.local import LocalBackend
 from podium.errors import CallCancelled, EndpointError, WorkerDied
 from tests.integration.fault_workers import Faulty, Slow
-from tests.integration.processes import all_gone, descriptors, parent_of, run_script, wait_for
+from tests.integration.processes import all_gone, descriptors, opened_by_others, parent_of, run_script, wait_for
 
 FOUR_MIB = 1 << 20  # float32 elements
 TORCH_THREADS = """
@@ -156,6 +157,23 @@ def test_the_private_directory_is_private_and_goes(monkeypatch: pytest.MonkeyPat
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
         assert private.stat().st_uid == os.getuid()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can try this as another user")
+def test_another_user_opens_nothing_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="podium-test-") as directory:  # pytest's own is private itself
+        public = Path(directory) / "public"
+        public.parent.chmod(0o755)
+        public.touch(0o644)
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        with podium.connect("local") as cluster:
+            group = cluster.start(Faulty.bind(), cluster.pool([2])).group
+            group.run(_say)
+            (private,) = [path for path in public.parent.iterdir() if path != public]
+            processes = [Path(f"/proc/{pid}") for pid in (*group.pids, parent_of(group.pids[0]))]
+            within = [*private.rglob("*"), *(path / name for path in processes for name in ("fd/0", "environ", "mem"))]
+            assert len(within) > len(processes) * 3
+            assert opened_by_others(public, private, *within) == [str(public)]
 
 
 def test_nothing_has_a_name_in_shared_memory(faulty: Faulty) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -282,6 +283,55 @@ def test_an_embedded_cluster_ends_with_its_script(tmp_path: Path, ending: str) -
         assert not all_gone(map(int, pids), 15.0), "workers and their children"
         own = {running.pid}
         assert wait_for(lambda: not set(session_processes(session)) - own, 60.0), "Ray's own end last"
+
+
+PRIVATE = """
+from pathlib import Path
+from tests.integration.processes import listeners_of, opened_by_others
+for name in [name for name in os.environ if name.startswith("RAY_AUTH")]:
+    del os.environ[name]
+home = Path(os.environ["RAY_TMPDIR"])
+home.chmod(0o755)
+(home / "public").touch(0o644)
+os.environ["HOME"] = str(home)
+with podium.connect("ray", preload=(), init={"num_cpus": 2}) as cluster:
+    busy = cluster.start(Busy.bind(), cluster.pool([2]), distributed=True)
+    import ray
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    print(*listeners_of(os.getpid()))
+    token = home / ".ray" / "auth_token"
+    print(oct(token.stat().st_mode)[-3:], len(token.read_text()))
+    within = [*session.iterdir(), *session.glob("sockets/*"), *session.glob("logs/*")]
+    print(opened_by_others(home / "public", session, *within, token))
+print(session.exists())
+"""
+
+
+def test_an_embedded_cluster_is_its_users_alone(tmp_path: Path) -> None:
+    """It listens on loopback. Another user opens neither its directory nor its token."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can try this as another user")
+    with script(tmp_path, PRIVATE) as running:
+        listeners, token, opened, session = (line(running, tmp_path) for _ in range(4))
+    assert {*listeners.split()} == {"127.0.0.1"}
+    assert token == "600 64"
+    assert re.fullmatch(r"\['/[^',]*/public'\]", opened)
+    assert session == "False", "it is removed with the cluster"
+
+
+def test_a_ray_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from podium.backends.ray import connect
+
+    def init(**how: Any) -> None:
+        raise Exception("The current node timed out during startup.\nThe raylet said:\n" + "a line\n" * 40)
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connect.ray, "init", init)
+    with pytest.raises(ConfigError) as caught:
+        podium.connect("ray", preload=())
+    said = r"connect\('ray'\): an embedded cluster cannot be had: The current node timed out during startup\. "
+    assert re.fullmatch(rf"{said}\(Ray's logs: {tmp_path}/podium-\w+/ray\)", str(caught.value))
 
 
 def test_accelerators_that_the_script_may_use_are_dealt_and_no_others(tmp_path: Path) -> None:

@@ -1,13 +1,22 @@
-"""Ray's API, and this process's connection to Ray: made by the first open backend, and ended by the last."""
+"""Ray's API, and this process's connection to Ray: made by the first open backend, and ended by the last.
 
+An embedded cluster is this user's alone. It listens on the loopback interface, its directory lies in one that others
+cannot enter, and the token that Ray asks its callers for is in a file that others cannot read.
+"""
+
+import contextlib
 import logging
 import os
+import secrets
+import shutil
 import socket
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray as typed
-from ray.exceptions import RayError
+from ray._private import ray_constants
 
 from podium.errors import ConfigError
 
@@ -33,6 +42,7 @@ CLIENT_LOG = (
 )
 
 _users = [0, 0]  # open backends, and whether Ray was connected by somebody else
+_directories: list[str] = []  # of an embedded cluster
 
 
 def connect(address: str | None, init: Mapping[str, Any]) -> None:
@@ -45,13 +55,17 @@ def connect(address: str | None, init: Mapping[str, Any]) -> None:
             os.environ.setdefault(name, value)
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # an embedded cluster has a token
         try:
-            _knock(address or "")
-            _init(address or "local", {**(QUIET if address else EMBEDDED), **init})
-        except (OSError, RuntimeError, RayError, ValueError, TypeError) as error:
+            if address is None:
+                _embed(init)
+            else:
+                _knock(address)
+                _init(address, {**QUIET, **init})
+        except (Exception, SystemExit) as error:
             where = "an embedded cluster" if address is None else f"address {address!r}"
             unsure = address is not None and "RAY_AUTH_MODE" not in os.environ
             hint = CLIENT_LOG if _no_client_server(error) else AUTHENTICATION if unsure else ""
-            raise ConfigError(f"connect('ray'): {where} cannot be had: {error}{hint}") from error
+            said = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ConfigError(f"connect('ray'): {where} cannot be had: {said}{hint}") from error
         if debugger is None:  # Ray sets its own for the whole process; the script's breakpoint() shall be Python's
             os.environ.pop("PYTHONBREAKPOINT", None)
     _users[0] += 1
@@ -62,6 +76,53 @@ def disconnect() -> None:
     _users[0] -= 1
     if not _users[0] and not _users[1]:
         ray.shutdown()
+        while _directories:
+            shutil.rmtree(_directories.pop(), ignore_errors=True)
+
+
+def _embed(init: Mapping[str, Any]) -> None:
+    """Start a cluster of this machine. Its directory stays where Ray does not start, for its logs."""
+    own = dict(init)
+    if "_temp_dir" not in own:
+        root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        os.makedirs(root, exist_ok=True)
+        private = tempfile.mkdtemp(prefix="podium-", dir=root)
+        own["_temp_dir"] = f"{private}/ray"  # Ray opens its own directories to everybody
+    _keep_token_private()
+    with contextlib.nullcontext() if "_node_ip_address" in own else _loopback():
+        try:
+            _init("local", {**EMBEDDED, **own})
+        except Exception as error:
+            raise RuntimeError(
+                f"{str(error).strip().partition(chr(10))[0]} (Ray's logs: {own['_temp_dir']})"
+            ) from error
+    if "_temp_dir" not in init:
+        _directories.append(os.path.dirname(own["_temp_dir"]))
+
+
+@contextlib.contextmanager
+def _loopback() -> Generator[None]:
+    """Ray listens on every interface, also if it is given a loopback address, unless it takes the machine for one that
+    cannot have a cluster of several."""
+    constants: Any = ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+def _keep_token_private() -> None:
+    """Ray makes a token for an embedded cluster, which everybody may read, unless there is one in the environment."""
+    if any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists():
+        path.chmod(0o600)
+        return
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
 
 
 def _init(address: str, given: Mapping[str, Any]) -> None:
