@@ -330,22 +330,22 @@ class Among(Dispatch):
         every = range(size)
         chosen: Any = every[ranks] if isinstance(ranks, slice) else ranks
         try:
-            self._ranks: list[int] = [every[rank] for rank in ([chosen] if hasattr(chosen, "__index__") else chosen)]
+            self.ranks: list[int] = [every[rank] for rank in ([chosen] if hasattr(chosen, "__index__") else chosen)]
         except (IndexError, TypeError):
             raise ConfigError(f"on({ranks!r}) in {group}, which has {size} ranks: a rank, a slice or a list") from None
-        if not self._ranks or len({*self._ranks}) < len(self._ranks):
+        if not self.ranks or len({*self.ranks}) < len(self.ranks):
             raise ConfigError(f"on({ranks!r}) in {group} of {size} ranks: at least one rank, and none of them twice")
         self._inner = inner
-        self._world = World(len(self._ranks), {"default": Mesh(dp=len(self._ranks))})
+        self._world = World(len(self.ranks), {"default": Mesh(dp=len(self.ranks))})
 
     def split(self, arguments: Arguments, world: World) -> Split:
         if isinstance(self._inner, shard) and self._inner.mesh != "default":
             raise ConfigError(
                 f"{arguments.method} shards over mesh {self._inner.mesh!r}, which needs all ranks of the group; "
-                f"it cannot run on({self._ranks})"
+                f"it cannot run on({self.ranks})"
             )
         split = self._inner.split(arguments, self._world)
-        ranks, collectors = ([self._ranks[at] for at in places] for places in (split.ranks, split.collectors))
+        ranks, collectors = ([self.ranks[at] for at in places] for places in (split.ranks, split.collectors))
         return replace(split, ranks=ranks, collectors=collectors)
 
 

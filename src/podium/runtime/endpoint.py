@@ -63,6 +63,7 @@ class EndpointSpec:
     returns: Returns | None  # None where ``cluster.start(returns=...)`` decides
     reads: Reading
     function: Callable[..., Any]
+    checked: bool = False  # the dispatch is a user's own
     shipped: bool = False  # a function that travels with each call, and no method of the class
 
     def arguments(self, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -266,12 +267,14 @@ def _spec(function: Callable[..., Any], called: str, dispatch: Dispatch, **how: 
     sharded = (dispatch.args or ()) if isinstance(dispatch, shard) else ()
     if unknown := [name for name in sharded if name not in named]:
         raise ConfigError(f"{called}: shard(args=...) names {unknown}, but its parameters are {[*named]}")
+    checked = type(dispatch).__module__ != shard.__module__
     return EndpointSpec(
         name=function.__name__,
         names=tuple(named),
         required=frozenset(name for name, parameter in named.items() if parameter.default is parameter.empty),
         open_ended=len(named) < len(parameters),
-        dispatch=dispatch if type(dispatch).__module__ == shard.__module__ else Checked(dispatch),
+        dispatch=Checked(dispatch) if checked else dispatch,
+        checked=checked,
         function=function,
         **how,
     )

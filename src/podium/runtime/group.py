@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.functions import nearest
-from podium.runtime.calls import Call, CallArgument
+from podium.runtime.calls import Call, CallArgument, Outbox, Wanted, reachable, travelled
 from podium.runtime.collect import Collect, concat, first, gather, reduce
-from podium.runtime.dispatch import Among, Dispatch, Mesh, Ranks, Shipped, World, broadcast
+from podium.runtime.dispatch import Among, Dispatch, Mesh, PerRank, Ranks, Shipped, World, broadcast
 from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of, spec_of_function
 from podium.runtime.pool import ResourcePool
 from podium.runtime.process_set import ProcessSet, Role
@@ -53,6 +53,8 @@ class WorkerGroup(Generic[W]):
         self.cls: type = role.bound.cls
         self.world = World(processes.size, role.meshes)
         self.timeout_s = role.timeout_s  # default deadline of calls
+        self.key = uuid.uuid4().hex  # under which its handles travel
+        reachable[self.key] = self
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.RLock()
         processes.watch.register(self)
@@ -86,7 +88,7 @@ class WorkerGroup(Generic[W]):
         Raises:
             ConfigError: A rank is outside the group or given twice, or there is none.
         """
-        return cast(W, WorkerHandle(self, partial(Among, ranks=ranks, size=self.world_size, group=self.name)))
+        return cast(W, WorkerHandle(self, ranks))
 
     @overload
     def function(
@@ -179,6 +181,22 @@ class WorkerGroup(Generic[W]):
             self._advance()
         return call
 
+    def submit_for(self, caller: object, wanted: Wanted) -> Call[Any]:
+        """Submit a call that a worker in the processes ``caller`` makes."""
+        spec = endpoints_of(self.cls)[wanted.method]
+        if caller is self.processes.calls and not spec.concurrent:
+            raise ConfigError(
+                f"{wanted.label}: a worker of the same processes called it and would wait for itself. Call the "
+                "method of self or of self.ctx.colocated[...], or declare the endpoint with concurrent=True"
+            )
+        if wanted.ranks is not None:
+            spec = replace(spec, dispatch=Among(spec.dispatch, wanted.ranks, self.world_size, self.name))
+        values = {name: PerRank(value) if name in wanted.apart else value for name, value in wanted.values.items()}
+        return self.submit(spec, (), values, wanted.timeout_s)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a group stays with the script that started it; pass the handle")
+
     def _send(self, waiting: _Waiting) -> None:
         """Replace calls among the arguments by their results, and send. An error of such a call fails this one."""
         call, spec, args, kwargs = waiting
@@ -219,15 +237,63 @@ class WorkerGroup(Generic[W]):
                 call.fail(DeadlineExceeded(what, method=waiting.spec.name))
 
 
+class FarGroup:
+    """A group in the process of a worker that was given its handle. The script owns it: it restarts and closes it."""
+
+    def __init__(self, key: str, name: str, cls: type, world_size: int, timeout_s: float) -> None:
+        self.key, self.name, self.cls, self.world_size, self.timeout_s = key, name, cls, world_size, timeout_s
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.world_size}]"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        what = "stays with the script that started the group" if hasattr(WorkerGroup, name) else "is unknown"
+        raise AttributeError(f"{self.name}.group.{name} {what}; a worker has .on(...), .name and .world_size here")
+
+    def on(self, ranks: Ranks) -> Any:
+        """As :meth:`WorkerGroup.on`."""
+        return WorkerHandle(self, ranks)
+
+    def submit(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
+    ) -> Call[Any]:
+        """As :meth:`WorkerGroup.submit`, through the script."""
+        label = f"{self.name}.{spec.name}"
+        values = spec.arguments(label, args, kwargs).values
+        for name, value in values.items():
+            if type(value) is CallArgument:
+                raise ConfigError(
+                    f"{label}: argument {name!r} is call.arg(), which only the script can pass; a worker "
+                    "passes call.result()"
+                )
+        if Outbox.here is None:
+            raise ConfigError(
+                f"{label}: this process is neither the script that started the group nor one of its workers"
+            )
+        dispatch = spec.dispatch
+        ranks = dispatch.ranks if isinstance(dispatch, Among) else None
+        apart = [name for name, value in values.items() if isinstance(value, PerRank)]
+        values = {name: value.values if name in apart else value for name, value in values.items()}
+        wanted = Wanted(0, self.key, label, spec.name, ranks, values, apart, timeout_s or self.timeout_s)
+        return Outbox.here.submit(wanted, by_reference=spec.reads != "ref" and not spec.checked)
+
+
+def _arrive(ranks: Ranks | None, key: str, *facts: Any) -> Any:
+    """A handle where it has travelled to: in the script itself, of the group itself."""
+    return WorkerHandle(cast(Any, reachable.get(key)) or FarGroup(key, *facts), ranks)
+
+
 class WorkerHandle:
     """The handle that ``cluster.start`` returns. It has an :class:`Endpoint` for each endpoint of the class, and the
-    :class:`WorkerGroup` as ``group``."""
+    :class:`WorkerGroup` as ``group``. A worker that is given a handle calls the endpoints too."""
 
-    def __init__(self, group: WorkerGroup[Any], among: Callable[[Dispatch], Dispatch] | None = None) -> None:
-        self.group = group
+    def __init__(self, group: WorkerGroup[Any] | FarGroup, ranks: Ranks | None = None) -> None:
+        self.group: WorkerGroup[Any] = cast(Any, group)
+        self._of = ranks
         for name, spec in endpoints_of(group.cls).items():
-            chosen = spec if among is None else replace(spec, dispatch=among(spec.dispatch))
-            setattr(self, name, Endpoint[Any, Any](group, chosen))
+            if ranks is not None:
+                spec = replace(spec, dispatch=Among(spec.dispatch, ranks, group.world_size, group.name))
+            setattr(self, name, Endpoint[Any, Any](self.group, spec))
 
     def __getattr__(self, name: str) -> Any:
         endpoints = sorted(endpoints_of(self.group.cls)) if "group" in vars(self) else []
@@ -241,8 +307,10 @@ class WorkerHandle:
             hint = f"; the method {cls}.{name} is not marked: put @endpoint before it, or call group.run({cls}.{name})"
         raise AttributeError(f"{name!r} is no endpoint of {cls}; its endpoints are {endpoints}{hint}")
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a handle stays in the controller; colocated workers reach each other by self.ctx.colocated")
+    def __reduce__(self) -> tuple[Any, ...]:
+        travelled.set()
+        group = self.group
+        return _arrive, (self._of, group.key, group.name, group.cls, group.world_size, group.timeout_s)
 
     def __repr__(self) -> str:
         return f"<{self.group.cls.__name__} {self.group}>"
@@ -285,6 +353,9 @@ class Replicas(Sequence[W], Generic[W]):
 
     def __len__(self) -> int:
         return len(self._handles)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("replicas stay with the script that started them; pass list(replicas)")
 
     @property
     def alive(self) -> list[int]:

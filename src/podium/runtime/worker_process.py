@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from podium.errors import SerializationError, StoreFullError
+from podium.runtime.calls import Call, Outbox, Wanted, cause_of
 from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.endpoint import Returns, endpoints_of
 from podium.runtime.messages import Failure
@@ -49,11 +50,11 @@ Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 _log = logging.getLogger("podium")
 
-_UNDONE: tuple[type[Any], ...] = (CoroutineType, asyncio.Future, Future)
+_UNDONE: tuple[type[Any], ...] = (CoroutineType, asyncio.Future, Future, Call)
 """What an endpoint may return for a result that is still to come."""
 
-_LONG = ("close_worker",)
-"""Requests to the process itself that may take a user's time."""
+_LONG = ("close_worker", "take_call")
+"""Requests to the process itself that may take long."""
 
 LOOP_END_S = 1.0  # for async endpoints that still run when their process shuts down
 
@@ -143,6 +144,9 @@ class WorkerProcess:
         self._functions: dict[tuple[str, str], _Function] = {}
         self._owns_process_group = False
         self._record: Any = None
+        self._outbox = Outbox(self._keep)
+        if ships_exceptions:
+            Outbox.here = self._outbox
 
     # -- running requests ----------------------------------------------------------------------------------------
 
@@ -180,12 +184,16 @@ class WorkerProcess:
         """Run one request beside others. ``done`` receives its outcome, in any thread."""
         if not target and method not in _LONG:
             done(self.execute(number, target, method, values))
+        elif not target:  # the pool may be full of endpoints that wait for this
+            threading.Thread(
+                target=lambda: done(self.execute(number, target, method, values)), name="podium-long", daemon=True
+            ).start()
         else:
             self._pool.submit(lambda: done(self.execute(number, target, method, values)))
 
     def _find(self, target: str, method: str) -> _Function:
         if not target:
-            found = _Function(getattr(self, f"do_{method}"), None)
+            found = _Function(getattr(self, f"do_{method}"), None, "ref" if method == "deliver" else "tensor")
         else:
             if target not in self.workers:
                 raise RuntimeError(f"no worker {target!r} in this worker process; it has {sorted(self.workers)}")
@@ -308,6 +316,18 @@ class WorkerProcess:
         self._record = record or self._record
         return self._record
 
+    def do_take_call(self) -> Wanted | None:
+        """Wait for the next call that a worker of this process makes; see ``calls/relay.py``."""
+        return self._outbox.take()
+
+    def do_deliver(
+        self, number: int, value: Any = None, error: BaseException | None = None, cause: bytes | None = None
+    ) -> None:
+        """End a call that a worker of this process made."""
+        if error is not None:
+            error.__cause__ = cause_of(cause)
+        self._outbox.deliver(number, value, error)
+
     def do_store(self) -> Usage | None:
         """The usage of this process's store, or None if it never kept anything."""
         return None if self._store is None else self._store.usage()
@@ -333,13 +353,18 @@ class WorkerProcess:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop_thread.join(LOOP_END_S)
             self._loop = self._loop_thread = None
+        self._outbox.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def do_status(self) -> str:
         """What runs here, for how long, and where in the code, for the message of a deadline."""
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - nothing else shows another thread's stack
         mine = threading.get_ident()
-        running = [request for request in list(self._running.values()) if request.thread != mine]
+        running = [
+            request
+            for request in list(self._running.values())
+            if request.thread != mine and request.label != "take_call"
+        ]
         return "; ".join(map(partial(_status, frames), running)) or "idle: the request is queued or lost"
 
     def do_cancel(self, cancelled: int) -> None:

@@ -256,7 +256,8 @@ class CallContract:
             (call, r"call\.arg\(\)"),
             ([call.arg()], "an argument itself"),
             ({"a": per_rank([1, 2])}, "an argument itself"),
-            (sleeper, r"ctx\.colocated"),
+            (sleeper.group, r"pass the handle"),
+            (cluster.start_replicas(Counter.bind(), 1, name="stays", distributed=False), r"pass list\(replicas\)"),
         ):
             refuses(SerializationError, says, sleeper.double, value)
 

@@ -8,6 +8,7 @@ import pytest
 from podium.runtime import Cluster
 from podium.testing.calls import CallContract
 from podium.testing.dispatching import DispatchContract
+from podium.testing.handles import HandleContract
 from podium.testing.lifetimes import LifetimeContract
 from podium.testing.placing import PlacingContract
 from podium.testing.processes import ProcessContract
@@ -24,6 +25,7 @@ class BackendContract(
     ValueContract,
     ReferenceContract,
     CallContract,
+    HandleContract,
     PlacingContract,
     LifetimeContract,
     ProcessContract,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, which a worker without tenso
 
     from podium.data import Batch
 
-__all__ = ["Counter", "Keeper", "Place", "Probe", "RaisesOn", "Rows", "Sleeper", "Stash"]
+__all__ = ["Agent", "Counter", "Keeper", "Place", "Probe", "RaisesOn", "Rows", "Sleeper", "Stash"]
 
 
 class Backwards(Dispatch):
@@ -377,6 +377,49 @@ class Place(Worker):
     @endpoint
     def seeds(self) -> int:
         return self.ctx.seed
+
+
+class Agent(Worker):
+    """Calls the endpoints of other groups, whose handles it was given."""
+
+    def __init__(self, helper: Any = None) -> None:
+        self.helper = helper
+
+    @endpoint
+    def ask(self, method: str, *, handle: Any = None, timeout_s: float = 600.0, values: Sequence[Any] = ()) -> Any:
+        """Call an endpoint and wait for it."""
+        return getattr(handle or self.helper, method).within(timeout_s)(*values)
+
+    @endpoint
+    async def ask_many(self, method: str, values: Sequence[Any]) -> list[Any]:
+        """Call an endpoint for each value, and await all."""
+        return await asyncio.gather(*[getattr(self.helper, method).submit(value) for value in values])
+
+    @endpoint
+    def begin(self, method: str, value: Any) -> Any:
+        """Return a call that has not ended."""
+        return getattr(self.helper, method).submit(value)
+
+    @endpoint
+    def keep_rows(self, rows: int) -> list[Any]:
+        """Have references made and used elsewhere, and return one of them."""
+        first, second = self.helper.make(rows, 1000)
+        return [type(first).__name__, self.helper.total(second), second]
+
+    @endpoint
+    def tensor_total(self, rows: int) -> list[float]:
+        """Send a tensor of one's own, and change it at once."""
+        import torch
+
+        value = torch.ones(rows, 1000)
+        call = self.helper.total.submit(value)
+        value.zero_()
+        return call.result()
+
+    @endpoint
+    def reach(self, name: str) -> Any:
+        """Read an attribute of the group at the handle."""
+        return getattr(self.helper.group, name)
 
 
 class Stash(Probe):

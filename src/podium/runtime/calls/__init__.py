@@ -36,5 +36,7 @@ all ranks raise alike (a bad argument, say), nobody waits and nothing breaks.
 
 from podium.runtime.calls.call import Call, CallArgument, Watch, wait
 from podium.runtime.calls.process_calls import ProcessCalls
+from podium.runtime.calls.relay import Outbox, Wanted, cause_of, reachable, travelled
 
-__all__ = ["Call", "CallArgument", "ProcessCalls", "Watch", "wait"]
+__all__ = ["Call", "CallArgument", "Outbox", "ProcessCalls", "Wanted", "Watch", "cause_of", "reachable", "travelled"]
+__all__ += ["wait"]

@@ -22,6 +22,7 @@ from podium.errors import (
 )
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.call import Call, Watch
+from podium.runtime.calls.relay import Relay, travelled
 from podium.runtime.collect import Collect, gather
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
@@ -84,6 +85,8 @@ class ProcessCalls:
         self._sending = threading.Lock()
         self._unsettled: set[InFlight] = set()  # calls that failed on one rank while others still ran
         self._ended = False
+        self._relay = Relay(self, self._ask, backend.unpack)
+        self._relays = False  # the processes are asked for the calls of their workers
         watch.register(self)
 
     # -- requests out --------------------------------------------------------------------------------------------
@@ -244,6 +247,7 @@ class ProcessCalls:
     def on_death(self, rank: int, death: Death) -> None:
         """The process of ``rank`` has ended: fail every call that waits for it."""
         self.lost[rank] = death
+        self._relay.drop(rank)
         if self._ended:
             return
         telemetry.emit(telemetry.WorkerLost(role=self.name, rank=rank, node=self._node(rank), cause=death.cause))
@@ -302,7 +306,12 @@ class ProcessCalls:
     # -- deadlines and cancelling --------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Fail calls that have passed their deadline, and warn of those that wait long."""
+        """Fail calls that have passed their deadline, and warn of those that wait long. Ask the processes for calls of
+        their workers once these may hold a handle."""
+        if travelled.is_set() and not self._relays and self.handles and self._backend.capabilities.processes:
+            self._relays = True
+            for rank in range(len(self.handles)):
+                self._relay.poll(rank)
         for flight in list(self._in_flight.values()):
             call = flight.call
             if call.done():
@@ -394,6 +403,7 @@ class ProcessCalls:
             flight.call.fail(CallCancelled(f"{flight.call.label}: {reason}"))
         self._in_flight.clear()
         self._unsettled.clear()
+        self._relay.drop()
         self._backend.wake()
 
     def kill(self, shut_down_s: float) -> None:
