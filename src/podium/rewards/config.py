@@ -16,8 +16,10 @@ class RewardConfig:
     """The reward function, and what happens when it fails."""
 
     name: str = Field(default="exact", pattern=r"\S")
-    """This reward scores completions: exact, fraction, gsm8k, math, reasoning_gym, module:function, or
+    """This reward scores completions: exact, fraction, gsm8k, math, model, reasoning_gym, module:function, or
     path/file.py:function."""
+    path: str = ""
+    """A reward model is loaded from this directory or hub name. The reward finds its score in row["model_score"]."""
     time_limit_s: float = Field(default=5.0, gt=0, le=86400)
     """Grading one completion takes at most this many seconds. A grader that takes longer is killed."""
     processes: int = Field(default=0, ge=0, le=1024)

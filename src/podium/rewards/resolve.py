@@ -15,6 +15,7 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
     "exact": "podium.rewards.text:exact",
     "fraction": "podium.rewards.text:fraction",
     "gsm8k": "podium.rewards.text:gsm8k",
+    "model": "podium.rewards.model:model",
     "math": "podium.rewards.symbolic:mathematics",
     "reasoning_gym": "podium.rewards.gym:reasoning_gym",
 }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         GRPOConfig as GRPOConfig,
         InferenceConfig as InferenceConfig,
         PlacementConfig as PlacementConfig,
+        PoolConfig as PoolConfig,
         PPOConfig as PPOConfig,
         PromptBatch as PromptBatch,
         RunConfig as RunConfig,

@@ -27,7 +27,7 @@ from podium.rewards import Grade, Grader
 from podium.telemetry import Sample, metrics as names
 from podium.trainer.files import step_name
 from podium.trainer.prompts import Prompt
-from podium.workers import completion_texts, sampled_tokens
+from podium.workers import RewardModel, completion_texts, sampled_tokens
 
 __all__ = ["CompletionsLog", "ScoredBatch", "write_completions"]
 
@@ -54,8 +54,10 @@ class ScoredBatch:
     tokenizer: PreTrainedTokenizerBase
     grades: Sequence[Grade] | None = None
 
-    def graded(self, grader: Grader, data: Sequence[str] = ()) -> ScoredBatch:
+    def graded(self, grader: Grader, data: Sequence[str] = (), reward_model: RewardModel | None = None) -> ScoredBatch:
         """Return this with grades, ``rewards``, the rewards' parts and the columns ``data`` of the data.
+
+        With ``reward_model`` the reward finds that model's score of a completion in its row, as "model_score".
 
         Raises:
             RewardError: The reward failed.
@@ -63,7 +65,11 @@ class ScoredBatch:
         grades: list[Grade] = []
         examples = [self.prompts[group].example for group in self.groups]
         for rows in self.chunks(_GRADED_TOKENS):
-            grades += grader.grade(self.texts(rows), [example.row for example in examples[rows.start : rows.stop]])
+            texts, given = self.texts(rows), [example.row for example in examples[rows.start : rows.stop]]
+            if reward_model is not None:
+                scores = self._model_scores(reward_model, rows, texts)
+                given = [{**row, "model_score": score} for row, score in zip(given, scores, strict=True)]
+            grades += grader.grade(texts, given)
         rewards_B = torch.tensor([grade.score for grade in grades], dtype=torch.float32)
         columns: dict[str, Tensor | list[Any]] = {fields.REWARDS: rewards_B}
         for name in sorted({name for grade in grades for name in grade.parts}):
@@ -72,6 +78,20 @@ class ScoredBatch:
         for name in data:
             columns[fields.DATA + name] = [example.row[name] for example in examples]
         return replace(self, grades=grades, batch=self.batch.with_columns(columns))
+
+    def _model_scores(self, reward_model: RewardModel, rows: range, texts: Sequence[str]) -> list[float]:
+        groups = self.groups[rows.start : rows.stop]
+        prompts = {group: self.prompts[group] for group in dict.fromkeys(groups)}
+        written = {group: prompt.example.prompt for group, prompt in prompts.items()}
+        columns: dict[str, list[Any]] = {
+            "messages": [
+                [{"role": "user", "content": text}] if isinstance(text := written[group], str) else list(text)
+                for group in groups
+            ],
+            "prompt": [prompts[group].text for group in groups],
+            "completion": list(texts),
+        }
+        return reward_model.score(Batch(columns)).dense(fields.REWARDS).tolist()
 
     @cached_property
     def groups(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from podium.algorithms import AlgorithmConfig, advantage_declaration
+from podium.algorithms import ADVANTAGES, AlgorithmConfig, advantage_declaration
 from podium.config import prefer, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name
@@ -233,7 +233,7 @@ class InferenceConfig:
     @property
     def roles(self) -> tuple[str, ...]:
         """Names of the roles of this run, in the order in which they start."""
-        return ("generator",)
+        return ("reward", "generator") if self.reward.path else ("generator",)
 
     @property
     def processes(self) -> list[tuple[tuple[str, ...], int]]:
@@ -241,6 +241,10 @@ class InferenceConfig:
         return self.placement.processes(self.roles)
 
     def __post_init__(self) -> None:
+        self.check_roles()
+
+    def check_roles(self) -> None:
+        """Check that each role has a place. Raises ConfigError."""
         placed = {role for roles, _ in self.processes for role in roles}
         if missing := [role for role in self.roles if role not in placed]:
             raise ConfigError(
@@ -257,7 +261,7 @@ class _TrainingConfig(InferenceConfig):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return ("policy", "generator") if self.eval.items else ("policy",)
+        return ("policy", *super().roles) if self.eval.items else ("policy",)
 
     @property
     def optimizer_steps(self) -> int:
@@ -274,6 +278,9 @@ class _TrainingConfig(InferenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.ending_optim  # raises where the run is too short for the warm-up
+
+    def check_roles(self) -> None:
+        super().check_roles()
         for name, pool in self.placement.pools.items():
             if unused := [role for role in pool.roles if role not in self.roles]:
                 raise ConfigError(
@@ -304,21 +311,32 @@ class PPOConfig(_TrainingConfig):
                 f"batch.prompts x sampling.n = {self.batch.prompts} x {self.sampling.n} = {rows} completions do not "
                 f"divide into algorithm.minibatches = {cuts}; a divisor of {rows} does, such as {_divisor(rows, cuts)}"
             )
+        if self.sampling.temperature == 0:
+            raise ConfigError(
+                "sampling.temperature = 0.0: expected above 0, because learning needs samples that differ "
+                "(evaluation has its own, eval.temperature)"
+            )
+
+    def check_roles(self, *, load: bool = False) -> None:
+        """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.
+
+        Raises ConfigError. An advantage of the user's own is loaded, and its demands are checked, only if ``load`` is
+        True: a configuration may be a stranger's, so that building it runs no code.
+        """
+        if not load and self.algorithm.advantage not in ADVANTAGES:
+            return
+        super().check_roles()
+        rows = self.rows // self.algorithm.minibatches
         for role in ("policy", "critic") if self.has_critic else ("policy",):
-            if rows // cuts < (ranks := self.placement.ranks_of(role)):
+            if rows < (ranks := self.placement.ranks_of(role)):
                 raise ConfigError(
-                    f"a minibatch has {rows // cuts} completions (batch.prompts x sampling.n / algorithm.minibatches) "
-                    f"for {self.placement.key_of(role)} = {ranks}: each rank needs at least one"
+                    f"a minibatch has {rows} completions (batch.prompts x sampling.n / algorithm.minibatches) for "
+                    f"{self.placement.key_of(role)} = {ranks}: each rank needs at least one"
                 )
         if self.sampling.n < 2 and advantage_declaration(self.algorithm.advantage).needs_groups:
             raise ConfigError(
                 f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
                 "compares the completions of a prompt: expected at least 2"
-            )
-        if self.sampling.temperature == 0:
-            raise ConfigError(
-                "sampling.temperature = 0.0: expected above 0, because learning needs samples that differ "
-                "(evaluation has its own, eval.temperature)"
             )
 
     @property
@@ -333,7 +351,7 @@ class PPOConfig(_TrainingConfig):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        optional = {"reference": self.algorithm.needs_reference, "critic": self.has_critic}
+        optional = {"reference": self.algorithm.needs_reference, "critic": self.has_critic, "reward": self.reward.path}
         return ("policy", *(role for role, used in optional.items() if used), "estimator", "generator")
 
     @property

@@ -17,10 +17,10 @@ from podium.runtime import Cluster
 from podium.telemetry import Sample
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.config import InferenceConfig
-from podium.trainer.preflight import check_answers, with_stop_tokens
+from podium.trainer.preflight import check_answers, check_reward, with_stop_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
 from podium.trainer.roles import started_generator
-from podium.workers import Generator, completion_texts, load_tokenizer
+from podium.workers import Generator, RewardModel, completion_texts, load_tokenizer
 
 __all__ = ["Evaluation", "evaluate_model", "gain_interval", "open_sampler", "score_held_out"]
 
@@ -71,6 +71,7 @@ def score_held_out(
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
     step: int = 0,
+    reward_model: RewardModel | None = None,
 ) -> Evaluation:
     """Score one completion of each of ``prompts`` with the weights that the generator has.
 
@@ -80,7 +81,8 @@ def score_held_out(
     sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
     seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
     batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
-    scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer).graded(grader)
+    scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
+    scored = scored.graded(grader, reward_model=reward_model)
     return Evaluation(
         step=step,
         correct=int(scored.correct_B.sum()),
@@ -98,13 +100,14 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
     """
     if not config.eval.items:
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
+    check_reward(config.reward, given=reward is not None)
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     held_out = load_held_out(config.data, tokenizer, config.eval.items)
     if reward is None:
         check_answers((prompt.example for prompt in held_out), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as generator:
-        return score_held_out(config, generator, held_out, grader, tokenizer, sampling)
+    with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as (generator, model):
+        return score_held_out(config, generator, held_out, grader, tokenizer, sampling, reward_model=model)
 
 
 @contextmanager
@@ -115,7 +118,8 @@ def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable
     """
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    with started_generator(cluster, config) as generator:
+    config = replace(config, reward=replace(config.reward, path=""))  # samples are not scored
+    with started_generator(cluster, config) as (generator, _):
 
         def sample(prompt: str, number: int = 0) -> list[str]:
             prompts = encoded([Example(prompt, None, {"prompt": prompt})], tokenizer, config.data, "typed")

@@ -64,8 +64,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         config: A :class:`GRPOConfig` or :class:`PPOConfig`.
         cluster: The name of a backend to connect to for this run, or a connected cluster, which stays open.
         backend_options: Options of :func:`podium.connect` where ``cluster`` is a name, such as ``{"address": "auto"}``.
-        workers: A class for any role ("policy", "reference", "critic", "estimator", "generator") in place of the
-            role's own. It gets the arguments of the role's own class. ``Mine.bind(...)`` gets no others than its own.
+        workers: A class for any role ("policy", "reference", "critic", "reward", "estimator", "generator") in place of
+            the role's own. It gets the arguments of the role's own class. ``Mine.bind(...)`` gets only its own.
         reward: A function to use in place of ``config.reward.name``.
         show: Whether the terminal shows progress.
         report: Whether, with ``show``, a summary of the run is printed when it ends.
@@ -127,7 +127,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Grade the completions. If the reward fails, they are written before the error ends the run."""
         ungraded = ScoredBatch(step=step, batch=batch.fetch(fields.GROUP), prompts=prompts, tokenizer=self.tokenizer)
         try:
-            scored = ungraded.graded(self.grader, self._declared.data)
+            scored = ungraded.graded(self.grader, self._declared.data, self.roles.reward)
         except RewardError:
             write_completions(self.completions.folder, ungraded, None)
             raise

@@ -43,6 +43,7 @@ __all__ = [
     "check_given",
     "check_lengths",
     "check_placement",
+    "check_reward",
     "check_settings",
     "describe_plan",
     "load_schedule",
@@ -84,14 +85,17 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
     name = config.reward.name
     if reward and name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
         resolve_reward(name)
+    check_reward(config.reward, given=not reward)
     load_schedule(config.run.schedule)
     check_engine(config.engine)
     for tracker in config.run.trackers:
         if find_spec(tracker) is None:
             raise ConfigError(f"run.trackers names {tracker}, which is not installed: pip install 'podium[trackers]'")
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    paths["reward.path"] = config.reward.path
     if isinstance(config, PPOConfig):
         check_functions(config.algorithm)
+        config.check_roles(load=True)
         paths["critic.path"] = config.critic.path
     for key, path in paths.items():
         if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
@@ -112,6 +116,22 @@ def _refuse_code_of(run: Path, config: PPOConfig | SFTConfig) -> None:
                 f"{key} = {name!r} is code in the directory of the run that is resumed, and nothing there is run as "
                 f"code: read {file}, move it elsewhere, and give its new place with --{key}"
             )
+
+
+def check_reward(reward: RewardConfig, *, given: bool) -> None:
+    """Check that the reward reads the score of the reward model, where there is one. ``given`` is True where a script
+    gives a function in place of ``reward.name``.
+
+    Raises:
+        ConfigError: The reward model would be of no use, or is missing.
+    """
+    if reward.path and not given and reward.name in NAMED_REWARDS and reward.name != "model":
+        raise ConfigError(
+            f"reward.path = {reward.path!r} with reward.name = {reward.name!r}, which does not read the model's score: "
+            "set reward.name to model, or to a function of your own that reads row['model_score']"
+        )
+    if reward.name == "model" and not given and not reward.path:
+        raise ConfigError("reward.name = 'model' is the score of a reward model: set reward.path to one")
 
 
 def load_schedule(name: str) -> Schedule:
@@ -262,7 +282,8 @@ def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorke
     keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced.
     """
     given = {
-        role: _name(worker.cls if isinstance(worker, Bound) else worker) for role, worker in (workers or {}).items()
+        "reward model" if role == _REWARD else role: _name(worker.cls if isinstance(worker, Bound) else worker)
+        for role, worker in (workers or {}).items()
     }
     return given if reward is None else {**given, _REWARD: _name(reward), _REWARD_NAME: reward_name}
 
@@ -312,7 +333,8 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
         own = replace(config.model, path=config.critic.path, config={}, lora=None)
         critic = model_size(own, spared=replaced_heads(own.path))
     lines = ["# resolved configuration", config_to_yaml(config).rstrip(), "", "# plan"]
-    lines += [*_placement(config, backend, nodes), "", *_batch(config), "", *_memory(config, size, critic)]
+    scorer = _nbytes(config.reward.path) if "reward" in config.roles else 0
+    lines += [*_placement(config, backend, nodes), "", *_batch(config), "", *_memory(config, size, critic, scorer)]
     return "\n".join(lines)
 
 
@@ -356,12 +378,19 @@ def _share(rows: int, ranks: int) -> str:
     return f"{rows / ranks:,.1f}".removesuffix(".0")
 
 
-def _memory(config: PPOConfig | SFTConfig, size: ModelSize, critic: ModelSize) -> Iterator[str]:
+def _nbytes(path: str) -> int:
+    """The size of a reward model."""
+    from podium.workers.models import load_scorer
+
+    return sum(parameter.nbytes for parameter in load_scorer(path, "meta").parameters())
+
+
+def _memory(config: PPOConfig | SFTConfig, size: ModelSize, critic: ModelSize, scorer: int) -> Iterator[str]:
     millions = f"{size.parameters / 1e6:,.2f} M parameters, {size.trained / 1e6:,.2f} M trained"
     yield f"model        {millions}, {config.model.dtype}"
     first, total = 0, 0.0
     for roles, count in config.processes:
-        parts = memory_gib(config, size, roles, critic)
+        parts = memory_gib(config, size, roles, critic, scorer)
         where = f" each on processes {first}-{first + count - 1}" if count > 1 else f" on process {first}"
         yield f"memory       about {_amount(sum(parts.values()))}{where} (estimate):"
         yield from (f"  {name:<24} {_amount(gib):>11}" for name, gib in parts.items())
@@ -378,11 +407,16 @@ def _amount(gib: float) -> str:
 
 
 def memory_gib(
-    config: PPOConfig | SFTConfig, size: ModelSize, roles: Collection[str], critic: ModelSize | None = None
+    config: PPOConfig | SFTConfig,
+    size: ModelSize,
+    roles: Collection[str],
+    critic: ModelSize | None = None,
+    scorer: int = 0,
 ) -> dict[str, float]:
     """Estimate the memory in GiB of one worker process that holds ``roles``, by what takes the memory.
 
-    ``size`` is that of the policy's model, and of the critic's unless ``critic`` is given. Activations are rough: 16
+    ``size`` is that of the policy's model, and of the critic's unless ``critic`` is given; ``scorer`` is the reward
+    model's in bytes. Activations are rough: 16
     hidden vectors for each token and layer (one with gradient checkpointing), and three copies of the logits. Keys and
     values are those of prompts and completions of the greatest length.
     """
@@ -400,6 +434,8 @@ def memory_gib(
         parts["critic with optimizer"] = 4 * (critic or size).parameters * width / shards
     if "reference" in roles and config.model.lora is None:
         parts["reference weights"] = size.parameters * width / shards
+    if "reward" in roles:
+        parts["reward model"] = scorer
     if "generator" in roles:
         own = config.engine.dtype or config.model.dtype
         shared = "policy" in roles and shards == 1 and config.model.lora is None and own == config.model.dtype

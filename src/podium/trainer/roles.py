@@ -25,8 +25,10 @@ from podium.workers import (
     Estimator,
     Generator,
     Learner,
+    ParallelConfig,
     Policy,
     Reference,
+    RewardModel,
     StreamedSync,
     WeightSync,
 )
@@ -40,6 +42,7 @@ _ROLES: Final[Mapping[str, type[Worker]]] = {
     "policy": Policy,
     "reference": Reference,
     "critic": Critic,
+    "reward": RewardModel,
     "estimator": Estimator,
     "generator": Generator,
 }
@@ -60,6 +63,7 @@ class Roles:
     generator: Generator | None = None
     reference: Reference | None = None
     critic: Critic | None = None
+    reward: RewardModel | None = None
     estimator: Estimator | None = None
     weight_sync: WeightSync | None = None
 
@@ -138,16 +142,8 @@ def started_roles(
     """
     bound = bind_roles(config, workers)
     check_placement(config, cluster.backend_name, cluster.capabilities)
-    ranks = [count for _, count in config.processes]
-    started: dict[str, Any] = {}
     with ExitStack() as stack:
-        pool = stack.enter_context(_reserved(cluster, sum(ranks), config.placement))
-        for (roles, _), place in zip(config.processes, pool.split(ranks), strict=True):
-            together = colocate(**{role: bound[role] for role in roles})
-            handles = cluster.start(together, place, timeout_s=config.run.timeout_s)
-            started.update(handles)
-            for handle in handles.values():
-                stack.push(partial(_close, handle))
+        started = stack.enter_context(_started(cluster, config, bound))
         notes = [handle.note() for handle in started.values() if hasattr(handle, "note")]
         for note in dict.fromkeys(filter(None, notes)):
             emit(Note(note))
@@ -164,15 +160,39 @@ def started_roles(
 
 
 @contextmanager
-def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[Generator]:
-    """Start a generator alone, with its own model, on ``config.placement``'s ranks; end it with the block."""
-    with _reserved(cluster, config.placement.generators, config.placement) as pool:
-        bound = Generator.bind(config.model, config.engine)
-        generator = cluster.start(bound, pool, name="generator", timeout_s=config.run.timeout_s)
-        try:
-            yield generator
-        finally:
-            generator.group.close()
+def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[tuple[Generator, RewardModel | None]]:
+    """Start a generator with its own model, and the reward model if there is one; end them with the block."""
+    bound = {role: _ROLES[role].bind(**_inference_arguments(role, config)) for role in config.roles}
+    with _started(cluster, config, bound) as started:
+        yield started["generator"], started.get("reward")
+
+
+@contextmanager
+def _started(cluster: Cluster, config: InferenceConfig, bound: Mapping[str, Bound[Any]]) -> Iterator[dict[str, Any]]:
+    """Start roles where ``config.placement`` puts them, and give their handles; end them with the block."""
+    ranks = [count for _, count in config.processes]
+    started: dict[str, Any] = {}
+    with ExitStack() as stack:
+        pool = stack.enter_context(_reserved(cluster, sum(ranks), config.placement))
+        for (roles, _), place in zip(config.processes, pool.split(ranks), strict=True):
+            together = colocate(**{role: bound[role] for role in roles})
+            handles = cluster.start(together, place, timeout_s=config.run.timeout_s)
+            started.update(handles)
+            for handle in handles.values():
+                stack.push(partial(_close, handle))
+        yield started
+
+
+def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
+    """The arguments of the constructor of a role that a run without training may have."""
+    if role == "generator":
+        return {"model": config.model, "engine": config.engine}
+    parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else ParallelConfig()
+    return {
+        "path": config.reward.path,
+        "system_prompt": config.data.system_prompt,
+        "max_tokens": parallel.micro_batch_tokens,
+    }
 
 
 def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
@@ -180,8 +200,8 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
     sft = isinstance(config, SFTConfig)
     algorithm = AlgorithmConfig(loss="cross_entropy") if sft else config.algorithm
     match role:
-        case "generator":
-            return {"model": config.model, "engine": config.engine}
+        case "generator" | "reward":
+            return _inference_arguments(role, config)
         case "reference":
             return {"model": config.model, "parallel": config.parallel}
         case "estimator":

@@ -208,7 +208,14 @@ class Trainer(ABC, Generic[C, E, R]):
         if self.held_out is None:
             return False
         found = score_held_out(
-            self.config, self.generator, self.held_out, self.grader, self.tokenizer, self.sampling, step
+            self.config,
+            self.generator,
+            self.held_out,
+            self.grader,
+            self.tokenizer,
+            self.sampling,
+            step,
+            self.roles.reward,
         )
         self.state = replace(self.state, first=self.state.first or found, last=found)
         emit(EvalFinished(step, found.accuracy, found.items, found.reward_mean))

@@ -11,7 +11,14 @@ from typing import Any, Final, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
@@ -24,7 +31,7 @@ from podium.workers.config import LoraConfig, ModelConfig
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_files import stored_tensors, stored_value_head
 
-__all__ = ["lay_out", "load_model", "longest_text", "plain_model", "save_pretrained", "with_adapters"]
+__all__ = ["lay_out", "load_model", "load_scorer", "longest_text", "plain_model", "save_pretrained", "with_adapters"]
 
 _SHOWN: Final = 20  # names of tensors in a message, of each kind
 
@@ -53,6 +60,43 @@ def load_model(
     model = model.to(cast(Any, device)).eval()
     choose_attention(plain_model(model), config.attention)
     return model
+
+
+def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Load a frozen sequence-classification model with one output on ``device``, in eval mode and its own data type.
+
+    On torch's meta device the model has no weights, and none are read.
+
+    Raises:
+        ConfigError: There is no such model, it has other than one output, or its files lack tensors.
+    """
+    try:
+        settings = AutoConfig.from_pretrained(path)
+        if settings.num_labels != 1:
+            raise ConfigError(
+                f"reward.path = {path!r} has {settings.num_labels} outputs (num_labels in config.json): expected a "
+                "model for sequence classification with 1"
+            )
+        if str(device) == "meta":
+            with torch.device("meta"):
+                dtype = getattr(settings, "dtype", None) or torch.float32
+                return AutoModelForSequenceClassification.from_config(settings, dtype=dtype)
+        with _quiet(), torch.random.fork_rng(devices=[]):
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+            )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise ConfigError(f"reward.path = {path!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    model, report = loaded
+    if absent := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
+        raise ConfigError(
+            f"reward.path = {path!r} is no reward model: its files lack {', '.join(absent[:_SHOWN])}, or have them in "
+            "another shape; give a model for sequence classification"
+        )
+    model.config.use_cache = False
+    return model.to(device).eval().requires_grad_(False)
 
 
 def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedModel:

@@ -226,6 +226,21 @@ def test_a_table_places_each_role(tmp_path: Path) -> None:
     assert load_config(PPOConfig, path, ["--placement.pools.b.ranks", "2"]).placement.generators == 2
 
 
+def test_to_build_a_configuration_runs_no_code(tmp_path: Path) -> None:
+    """It may be a stranger's. The demands of an advantage in a file are checked with all else that is loaded."""
+    (tmp_path / "mine.py").write_text(
+        "from podium.algorithms import Declaration\nopen(__file__ + '.ran', 'w').close()\n"
+        "@Declaration(needs_groups=True, needs_values=True)\ndef mine(inputs, config): ...\n"
+    )
+    algorithm = {"advantage": f"{tmp_path}/mine.py:mine"}
+    config = build_config(GRPOConfig, {"sampling": {"n": 1}, "algorithm": algorithm, "placement": {"pools": TABLE}})
+    assert not (tmp_path / "mine.py.ran").exists()
+    with pytest.raises(ConfigError, match="no place for the critic"):
+        config.check_roles(load=True)
+    with pytest.raises(ConfigError, match=r"sampling\.n = 1 with algorithm\.advantage = .*mine', which compares"):
+        build_config(GRPOConfig, {"sampling": {"n": 1}, "algorithm": algorithm}).check_roles(load=True)
+
+
 def test_a_schedule_ends_with_the_run() -> None:
     values = {"run": {"steps": 10}, "algorithm": {"minibatches": 2}, "optim": {"lr_schedule": "cosine"}}
     assert build_config(GRPOConfig, values).ending_optim.total_steps == 20

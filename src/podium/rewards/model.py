@@ -1,0 +1,11 @@
+"""The reward that is a reward model's own score."""
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["model"]
+
+
+def model(completion: str, row: Mapping[str, Any]) -> float:
+    """Return the score that the model of ``reward.path`` gave the completion."""
+    return row["model_score"]

@@ -1,0 +1,92 @@
+"""The reward model: a frozen classifier with one output, which scores completions."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from podium.data import Batch, fields
+from podium.devices import choose_device
+from podium.errors import ConfigError, DataError
+from podium.runtime import Worker, concat, endpoint, shard
+from podium.workers.micro_batches import plan
+from podium.workers.models import load_scorer
+from podium.workers.tokenizers import load_tokenizer
+
+__all__ = ["RewardModel"]
+
+
+class RewardModel(Worker):
+    """Scores completions with a sequence-classification model of transformers that has one output.
+
+    The model reads text by its own tokenizer. Where that has a chat template, prompt and completion are a conversation.
+    Where it has none, the completion follows the prompt as the policy saw it.
+
+    Args:
+        path: The model's directory or hub name.
+        system_prompt: The system message of conversations that have none of their own.
+        max_tokens: A forward pass takes at most this many tokens, padding included.
+
+    Raises:
+        ConfigError: There is no such model or tokenizer, the model has other than one output, or lacks weights.
+    """
+
+    def __init__(self, path: str, system_prompt: str = "", max_tokens: int = 4096) -> None:
+        self.path = path
+        self._system_prompt = system_prompt
+        self._device = choose_device(self.ctx.devices)
+        self.model = load_scorer(path, self._device)
+        try:
+            self._tokenizer = load_tokenizer(path)
+        except ConfigError as error:
+            raise ConfigError(
+                f"reward.path = {path!r} has no tokenizer that transformers reads: {error.__cause__}"
+            ) from error
+        settings: Any = self.model.config
+        if settings.pad_token_id is None:
+            settings.pad_token_id = self._tokenizer.pad_token_id
+        # Without a padding token the model can take one row at a time only.
+        self._max_tokens = 0 if settings.pad_token_id is None else max_tokens
+
+    @endpoint(dispatch=shard(args=("batch",)), collect=concat(), readonly=True)
+    def score(self, batch: Batch) -> Batch:
+        """Score each completion.
+
+        Args:
+            batch: The Python columns ``messages``, the prompt as chat messages; ``prompt``, its text as the policy saw
+                it; and ``completion``, text.
+
+        Returns:
+            ``rewards``, float32 ``[B]``.
+
+        Raises:
+            DataError: A text is longer than the model's positions.
+        """
+        columns = (batch.python(name) for name in ("messages", "prompt", "completion"))
+        ids = [self._encode(*row) for row in zip(*columns, strict=True)]
+        settings: Any = self.model.config
+        most = getattr(settings.get_text_config(), "max_position_embeddings", None)
+        if most is not None and any(len(row) > most for row in ids):
+            raise DataError(
+                f"a prompt with its completion has {max(map(len, ids))} tokens for the reward model {self.path}, which "
+                f"has {most} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"
+            )
+        scores_B = torch.zeros(len(ids))
+        for rows in plan([len(row) for row in ids], self._max_tokens, packed=False):
+            texts = [torch.tensor(ids[row]) for row in rows]
+            padded = pad_sequence(texts, batch_first=True, padding_value=settings.pad_token_id or 0).to(self._device)
+            mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(self._device)
+            with torch.no_grad():
+                logits = self.model(input_ids=padded, attention_mask=mask).logits
+            scores_B[rows] = logits[:, 0].float().cpu()
+        return Batch({fields.REWARDS: scores_B})
+
+    def _encode(self, messages: Sequence[Any], prompt: str, completion: str) -> list[int]:
+        if not self._tokenizer.chat_template:
+            return cast("list[int]", self._tokenizer(prompt + completion)["input_ids"])
+        turns = [*messages, {"role": "assistant", "content": completion}]
+        if self._system_prompt and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": self._system_prompt}, *turns]
+        written: Any = self._tokenizer.apply_chat_template(turns, tokenize=False)
+        return cast("list[int]", self._tokenizer(written, add_special_tokens=False)["input_ids"])
