@@ -10,6 +10,7 @@ import secrets
 # Before torch is imported anywhere: tests run beside one another and start workers, which inherit this. Two torch
 # threads in each of several processes on a small machine make everything an order of magnitude slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two processes of vLLM may share a core
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # One token for all of Ray's clusters here: by itself Ray wants one of an embedded cluster, which it writes to the home
 # directory, and none of others, and a process keeps to what it did first.

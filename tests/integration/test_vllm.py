@@ -11,10 +11,19 @@ import torch
 
 from podium import Cluster, connect
 from podium.data import Batch, Jagged
-from podium.rollout.engines import EngineConfig
+from podium.rollout.engines import EngineConfig, vllm
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import colocate
-from podium.workers import ColocatedSync, Generator, OptimConfig, ParallelConfig, Policy, StreamedSync, WeightSync
+from podium.workers import (
+    ColocatedSync,
+    Generator,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Policy,
+    StreamedSync,
+    WeightSync,
+)
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -56,6 +65,26 @@ def test_weights_reach_generators_in_other_processes(cluster: Cluster, delta: bo
     policy = cluster.start(Policy.bind(ADAPTED_WIDE if delta else WIDE, OPTIM), cluster.pool([1]))
     generator = cluster.start(Generator.bind(replace(WIDE, seed=5), VLLM), cluster.pool([2]))
     sync = StreamedSync(policy, [generator], delta=delta)
+    sync.init()
+    check(policy, generator, sync)
+    for handle in (generator, policy):
+        handle.group.close()
+
+
+class Spread(Generator):
+    """A CPU stands for two accelerators."""
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
+        vllm._accelerators = lambda ranks: [torch.device("cpu")] * ranks
+        vllm.PART_BYTES = 5000
+        super().__init__(model, engine)
+
+
+def test_two_processes_of_vllm_compute_together(cluster: Cluster) -> None:
+    policy = cluster.start(Policy.bind(WIDE, OPTIM), cluster.pool([1]))
+    engine = replace(VLLM, options={"tensor_parallel_size": 2})
+    generator = cluster.start(Spread.bind(replace(WIDE, seed=5), engine), cluster.pool([1]))
+    sync = StreamedSync(policy, [generator])
     sync.init()
     check(policy, generator, sync)
     for handle in (generator, policy):

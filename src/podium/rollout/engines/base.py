@@ -98,6 +98,11 @@ class Engine(ABC):
     def supports(cls, model: nn.Module) -> str | None:
         """Return why the engine cannot run ``model``, or None if it can."""
 
+    @classmethod
+    def model_device(cls, config: EngineConfig, device: torch.device) -> torch.device:
+        """Return where the model has to be that the engine is made with, in a process that owns ``device``."""
+        return device
+
     @property
     def version(self) -> int:
         """Version of the weights that the next token is drawn from; 0 before the first ``refresh``."""

@@ -22,6 +22,7 @@ from podium.config import build_config, section
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from podium.rollout.engines.base import Engine
@@ -85,6 +86,9 @@ class VllmOptions:
     max_model_len: int | None = Field(default=None, ge=1, le=10**9)
     """A prompt and its completion have at most this many tokens together. null means the model's positions, or as many
     as fit into the cache."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """vLLM spreads each layer over this many accelerators of the generator's slot, with a process for each. The model
+    that new weights are written into is then in the memory of the CPU."""
 
 
 OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
@@ -160,6 +164,15 @@ def engine_class(name: str) -> type[Engine]:
             '@section("engine.options") from podium.config'
         )
     return found
+
+
+def model_device(config: EngineConfig, device: torch.device) -> torch.device:
+    """Return where the model has to be for :func:`make_engine`, in a process that owns ``device``.
+
+    Raises:
+        ConfigError: As :func:`engine_class`.
+    """
+    return device if config.name == AUTO else engine_class(config.name).model_device(config, device)
 
 
 def make_engine(config: EngineConfig, model: nn.Module) -> Engine:

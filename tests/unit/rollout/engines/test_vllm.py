@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.engines import Aborted, Engine, EngineConfig, Failed, Finished, Request, Tokens, make_engine
+from podium.rollout.engines import Aborted, Engine, EngineConfig, Failed, Finished, Request, Tokens, make_engine, vllm
+from podium.rollout.engines.vllm import VllmEngine
 from podium.rollout.sampling import Completion, SamplingParams
 
 from .conftest import MakeModel, trained_logprobs
@@ -26,6 +30,45 @@ with_vllm = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 def test_where_it_is_missing_the_error_says_how_to_get_it(make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match=r"engine.name = 'vllm': vllm is not installed: pip install 'podium\[vllm\]'"):
         make_engine(CONFIG, make_model("qwen3"))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments that reach a vLLM, which is not there, on a machine of two accelerators."""
+    calls: list[dict[str, Any]] = []
+    fake: Any = ModuleType("vllm")
+    fake.LLM = lambda **arguments: calls.append(arguments) or SimpleNamespace(llm_engine=None)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((40 - 20 * device.index) << 30, 80 << 30))
+    return calls
+
+
+def start(model: Any, cache_gib: float | None = None, **options: Any) -> Any:
+    config = EngineConfig(cache_gib=cache_gib, options=options)
+    assert VllmEngine.model_device(config, torch.device("cuda")).type == ("cpu" if options else "cuda")
+    return vllm._make_engine(config, model, torch.bfloat16)
+
+
+def test_several_accelerators_go_to_vllms_own_executor(make_model: MakeModel, started: list[dict[str, Any]]) -> None:
+    """The weights stay on the CPU; memory is that of the fullest accelerator, and the cache is spread as well."""
+    start(make_model("qwen3"), tensor_parallel_size=2)
+    start(make_model("qwen3"), tensor_parallel_size=2, cache_gib=8.0)
+    start(make_model("qwen3"), cache_gib=8.0)
+    assert [call.get("tensor_parallel_size") for call in started] == [2, 2, None]
+    assert [call.get("distributed_executor_backend") for call in started] == ["mp", "mp", None]
+    assert [call["kv_cache_memory_bytes"] for call in started] == [5 << 30, 4 << 30, 8 << 30]
+    assert [call.get("gpu_memory_utilization") for call in started] == [pytest.approx(0.9 * 0.25)] * 2 + [None]
+    assert [call["enforce_eager"] for call in started] == [False, False, True]
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_what_cannot_be_spread_is_refused(make_model: MakeModel, started: list[dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4: this process sees 2 acc.*pool\(\[1\], gpus=4\)"):
+        start(make_model("qwen3"), tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 3: the model has 4 attention heads and 2 heads"):
+        start(make_model("qwen3"), tensor_parallel_size=3)
+    assert not started
 
 
 @pytest.fixture(scope="module")
