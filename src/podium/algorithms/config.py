@@ -96,6 +96,11 @@ class AlgorithmConfig:
         return self.kl_in != "none"
 
     @property
+    def reinforces(self) -> bool:
+        """Whether rewards train the policy, and not examples."""
+        return self.loss != "cross_entropy"
+
+    @property
     def updates(self) -> int:
         """Number of optimizer steps on one batch. With 1 the old log-probabilities are those of the update itself."""
         return self.epochs * self.minibatches

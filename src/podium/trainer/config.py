@@ -19,6 +19,7 @@ from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.workers import ModelConfig, OptimConfig, ParallelConfig
+from podium.workers.config import check_dropout
 
 __all__ = [
     "RECIPES",
@@ -305,6 +306,7 @@ class PPOConfig(_TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_dropout(self.model, self.algorithm)
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
             raise ConfigError(

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from podium.algorithms.config import AlgorithmConfig
 from podium.config import section
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoraConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "Strategy"]
+__all__ = ["LoraConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "Strategy", "check_dropout"]
 
 Strategy = Literal["replicate", "fsdp2"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -30,7 +31,8 @@ class LoraConfig:
     alpha: float = Field(default=32.0, gt=0, le=1e6)
     """The adapters' update is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """This share of the adapters' inputs is set to zero during training."""
+    """This share of the adapters' inputs is set to zero during training. Reinforcement learning with several updates a
+    step refuses it."""
     targets: tuple[str, ...] = ()
     """The linear layers and embeddings with these names get adapters. A layer that shares its weight with another one
     is refused. An empty list means all linear layers except the output layer."""
@@ -56,6 +58,9 @@ class ModelConfig:
     attention: str = Field(default="auto", min_length=1)
     """Transformers uses this attention implementation. auto means torch's scaled dot product attention (sdpa), or eager
     where the model needs what sdpa lacks, such as a soft cap."""
+    dropout: bool | None = None
+    """The model's own dropout and router noise act in updates. null means in training by examples only, since they
+    would move the probability ratios of reinforcement learning. model.lora.dropout acts in any case."""
     gradient_checkpointing: bool = False
     """The backward pass computes activations again instead of keeping them. A step takes about a third longer and needs
     much less memory."""
@@ -86,6 +91,20 @@ class ModelConfig:
     def attention_implementation(self) -> str | None:
         """The name for transformers, which chooses where it is None."""
         return None if self.attention == "auto" else self.attention
+
+
+def check_dropout(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
+    """Check that no dropout of adapters moves the probability ratios of reinforcement learning.
+
+    Raises:
+        ConfigError: It would. The message names the keys and the remedy.
+    """
+    if model.lora is not None and model.lora.dropout and algorithm.reinforces and algorithm.updates > 1:
+        raise ConfigError(
+            f"model.lora.dropout = {model.lora.dropout} with algorithm.epochs x algorithm.minibatches = "
+            f"{algorithm.updates} updates a step: the old log-probabilities are computed without dropout, so that it "
+            "would count as a change of the policy; set model.lora.dropout to 0, or make one update a step"
+        )
 
 
 @section("optim")

@@ -56,6 +56,7 @@ class TrainEngine:
         model: The model on its device. Parameters that are trained require gradients.
         optim: The optimizer. None makes an engine that only evaluates.
         world_size: Number of ranks in the default process group. All of them make an engine and call it together.
+        dropout: Whether the model's own dropout and router noise act in :meth:`step`. Dropout of adapters always does.
 
     Attributes:
         batching: How rows share a forward pass.
@@ -73,13 +74,16 @@ class TrainEngine:
         parallel: ParallelConfig,
         device: torch.device,
         world_size: int = 1,
+        dropout: bool = False,
     ) -> None:
         self.device = device
+        self.dropout = dropout
         self.config = parallel
         self.precision = compute_dtype(device, parallel.precision)
         self.batching, self.note = choose_batching(model, parallel, device, self.precision)
         self.parallel = make_parallel(model, parallel, world_size=world_size, device=device, precision=self.precision)
         self.model = self.parallel.model
+        self._adapter_dropouts = [m for name, m in self.model.named_modules() if name.endswith(".lora_dropout")]
         self.optim = optim
         self.optimizer = None
         if optim is not None:
@@ -130,7 +134,9 @@ class TrainEngine:
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates")
-        self.model.train()
+        self.model.train(self.dropout)
+        for module in self._adapter_dropouts:
+            module.train()
         self.parallel.prepare()
         parts: list[tuple[Tensor, PartialMetrics]] = []
         for micro in self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS)):

@@ -19,7 +19,7 @@ from podium.data import Batch, fields
 from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
 from podium.runtime import Worker, endpoint, first, nothing
-from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig
+from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig, check_dropout
 from podium.workers.engine import TrainEngine
 from podium.workers.manifest import check_manifest, file_sums, write_manifest
 from podium.workers.models import load_model
@@ -53,7 +53,7 @@ class Learner(Worker):
         algorithm: The loss and its constants.
 
     Raises:
-        ConfigError: The loss cannot be found, or an option is wrong.
+        ConfigError: The loss cannot be found, an option is wrong, or see :func:`.check_dropout`.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Learner(Worker):
         self.config = model
         self.algorithm = algorithm or AlgorithmConfig()
         check_functions(self.algorithm)
+        check_dropout(model, self.algorithm)
         self.device = choose_device(self.ctx.devices)
         self.engine = TrainEngine(
             self.make_model(),
@@ -73,6 +74,7 @@ class Learner(Worker):
             parallel=parallel or ParallelConfig(),
             device=self.device,
             world_size=self.ctx.world_size,
+            dropout=not self.algorithm.reinforces if model.dropout is None else model.dropout,
         )
 
     @property

@@ -1,8 +1,9 @@
 """Models: loaded from a directory or the hub, or made from scratch; adapters; and Hugging Face's format to save."""
 
 import difflib
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Final, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +33,16 @@ from podium.workers.config import LoraConfig, ModelConfig
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_files import stored_tensors, stored_value_head
 
-__all__ = ["lay_out", "load_model", "load_scorer", "longest_text", "plain_model", "save_pretrained", "with_adapters"]
+__all__ = [
+    "decoder_layers",
+    "lay_out",
+    "load_model",
+    "load_scorer",
+    "longest_text",
+    "plain_model",
+    "save_pretrained",
+    "with_adapters",
+]
 
 _SHOWN: Final = 20  # names of tensors in a message, of each kind
 
@@ -55,8 +66,7 @@ def load_model(
     if config.lora is not None:
         model = with_adapters(model, config.lora, config.seed)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()  # checkpointed blocks of frozen layers would otherwise cut the graph
+        _checkpoint_layers(model)
     model = model.to(cast(Any, device)).eval()
     choose_attention(plain_model(model), config.attention)
     return model
@@ -96,7 +106,15 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
             "another shape; give a model for sequence classification"
         )
     model.config.use_cache = False
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    choose_attention(model, "auto")
+    return model
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the model's repeated blocks, by the names that transformers gives for such purposes."""
+    names = set(getattr(plain_model(model), "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedModel:
@@ -172,6 +190,29 @@ def save_pretrained(
             tokenizer.save_pretrained(str(path))
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {path}: {error}") from error
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    """Let the backward pass compute the layers' activations again. Transformers itself does so in training mode only,
+    in which dropout acts."""
+    layers = decoder_layers(model)
+    if not layers:
+        name = type(plain_model(model)).__name__
+        raise ConfigError(f"model.gradient_checkpointing: transformers names no layers of {name}; set it to false")
+    for layer in layers:
+        layer.forward = _checkpointed(layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (
+            checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            if torch.is_grad_enabled()
+            else forward(*args, **kwargs)
+        )
+
+    return run
 
 
 def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from podium.errors import ConfigError
 from podium.workers.config import ParallelConfig
-from podium.workers.models import plain_model
+from podium.workers.models import decoder_layers
 
 __all__ = ["DataParallel", "make_parallel"]
 
@@ -112,7 +112,7 @@ class FullyShard(DataParallel):
         policy = MixedPrecisionPolicy()
         if precision != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-        for layer in _decoder_layers(model):
+        for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # else evaluation leaves it whole
         for module in model.modules():
@@ -142,14 +142,8 @@ def make_parallel(
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, src=0)
     if config.compile:
-        for layer in _decoder_layers(model):
+        for layer in decoder_layers(model):
             layer.compile(dynamic=True)
     if config.strategy == "fsdp2":
         return FullyShard(model, world_size, device, precision)
     return Replicate(model, world_size)
-
-
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's repeated blocks, by the names that transformers gives for such purposes."""
-    names = set(getattr(plain_model(model), "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
