@@ -96,6 +96,7 @@ class ProcessSet:
         no such group, or if it is still starting."""
         calls = ProcessCalls(backend, watch, name, ())
         calls.handles = backend.attach(name, calls.on_death)
+        calls.relays = True  # the calls of its workers are for the script that started it
         record = None
         if calls.handles:
             (record,) = calls.request(f"{name}.attach", "record", ATTACH_S, {}, ranks=(0,), concurrent=True)

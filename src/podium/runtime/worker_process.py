@@ -321,7 +321,7 @@ class WorkerProcess:
         return self._outbox.take()
 
     def do_deliver(
-        self, number: int, value: Any = None, error: BaseException | None = None, cause: bytes | None = None
+        self, number: int | None, value: Any = None, error: BaseException | None = None, cause: bytes | None = None
     ) -> None:
         """End a call that a worker of this process made."""
         if error is not None:

@@ -76,6 +76,16 @@ class HandleContract:
             assert isinstance(caught.value.__cause__, error)
         assert agent.ask("rank") == [[0, 1]] * 2
 
+    def test_an_argument_that_the_script_cannot_read_is_an_error_of_its_call(self, cluster: Cluster) -> None:
+        need(cluster, "processes")
+        asked = cluster.start(Probe.bind(), name="read_by", distributed=False)
+        agent = cluster.start(Agent.bind(asked), distributed=False)
+        for _ in range(2):
+            with pytest.raises(EndpointError, match="not for the script") as caught:
+                agent.group.run(_ask_echo, _FarFromScript(os.getpid()).made)
+            assert isinstance(caught.value.__cause__, SerializationError)
+        assert agent.ask("rank") == [[0]]
+
     def test_deadlines_hold(self, cluster: Cluster) -> None:
         sleeper = cluster.start(Sleeper.bind(), name="slow", distributed=False)
         agent = cluster.start(Agent.bind(sleeper), distributed=False)
@@ -135,6 +145,27 @@ class HandleContract:
         assert agent.ask("rank") == [[0]]
         target.group.close()
         refuses(EndpointError, "restarting is closed", agent.ask, "rank")
+
+
+class _FarFromScript:
+    """Unpickles everywhere but in the process ``pid``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def made(self) -> list[Any]:
+        return [_Refused(self.pid)]
+
+
+class _Refused(_FarFromScript):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unless_in, (self.pid,)
+
+
+def _unless_in(pid: int) -> _Refused:
+    if os.getpid() == pid:
+        raise RuntimeError("not for the script")
+    return _Refused(pid)
 
 
 def _two_values() -> list[Any]:

@@ -86,7 +86,7 @@ class ProcessCalls:
         self._unsettled: set[InFlight] = set()  # calls that failed on one rank while others still ran
         self._ended = False
         self._relay = Relay(self, self._ask, backend.unpack)
-        self._relays = False  # the processes are asked for the calls of their workers
+        self.relays = False  # the processes are asked for the calls of their workers
         watch.register(self)
 
     # -- requests out --------------------------------------------------------------------------------------------
@@ -308,8 +308,8 @@ class ProcessCalls:
     def tick(self, now: float) -> None:
         """Fail calls that have passed their deadline, and warn of those that wait long. Ask the processes for calls of
         their workers once these may hold a handle."""
-        if travelled.is_set() and not self._relays and self.handles and self._backend.capabilities.processes:
-            self._relays = True
+        if travelled.is_set() and not self.relays and self.handles and self._backend.capabilities.processes:
+            self.relays = True
             for rank in range(len(self.handles)):
                 self._relay.poll(rank)
         for flight in list(self._in_flight.values()):

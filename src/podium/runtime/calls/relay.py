@@ -22,12 +22,15 @@ from weakref import WeakValueDictionary
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-from podium.errors import ConfigError, EndpointError, PodiumError, SerializationError
-from podium.runtime.calls.call import Call
+from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
+from podium.runtime.calls.call import Call, Watch
 from podium.runtime.codec import decode, encode
-from podium.runtime.messages import Reply
+from podium.runtime.messages import Failure, Reply
 
 __all__ = ["Outbox", "Reachable", "Relay", "Wanted", "cause_of", "reachable", "travelled"]
+
+
+UNANSWERED_S = 10.0  # after a call's deadline, by which the script has ended the call if it is there
 
 
 class Wanted(NamedTuple):
@@ -80,7 +83,8 @@ class Outbox:
         self._waiting: deque[Wanted | None] = deque()
         self._some = threading.Condition()
         self._calls: dict[int, Call[Any]] = {}
-        self._number = 0
+        self._number = self._taken = 0
+        self._watch: Watch | None = None
 
     def submit(self, wanted: Wanted, by_reference: bool) -> Call[Any]:
         """Send a call on its way. Raises SerializationError."""
@@ -95,8 +99,11 @@ class Outbox:
             raise SerializationError(f"{wanted.label}: {error}") from error.__cause__
         values = decode(data, [bytearray(b.raw()) for b in buffers], what, [partial(_itself, b) for b in blocks])
         call: Call[Any] = Call(wanted.label, wanted.timeout_s, cast(Any, _Elsewhere()))
-        call.deadline = float("inf")  # the script's clock counts
+        call.deadline += UNANSWERED_S  # the script's clock counts
         with self._some:
+            if self._watch is None:
+                self._watch = Watch()
+                self._watch.register(self)
             self._number += 1
             number = self._number
             self._calls[number] = call
@@ -109,15 +116,28 @@ class Outbox:
         """Wait for the next call, and hand it out. None at the end."""
         with self._some:
             self._some.wait_for(lambda: self._waiting)
-            return self._waiting.popleft()
+            wanted = self._waiting.popleft()
+            self._taken = wanted.number if wanted is not None else 0
+            return wanted
 
-    def deliver(self, number: int, value: Any, error: BaseException | None) -> None:
-        """End a call."""
-        call = self._calls.pop(number, None)
+    def deliver(self, number: int | None, value: Any, error: BaseException | None) -> None:
+        """End a call. Without a number it is the one that was handed out last, which the script could not read."""
+        call = self._calls.pop(self._taken if number is None else number, None)
         if call is not None and error is not None:
             call.fail(error)
         elif call is not None:
             call.succeed(lambda: value)
+
+    def tick(self, now: float) -> None:
+        """End calls that the script has not ended although their deadline has passed."""
+        for number, call in list(self._calls.items()):
+            if now > call.deadline:
+                self._calls.pop(number, None)
+                what = (
+                    f"{call.label} passed its deadline of {call.timeout_s:g} s, and the script that started the group has "
+                    "not answered: it has ended, or it only attached to the group of this worker"
+                )
+                call.fail(DeadlineExceeded(what))
 
     def close(self) -> None:
         """Let whoever waits in :meth:`take` go."""
@@ -160,7 +180,9 @@ class Relay:
 
     def _take(self, rank: int, reply: Reply) -> None:
         try:
-            wanted: Wanted | None = self._unpack(reply.payload) if reply.status == "ok" else None
+            wanted = self._unpack(reply.payload)
+            if isinstance(wanted, Failure):
+                raise SerializationError(wanted.message)
         except PodiumError as error:  # the class of an argument is not known here, say
             self._ask(rank, "deliver", {"number": None, "error": error}, _unheard)
         else:

@@ -1,0 +1,48 @@
+"""The calls of workers where nobody fetches them any more."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from podium.errors import DeadlineExceeded
+from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Wanted
+
+
+def keep(label: str, value: Any) -> Any:
+    return value
+
+
+def test_a_call_that_the_script_never_fetches_ends_after_its_deadline() -> None:
+    outbox = Outbox(keep)
+    call = outbox.submit(Wanted(0, "key", "group.method", values={"x": 1}, timeout_s=5.0), by_reference=True)
+    now = time.monotonic()
+    outbox.tick(now + 5.0)
+    assert not call.done(), "the script decides when a deadline has passed, and its answer may be on the way"
+    outbox.tick(now + 6.0 + UNANSWERED_S)
+    with pytest.raises(
+        DeadlineExceeded, match=r"group\.method passed its deadline of 5 s, and the script .* not answered"
+    ):
+        call.result()
+
+
+def test_a_call_is_handed_out_once_and_in_order_and_giving_up_comes_after() -> None:
+    outbox = Outbox(keep)
+    values = [1, 2]
+    first, second = (
+        outbox.submit(Wanted(0, "key", name, values={"x": values}, timeout_s=5.0), by_reference=False)
+        for name in ("first", "second")
+    )
+    values.append(3)
+    assert second.cancel()
+    taken = [outbox.take() for _ in range(3)]
+    assert [(wanted.number, wanted.label) for wanted in taken if wanted] == [(1, "first"), (2, "second"), (2, "")]
+    assert taken[0] is not None
+    assert taken[0].values == {"x": [1, 2]}, "what the caller changes after submitting is not seen"
+    outbox.deliver(1, "done", None)
+    outbox.deliver(2, "late", None)
+    assert first.result() == "done"
+    outbox.close()
+    assert outbox.take() is None
