@@ -171,7 +171,9 @@ def test_the_first_batch_counts_and_a_key_allows_what_it_says(tmp_path: Path) ->
         GRPOConfig, tmp_path, run={"name": "allowed", "steps": 4}, eval={"items": 0}, algorithm={"max_mismatch": None}
     )
     assert len(notes_of(lambda: train(allowed, workers={"generator": Shifted}))) == 1
-    assert notes_of(lambda: train(tiny(GRPOConfig, tmp_path, run={"name": "quiet"}, eval={"items": 0}))) == []
+    half = tiny(GRPOConfig, tmp_path, run={"name": "half"}, engine={"dtype": "bfloat16"}, eval={"items": 0})
+    assert notes_of(lambda: train(half)) == []  # bfloat16's own noise
+    assert 1e-6 < metrics_rows(tmp_path / "runs" / "half")[0][metrics.MISMATCH_MEAN] < 0.02
 
 
 # -- hangs
@@ -196,22 +198,24 @@ class StuckGenerator(Generator):
 
 
 @pytest.mark.parametrize(
-    ("role", "worker", "stage"), [("policy", Stuck, "update"), ("generator", StuckGenerator, "generate")]
+    ("role", "worker", "step", "stage", "method"),
+    [("policy", Stuck, 1, "update", "update"), ("generator", StuckGenerator, 0, "evaluate", "generate")],
 )
 def test_a_hang_is_named_by_its_stage_and_closing_does_not_hide_it(
-    tmp_path: Path, role: str, worker: type, stage: str
+    tmp_path: Path, role: str, worker: type, step: int, stage: str, method: str
 ) -> None:
-    config = tiny(GRPOConfig, tmp_path, run={"timeout_s": 4.0}, eval={"items": 0})
+    config = tiny(GRPOConfig, tmp_path, run={"timeout_s": 4.0}, eval={"items": 4 * (step == 0)})
     began: list[float] = []
 
     class Timed(PPOTrainer):
-        def collect(self, step: int) -> Any:
+        def resume(self) -> int:
             began.append(time.monotonic())
-            return super().collect(step)
+            return super().resume()
 
-    with pytest.raises(DeadlineExceeded, match=rf"^step 1, stage {stage}: {role}\.{stage} passed its deadline of 4 s"):
+    passed = rf"^step {step}, stage {stage}: {role}\.{method} passed its deadline of 4 s"
+    with pytest.raises(DeadlineExceeded, match=passed):
         Timed(config, cluster="local", workers={role: worker}, show=False).fit()
-    assert time.monotonic() - began[0] < 4 + 1 + 10  # the deadline, a look at the stacks, and an end without questions
+    assert time.monotonic() - began[0] < 20  # the deadline, a look at the stacks, and an end that asks nobody (30 s)
 
 
 # -- files of a run

@@ -249,8 +249,8 @@ class InferenceConfig:
         placed = {role for roles, _ in self.processes for role in roles}
         if missing := [role for role in self.roles if role not in placed]:
             raise ConfigError(
-                f"placement.pools has no place for the {missing[0]}: write it into the roles of a pool; the roles of "
-                f"this run are {', '.join(self.roles)}"
+                f"placement.pools has no place for the {missing[0]}: write it into the roles of a pool, or leave "
+                f"placement.pools out ({{}}); the roles here are {', '.join(self.roles)}"
             )
 
 

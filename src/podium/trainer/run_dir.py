@@ -190,7 +190,10 @@ class RunDirectory:
         Raises:
             ConfigError: The run has ended after a later step than ``step``, and its results would be lost.
         """
-        ended = json.loads(self.summary_path.read_text())["steps"] if self.summary_path.exists() else 0
+        try:
+            ended = int(json.loads(self.summary_path.read_text())["steps"]) if self.summary_path.exists() else 0
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{self.summary_path} is not the summary of a run: move it away to resume") from None
         if ended > (step or 0):
             there = "no checkpoint is left" if step is None else f"its latest checkpoint is of step {step}"
             raise ConfigError(

@@ -39,7 +39,7 @@ from podium.trainer.prompts import load_held_out
 from podium.trainer.report import report
 from podium.trainer.roles import PRELOAD, Roles, RoleWorkers, started_roles
 from podium.trainer.run_dir import RunDirectory, Summary, run_path
-from podium.trainer.schedules.steps import Rollout, StageClock, Steps
+from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
 from podium.workers import Generator, load_tokenizer
 
 __all__ = ["ECHO_S", "StopRequest", "Trainer", "listen_for_stop"]
@@ -126,7 +126,8 @@ class Trainer(ABC, Generic[C, E, R]):
             emit(PhaseStarted(self.recipe, self.config.run.steps, first))
             self.steps = Steps(self, first, self._stop, self._threads)
             if self.config.eval.at_start and first == 1:
-                self.evaluate(0)
+                with named_stage("evaluate", 0):
+                    self.evaluate(0)
             if first <= self.config.run.steps:
                 self._schedule(self.steps)
             self.steps.check_whole()

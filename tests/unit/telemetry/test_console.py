@@ -143,6 +143,11 @@ def test_a_narrow_terminal_loses_the_less_important_columns(width: int) -> None:
     assert len(columns) == {20: 2, 40: 3, 60: 6, 80: 8, 120: 9}[width]
 
 
+def test_the_mismatch_is_a_column_of_a_terminal() -> None:
+    shown = fitting({**GRPO, metrics.MISMATCH_MEAN: 0.007}, 80)
+    assert [column.header for column in shown if column.metric == metrics.MISMATCH_MEAN] == ["mismatch"]
+
+
 def test_a_terminal_has_one_bar_below_the_rows_and_it_goes_away() -> None:
     console, out = on_terminal()
     with ConsoleSink(console=console, row_every_s=0):

@@ -122,6 +122,13 @@ def test_rewinding_forgets_later_steps(run: RunDirectory) -> None:
     assert len(run.metrics_path.read_text().splitlines()) == 1
 
 
+def test_a_file_that_is_no_summary_is_named(run: RunDirectory) -> None:
+    for text in ("", "[]", '{"steps": null}'):
+        run.summary_path.write_text(text)
+        with pytest.raises(ConfigError, match=r"summary\.json is not the summary of a run"):
+            run.rewind(3)
+
+
 def test_rewinding_a_run_that_wrote_nothing(run: RunDirectory) -> None:
     run.rewind(0)
     assert not run.metrics_path.exists()

@@ -25,7 +25,17 @@ from podium.telemetry import StageFinished, StepFinished, emit, metrics as names
 if TYPE_CHECKING:
     from podium.trainer.trainer import StopRequest, Trainer
 
-__all__ = ["Rollout", "StageClock", "Steps"]
+__all__ = ["Rollout", "StageClock", "Steps", "named_stage"]
+
+
+@contextmanager
+def named_stage(name: str, step: int) -> Iterator[None]:
+    """Name the step and the stage in the error of a call that passes its deadline during the block."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        error.args = (f"step {step}, stage {name}: {error}",)
+        raise
 
 
 class StageClock:
@@ -42,10 +52,8 @@ class StageClock:
         """Time the block as stage ``name`` of ``step``; the times of a stage that a step enters twice add up."""
         started_ns = time.monotonic_ns()
         try:
-            yield
-        except DeadlineExceeded as error:
-            error.args = (f"step {step}, stage {name}: {error}",)
-            raise
+            with named_stage(name, step):
+                yield
         finally:
             ended_ns = time.monotonic_ns()
             self._stages.setdefault(step, []).append((name, started_ns, ended_ns))
@@ -119,11 +127,13 @@ class Steps:
                 raise self._refusal(f"it was given step {step} and did not learn it; call learn once a step")
             reached = False
             if (step == self.last or _due(step, evaluation.every)) and not self._stop.requested:
-                reached = self._trainer.evaluate(step)
+                with named_stage("evaluate", step):
+                    reached = self._trainer.evaluate(step)
             self._ends = step == self.last or reached or self._stop.requested
             overdue = save.minutes > 0 and time.monotonic() - self._saved_s >= 60 * save.minutes
             if self._ends or overdue or _due(step, save.every):
-                self._trainer.save(step)
+                with named_stage("save", step):
+                    self._trainer.save(step)
                 self._saved_s = time.monotonic()
             self.done = step
 
