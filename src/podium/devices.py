@@ -16,6 +16,7 @@ __all__ = [
     "DTYPES",
     "autocast",
     "choose_device",
+    "collectives_of",
     "compute_dtype",
     "free_memory_bytes",
     "memory_peak_bytes",
@@ -43,10 +44,7 @@ def choose_device(indices: Sequence[int] = ()) -> torch.device:
     """
     if not indices:
         return torch.device("cpu")
-    kind = "cuda" if torch.cuda.is_available() else None
-    npu = getattr(torch, "npu", None)  # present once torch_npu is imported
-    if kind is None and npu is not None and npu.is_available():
-        kind = "npu"
+    kind = _accelerator()
     if kind is None:
         raise ConfigError(
             f"this worker owns device {indices[0]}, but torch {torch.__version__} sees no CUDA or NPU here"
@@ -54,6 +52,22 @@ def choose_device(indices: Sequence[int] = ()) -> torch.device:
     device = torch.device(kind, indices[0])
     torch.get_device_module(device).set_device(device)
     return device
+
+
+def collectives_of(indices: Sequence[int]) -> tuple[str, torch.device | None]:
+    """Return the backends of torch.distributed for a worker that owns these devices, and the device that it uses. That
+    is none where torch sees no accelerator."""
+    kind = _accelerator() if indices else None
+    if kind is None:
+        return "gloo", None
+    return f"cpu:gloo,{kind}:{'nccl' if kind == 'cuda' else 'hccl'}", torch.device(kind, indices[0])
+
+
+def _accelerator() -> str | None:
+    if torch.cuda.is_available():
+        return "cuda"
+    npu = getattr(torch, "npu", None)  # present once torch_npu is imported, which torch does by itself
+    return "npu" if npu is not None and npu.is_available() else None
 
 
 def compute_dtype(device: torch.device, wish: str = "auto") -> torch.dtype:

@@ -44,6 +44,22 @@ def places(cluster: Cluster, pool: ResourcePool, **options: Any) -> list[tuple[i
         worker.group.close()
 
 
+def test_accelerators_are_in_order_as_ray_does_not_give_them() -> None:
+    from podium.backends.ray.placement import in_order
+
+    assert in_order(["6", "7", "10", "3", "1"]) == ["1", "3", "6", "7", "10"]
+
+
+def test_slots_that_differ_and_labels(cluster: Cluster) -> None:
+    """A node whose slots hold nothing has no bundle of the placement group."""
+    pool = cluster.pool([2, 1], cpus=[1, 1, 0])
+    assert [place[:2] for place in places(cluster, pool)] == [(0, 0), (1, 1), (2, 0)]
+    cluster.release(pool)
+    head = next(node for node in cluster.nodes if node.name == "head")
+    pool = cluster.pool(1, labels={"ray.io/node-id": head.labels["ray.io/node-id"]})
+    assert places(cluster, pool) == [(0, 0, 1, "head")]
+
+
 def test_ranks_go_node_by_node_over_unequal_nodes(cluster: Cluster) -> None:
     pool = cluster.pool([2, 1], cpus=1)
     want = [(0, 0, 2, "head"), (1, 1, 2, "head"), (2, 0, 1, "small")]

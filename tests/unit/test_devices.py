@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -48,3 +51,33 @@ def test_random_state_goes_on_from_where_it_was() -> None:
     first = torch.rand(3)
     set_random_state(CPU, state)
     assert torch.equal(torch.rand(3), first)
+
+
+NPU = """
+import sys, types, torch
+from podium.devices import choose_device, collectives_of
+from podium.runtime.worker import WorkerContext
+from podium.runtime.worker_process import WorkerProcess
+
+assert collectives_of((0,)) == ("gloo", None), "torch sees no accelerator"
+torch.utils.rename_privateuse1_backend("npu")
+npu = types.ModuleType("torch.npu")
+npu.is_available, npu.set_device = lambda: True, lambda device: None
+torch._register_device_module("npu", npu)
+print(*collectives_of((1, 2)), *collectives_of(()))
+print(choose_device((1, 2)))
+torch.distributed.init_process_group = lambda backend, device_id, **how: print(backend, device_id)
+context = WorkerContext(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node="here", devices=(0,), role="one", threads=1,
+    rendezvous="file:///dev/null", meshes={},
+)
+WorkerProcess()._join(context)
+"""
+
+
+def test_npus_have_hccl_for_their_collectives() -> None:
+    """With a module in the place of torch_npu, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", NPU], capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.splitlines() == ["cpu:gloo,npu:hccl npu:1 gloo None", "npu:1", "cpu:gloo,npu:hccl npu:0"], (
+        done.stderr
+    )

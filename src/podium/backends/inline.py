@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from podium.backends.process import machine
+from podium.backends.process import accelerators, machine
 from podium.data.store import Block, BlockInfo, MemoryStore
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode, encode
@@ -62,14 +62,14 @@ class InlineBackend(Backend):
     ) -> None:
         self.capabilities = replace(InlineBackend.capabilities, concurrent=threads)
         self._store = MemoryStore(store_bytes, shared=True)
-        self._nodes = machine((), nodes)
+        self._nodes = machine(accelerators(), nodes)
         self._threads = threads
         self._processes: list[_InlineProcess] = []
         self._directories: list[tempfile.TemporaryDirectory[str]] = []
 
     @classmethod
     def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
-        return machine((), options.get("nodes", 1))
+        return machine(accelerators(), options.get("nodes", 1))
 
     def nodes(self) -> Sequence[Node]:
         return self._nodes

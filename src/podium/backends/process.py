@@ -58,7 +58,7 @@ def visibility(devices: Sequence[int], all_devices: Sequence[str]) -> dict[str, 
 
 
 def machine(all_devices: Sequence[str], nodes: int = 1) -> list[Node]:
-    """This machine as a node, or as several nodes that each have all of it.
+    """This machine as a node, or as several nodes, which share its accelerators and have all the rest each.
 
     Raises:
         ConfigError: ``nodes`` is below 1.
@@ -66,8 +66,13 @@ def machine(all_devices: Sequence[str], nodes: int = 1) -> list[Node]:
     if nodes < 1:
         raise ConfigError(f"connect(nodes={nodes}): a backend has at least one node")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    has = {"cpu": float(cores), "gpu": float(len(all_devices)), "memory": float(MEMORY)}
-    return [Node("localhost" if nodes == 1 else f"node-{at}", has) for at in range(nodes)]
+    count = len(all_devices)
+    found: list[Node] = []
+    for at in range(nodes):
+        own = range(count * at // nodes, count * (at + 1) // nodes)
+        has = {"cpu": float(cores), "gpu": float(len(own)), "memory": float(MEMORY)}
+        found.append(Node("localhost" if nodes == 1 else f"node-{at}", has, devices=tuple(own)))
+    return found
 
 
 def environment_of(spec: ProcessSpec, all_devices: Sequence[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoint import Returns
 from podium.runtime.group import Colocated, Replicas, WorkerGroup, WorkerHandle
 from podium.runtime.messages import Capabilities, Node
-from podium.runtime.pool import Inventory, ResourcePool
+from podium.runtime.pool import Inventory, ResourcePool, Strategy
 from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
 from podium.runtime.worker import Bound, Worker
 
@@ -174,10 +174,12 @@ class Cluster:
         slots: Sequence[int] | int | None = None,
         *,
         spread: int | None = None,
-        cpus: float = 0,
-        gpus: float = 0,
-        memory: float = 0,
-        resources: Mapping[str, float] | None = None,
+        strategy: Strategy = "pack",
+        labels: Mapping[str, str] | None = None,
+        cpus: float | Sequence[float] = 0,
+        gpus: float | Sequence[float] = 0,
+        memory: float | Sequence[float] = 0,
+        resources: Mapping[str, float | Sequence[float]] | None = None,
         wait_s: float = 0.0,
         detached: bool = False,
     ) -> ResourcePool:
@@ -190,8 +192,12 @@ class Cluster:
             slots: Number of slots on each node. Every entry gets a node of its own.
             spread: Total number of slots, instead of ``slots``. They go to as few nodes as have room for all of them,
                 in parts as equal as the room allows.
-            cpus, gpus, memory, resources: Amounts that each slot holds (memory in bytes). A slot without ``cpus``
-                shares the node's cores with the other slots. ``gpus`` may be a fraction of one.
+            strategy: "spread" takes the nodes with the most room, and with ``spread=N`` as many nodes as there are.
+                "pack" takes the fullest nodes that have room, and as few as possible.
+            labels: Labels that every node has to have, such as ``{"zone": "a"}``.
+            cpus, gpus, memory, resources: Amounts that each slot holds (memory in bytes), or a sequence of amounts, one
+                for each slot. A slot without ``cpus`` shares the node's cores with the other slots. ``gpus`` may be a
+                fraction of one.
             wait_s: How long to wait while there is no room. Every few seconds the log says what is missing.
             detached: The slots are for a detached group, and stay reserved until that group is stopped.
 
@@ -207,11 +213,12 @@ class Cluster:
             )
         given: Any = 1 if slots is None else slots
         layout = int(spread) if spread is not None else [given] if hasattr(given, "__index__") else [*given]
-        want = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
+        amounts = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
+        want = _slot_by_slot(layout, amounts)
         until, say = time.monotonic() + wait_s, 0.0
         while True:
             try:
-                return self._inventory.reserve(layout, want, detached=detached)
+                return self._inventory.reserve(layout, want, strategy=strategy, labels=labels, detached=detached)
             except PlacementError as error:
                 now = time.monotonic()
                 if now >= until:
@@ -501,6 +508,28 @@ class Cluster:
             raise ConfigError("this cluster is closed; podium.connect() gives another")
         if detached and not self._backend.capabilities.detached:
             raise ConfigError(f"{what}(): backend {self.backend_name!r} has no detached groups; use 'ray'")
+
+
+def _slot_by_slot(
+    layout: Sequence[int] | int, amounts: Mapping[str, float | Sequence[float]]
+) -> Mapping[str, float] | list[Mapping[str, float]]:
+    """The amounts of every slot, or of each if they differ."""
+    lists = {name: [*amount] for name, amount in amounts.items() if isinstance(amount, Sequence)}
+    if not lists:
+        return cast("Mapping[str, float]", amounts)
+    if isinstance(layout, int):
+        raise ConfigError(
+            f"pool(spread={layout}): slots that differ need a node each, as in pool([2, 1], gpus=[1, 1, 4]); "
+            f"{', '.join(lists)} is given slot by slot"
+        )
+    total = sum(layout)
+    for name, given in lists.items():
+        if len(given) != total:
+            raise ConfigError(f"pool({[*layout]}): {total} slots, and {len(given)} amounts of {name}: {given}")
+    return [
+        {name: lists[name][at] if name in lists else cast(float, amount) for name, amount in amounts.items()}
+        for at in range(total)
+    ]
 
 
 def _kind(value: object) -> str:

@@ -33,11 +33,13 @@ class Node:
     name: str
     resources: Resources  # all that the node has, reserved or not
     taken: Mapping[str, Resources] = field(default_factory=dict[str, Any])  # what other controllers hold, by holder
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    devices: tuple[int, ...] | None = None  # indices of its accelerators on the machine; by default all from 0 on
 
 
 @dataclass(frozen=True)
 class Place:
-    """Room for one worker process on a node; ``devices`` are indices of the node's accelerators."""
+    """Room for one worker process on a node; ``devices`` are some of the node's."""
 
     node: str
     resources: Resources

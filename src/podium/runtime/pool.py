@@ -8,14 +8,16 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, overload
+from typing import Any, Literal, cast, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
 from podium.runtime.messages import Node, Place, Resources
 
-__all__ = ["Inventory", "Reservation", "ResourcePool", "Slot"]
+__all__ = ["Inventory", "Reservation", "ResourcePool", "Slot", "Strategy"]
 
+Strategy = Literal["pack", "spread"]
+Shares = dict[int, float]  # by device, what is left of it
 EPSILON = 1e-9  # sums of fractions miss whole numbers by less
 
 
@@ -107,33 +109,42 @@ class Inventory:
         self._lock = threading.Lock()
         self._reservations: list[Reservation] = []
 
-    def reserve(self, slots: Sequence[int] | int, want: Resources, *, detached: bool = False) -> ResourcePool:
-        """Reserve slots that hold ``want`` each. ``slots`` are numbers for each node, or a total to spread.
+    def reserve(
+        self,
+        slots: Sequence[int] | int,
+        want: Resources | Sequence[Resources],
+        *,
+        strategy: Strategy = "pack",
+        labels: Mapping[str, str] | None = None,
+        detached: bool = False,
+    ) -> ResourcePool:
+        """Reserve slots that hold ``want``, each or one by one. ``slots`` are numbers for each node, or a total that
+        goes to whichever nodes have room.
 
         Raises what ``Cluster.pool`` raises, and does not wait.
         """
         numbers = [slots] if isinstance(slots, int) else slots
         if not numbers or any(number < 1 or number % 1 for number in numbers):
             raise ConfigError(f"pool({slots}): numbers of slots are whole, from 1 up, and one for each node")
-        if any(amount < 0 or not math.isfinite(amount) for amount in want.values()):
-            raise ConfigError(f"pool(): amounts of resources are numbers from 0 up; got {dict(want)}")
-        gpus = want.get("gpu", 0.0)
-        if gpus % 1 and gpus > 1:
-            raise ConfigError(f"pool(gpus={gpus}): a slot has whole accelerators, or a fraction of one")
-        want = {name: amount for name, amount in want.items() if amount}
+        if strategy not in ("pack", "spread"):
+            raise ConfigError(f"pool(strategy={strategy!r}): expected 'pack' or 'spread'")
+        wants = [_checked(want)] * sum(numbers) if isinstance(want, Mapping) else [_checked(one) for one in want]
         with self._lock:
-            nodes = self._backend.nodes()
+            wanted = (labels or {}).items()
+            nodes = [node for node in self._backend.nodes() if wanted <= node.labels.items()]
             free, shares = self._free(nodes), self._shares(nodes)
-            rooms = {node: _room(has, shares[node], want, max(numbers)) for node, has in free.items()}
-            counts = _spread(slots, rooms) if isinstance(slots, int) else slots
-            fullness = {node: sum(has.get(name, 0.0) for name in want) for node, has in free.items()}
-            chosen = _choose(counts, rooms, fullness)
+            counts = slots
+            if isinstance(counts, int):
+                rooms = [_room(has, shares[node], wants[0], counts) for node, has in free.items()]
+                counts = _counts(counts, rooms, strategy)
+            parts = [wants[sum(counts[:at]) : sum(counts[: at + 1])] for at in range(len(counts))]
+            chosen = _choose(parts, free, shares, strategy)
             if not chosen:
-                raise PlacementError(self._refusal(slots, want, nodes, free))
+                raise PlacementError(self._refusal(slots, wants, labels or {}, nodes, free))
             places = [
-                Place(node, want, _deal(shares[node], gpus))
-                for node, count in zip(chosen, counts, strict=True)
-                for _ in range(count)
+                Place(node, one, _deal(shares[node], one.get("gpu", 0.0)))
+                for node, part in zip(chosen, parts, strict=True)
+                for one in part
             ]
             token, places = self._backend.reserve(places, detached)
             reservation = Reservation(token, places, detached=detached)
@@ -177,31 +188,47 @@ class Inventory:
                 free[where][name] = free[where].get(name, 0.0) - amount
         return free
 
-    def _shares(self, nodes: Sequence[Node]) -> dict[str, list[float]]:
+    def _shares(self, nodes: Sequence[Node]) -> dict[str, Shares]:
         """How much of each accelerator of each node this controller's pools leave."""
-        shares = {node.name: [1.0] * int(node.resources.get("gpu", 0)) for node in nodes}
+        shares: dict[str, Shares] = {}
+        for node in nodes:
+            has = range(int(node.resources.get("gpu", 0))) if node.devices is None else node.devices
+            shares[node.name] = dict.fromkeys(has, 1.0)
         for slot in self._slots():
             for device in slot.devices:
-                if device < len(shares.get(slot.node, ())):
+                if device in shares.get(slot.node, ()):
                     shares[slot.node][device] -= min(1.0, slot.resources.get("gpu", 0.0))
         return shares
 
     def _refusal(
-        self, slots: Sequence[int] | int, want: Resources, nodes: Sequence[Node], free: Mapping[str, Resources]
+        self,
+        slots: Sequence[int] | int,
+        wants: Sequence[Resources],
+        labels: Mapping[str, str],
+        nodes: Sequence[Node],
+        free: Mapping[str, Resources],
     ) -> str:
         """The error message: what was asked, what is free where, and who holds the rest."""
+        want = _total(wants)
         if isinstance(slots, int):
-            each = ", ".join(f"{amount:g} {name}" for name, amount in want.items())
+            each = ", ".join(f"{amount:g} {name}" for name, amount in wants[0].items())
             asked = f"{slots} slots of {each or 'nothing'} each, on any nodes"
         else:
-            parts = [", ".join(f"{amount * count:g} {name}" for name, amount in want.items()) for count in slots]
+            left = iter(wants)
+            totals = [_total(list(itertools.islice(left, count))) for count in slots]
+            parts = [", ".join(f"{amount:g} {name}" for name, amount in total.items()) for total in totals]
             sizes = [part or f"{count} slots" for part, count in zip(parts, slots, strict=True)]
             asked = f"{' + '.join(sizes)} on {len(slots)} node{'s' * (len(slots) > 1)}"
+        if labels:
+            asked += f" with the labels {dict(labels)}"
+            if not nodes:
+                known = [dict(node.labels) for node in self._backend.nodes()]
+                return f"asked for {asked}; no node has them: the nodes' labels are {known}"
         has = ", ".join(
             f"{' and '.join(f'{amounts.get(name, 0):g} {name}' for name in want) or 'room'} free on {node}"
             for node, amounts in free.items()
         )
-        if want.get("gpu", 1) < 1:
+        if any(one.get("gpu", 1) < 1 for one in wants):
             has += " (a fraction of an accelerator is a part of one)"
         held: defaultdict[str, float] = defaultdict(float)
         for reservation in self._reservations:
@@ -219,40 +246,74 @@ def _most(amounts: Mapping[str, float], want: Resources) -> float:
     return max((amounts.get(name, 0.0) for name in want), default=0.0)
 
 
-def _room(free: Mapping[str, float], shares: Sequence[float], want: Resources, limit: int) -> int:
+def _checked(want: Resources) -> Resources:
+    """The amounts of one slot that are not 0. Raises ConfigError for those that a slot cannot hold."""
+    if any(amount < 0 or not math.isfinite(amount) for amount in want.values()):
+        raise ConfigError(f"pool(): amounts of resources are numbers from 0 up; got {dict(want)}")
+    gpus = want.get("gpu", 0.0)
+    if gpus % 1 and gpus > 1:
+        raise ConfigError(f"pool(gpus={gpus}): a slot has whole accelerators, or a fraction of one")
+    return {name: amount for name, amount in want.items() if amount}
+
+
+def _total(wants: Sequence[Resources]) -> dict[str, float]:
+    """The sums of the amounts by name."""
+    names = dict.fromkeys(name for want in wants for name in want)
+    return {name: math.fsum(want.get(name, 0.0) for want in wants) for name in names}
+
+
+def _room(free: Mapping[str, float], shares: Shares, want: Resources, limit: int) -> int:
     """How many slots of ``want`` fit on a node, up to ``limit``."""
     fits = [free.get(name, 0.0) / amount for name, amount in want.items()]
     if gpus := want.get("gpu", 0.0):
-        fits.append(sum(int(share / min(1.0, gpus) + EPSILON) for share in shares) / max(1.0, gpus))
+        fits.append(sum(int(share / min(1.0, gpus) + EPSILON) for share in shares.values()) / max(1.0, gpus))
     return max(0, min([limit, *(int(min(limit, fit + EPSILON)) for fit in fits)]))
 
 
-def _spread(slots: int, rooms: Mapping[str, int]) -> list[int]:
-    """Slots on each of as few nodes as have room for all of them; none if all nodes together have too little."""
-    largest = sorted(rooms.values(), reverse=True)
-    used = next((count for count in range(1, len(largest) + 1) if sum(largest[:count]) >= slots), 0)
+def _counts(slots: int, rooms: Sequence[int], strategy: Strategy) -> list[int]:
+    """Slots on each of as few nodes as have room for all of them, or of as many; none if all nodes together have too
+    little."""
+    largest = sorted((room for room in rooms if room), reverse=True)
+    few = next((count for count in range(1, len(largest) + 1) if sum(largest[:count]) >= slots), 0)
+    used = few if strategy == "pack" or not few else min(slots, len(largest))
     counts: list[int] = []
     for left in range(used, 0, -1):  # the node with the least room first: what it cannot take goes to the others
         counts.insert(0, min(largest[left - 1], (slots - sum(counts)) // left))
     return counts
 
 
-def _choose(counts: Sequence[int], rooms: Mapping[str, int], fullness: Mapping[str, float]) -> list[str]:
-    """A node for each entry; none if they do not fit. The largest entries choose first, and each takes the node with
-    the least left that has room for it."""
+def _choose(
+    parts: Sequence[Sequence[Resources]],
+    free: Mapping[str, Resources],
+    shares: Mapping[str, Shares],
+    strategy: Strategy,
+) -> list[str]:
+    """A node for each part; none if they do not fit. The largest parts choose first. Each takes the node with the least
+    left that has room for it, or with the most."""
+    wanted = _total([want for part in parts for want in part])
+    left = {node: sum(has.get(name, 0.0) for name in wanted) for node, has in free.items()}
     chosen: dict[int, str] = {}
-    for at in sorted(range(len(counts)), key=lambda at: -counts[at]):
-        fits = [node for node, room in rooms.items() if room >= counts[at] and node not in chosen.values()]
+    for at in sorted(range(len(parts)), key=lambda at: -len(parts[at])):
+        others = [node for node in free if node not in chosen.values()]
+        fits = [node for node in others if _fits(parts[at], free[node], shares[node])]
         if not fits:
             return []
-        chosen[at] = min(fits, key=lambda node: fullness[node])
-    return [chosen[at] for at in range(len(counts))]
+        chosen[at] = min(fits, key=lambda node: left[node] if strategy == "pack" else -left[node])
+    return [chosen[at] for at in range(len(parts))]
 
 
-def _deal(shares: list[float], gpus: float) -> tuple[int, ...]:
+def _fits(wants: Sequence[Resources], free: Resources, shares: Shares) -> bool:
+    """Whether a node has room for all of these slots."""
+    if any(amount > free.get(name, 0.0) + EPSILON * max(1.0, amount) for name, amount in _total(wants).items()):
+        return False
+    trial = dict(shares)
+    return all(len(_deal(trial, want.get("gpu", 0.0))) == math.ceil(want.get("gpu", 0.0)) for want in wants)
+
+
+def _deal(shares: Shares, gpus: float) -> tuple[int, ...]:
     """The accelerators of one slot, taken off ``shares``: whole ones apart, fractions together on one."""
     share = min(1.0, gpus)
-    mine = [device for device, left in enumerate(shares) if left + EPSILON >= share][: math.ceil(gpus)]
+    mine = [device for device, left in shares.items() if left + EPSILON >= share][: math.ceil(gpus)]
     for device in mine:
         shares[device] -= share
     return tuple(mine)

@@ -390,15 +390,16 @@ class WorkerProcess:
 
     def _join(self, context: WorkerContext) -> None:
         try:
-            import torch
             import torch.distributed as dist
+
+            from podium.devices import collectives_of
         except ImportError:
             return
         if not dist.is_available() or dist.is_initialized():
             return
-        device = torch.device("cuda", context.devices[0]) if context.devices and torch.cuda.is_available() else None
+        collectives, device = collectives_of(context.devices)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device else "gloo",
+            collectives,
             init_method=context.rendezvous,
             rank=context.rank,
             world_size=context.world_size,

@@ -101,6 +101,21 @@ class PlacingContract:
         cluster.release(cluster.pool(spread=len(nodes), cpus=cores, wait_s=30.0))
         refuses(ConfigError, r"pool\(\[1\], spread=1\)", cluster.pool, [1], spread=1)
 
+    def test_slots_of_a_pool_may_differ(self, cluster: Cluster) -> None:
+        pool = cluster.pool([3], cpus=[0.5, 0, 0.25])
+        assert [dict(slot.resources) for slot in pool] == [{"cpu": 0.5}, {}, {"cpu": 0.25}]
+        assert cluster.start(Counter.bind(1), pool, distributed=False).add(1) == [2, 2, 2]
+        refuses(ConfigError, r"pool\(\[2\]\): 2 slots, and 1 amounts of cpu", cluster.pool, [2], cpus=[1])
+        refuses(ConfigError, r"pool\(spread=2\): slots that differ", cluster.pool, spread=2, cpus=[1, 0.5])
+
+    def test_nodes_are_chosen_by_label_and_strategy(self, cluster: Cluster) -> None:
+        refuses(PlacementError, "no node has them", cluster.pool, [1], labels={"podium.contract": "nowhere"})
+        refuses(ConfigError, "'pack' or 'spread'", cluster.pool, [1], strategy="anywhere")
+        for strategy in ("pack", "spread"):
+            pool = cluster.pool(spread=2, cpus=0.25, strategy=strategy)
+            assert len({slot.node for slot in pool}) == (min(2, len(cluster.nodes)) if strategy == "spread" else 1)
+            cluster.release(pool)
+
     def test_a_released_pool_cannot_be_used(self, cluster: Cluster) -> None:
         pool = cluster.pool([2])
         cluster.release(pool)

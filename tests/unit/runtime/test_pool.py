@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from podium.backends.inline import InlineBackend
+from podium.backends.process import machine
 from podium.errors import ConfigError, PlacementError
 from podium.runtime import Node
 from podium.runtime.pool import Inventory
@@ -162,3 +163,46 @@ def test_numbers_of_slots_are_whole_and_positive(inventory: Inventory, wrong: An
 def test_slots_without_resources_are_never_short(inventory: Inventory) -> None:
     assert len(inventory.reserve([100], {})) == 100
     assert inventory.slots_on("node-1") + inventory.slots_on("node-2") == 100
+
+
+def test_the_strategy_says_whether_full_or_empty_nodes_are_taken() -> None:
+    inventory = Inventory(Machines(*(Node(name, {"cpu": 4}) for name in "abc")))
+    inventory.reserve([1], {"cpu": 1})
+    assert [slot.node for slot in inventory.reserve([1], {"cpu": 1})] == ["a"]
+    assert [slot.node for slot in inventory.reserve([1], {"cpu": 1}, strategy="spread")] == ["b"]
+    assert [slot.node for slot in inventory.reserve(2, {"cpu": 1})] == ["a", "a"]
+    assert sorted(slot.node for slot in inventory.reserve(4, {"cpu": 1}, strategy="spread")) == ["b", "b", "c", "c"]
+    with pytest.raises(ConfigError, match=r"strategy='wide'.*'pack' or 'spread'"):
+        inventory.reserve([1], {}, strategy="wide")  # pyright: ignore[reportArgumentType] - the point
+
+
+def test_labels_choose_nodes_and_their_absence_is_named() -> None:
+    nodes = [Node("a", {"cpu": 4}), Node("b", {"cpu": 4}, labels={"zone": "east", "disk": "ssd"})]
+    inventory = Inventory(Machines(*nodes))
+    assert [slot.node for slot in inventory.reserve(2, {"cpu": 1}, labels={"zone": "east"})] == ["b", "b"]
+    with pytest.raises(PlacementError, match=r"4 cpu on 1 node with the labels \{'disk': 'ssd'\}; 2 cpu free on b"):
+        inventory.reserve([1], {"cpu": 4}, labels={"disk": "ssd"})
+    with pytest.raises(PlacementError, match=r"\{'zone': 'west'\}; no node has them: the nodes' labels are \[\{\}"):
+        inventory.reserve([1], {}, labels={"zone": "west"})
+
+
+def test_slots_may_differ_and_are_all_or_nothing(inventory: Inventory) -> None:
+    pool = inventory.reserve([2, 1], [{"gpu": 1, "cpu": 2}, {"cpu": 1}, {"gpu": 6}])
+    assert devices(pool) == [("node-1", (0,)), ("node-1", ()), ("node-2", (0, 1, 2, 3, 4, 5))]
+    assert [dict(slot.resources) for slot in pool] == [{"gpu": 1, "cpu": 2}, {"cpu": 1}, {"gpu": 6}]
+    with pytest.raises(PlacementError, match=r"asked for 3 gpu \+ 3 gpu, 1 cpu on 2 nodes; 3 gpu and 13 cpu"):
+        inventory.reserve([2, 1], [{"gpu": 1}, {"gpu": 2}, {"gpu": 3, "cpu": 1}])
+    assert devices(inventory.reserve([2], [{"gpu": 1}, {"gpu": 2}])) == [("node-1", (1,)), ("node-1", (2, 3))]
+
+
+def test_nodes_that_a_machine_pretends_to_be_share_its_accelerators() -> None:
+    """No accelerator is handed out twice."""
+    inventory = Inventory(Machines(*machine(["4", "5", "6", "7", "8"], 2)))
+    pools = [inventory.reserve([1, 1], {"gpu": 1}) for _ in range(2)]
+    assert [devices(pool) for pool in pools] == [
+        [("node-0", (0,)), ("node-1", (2,))],
+        [("node-0", (1,)), ("node-1", (3,))],
+    ]
+    with pytest.raises(PlacementError, match="0 gpu free on node-0, 1 gpu free on node-1"):
+        inventory.reserve([1, 1], {"gpu": 1})
+    assert devices(inventory.reserve([1], {"gpu": 1})) == [("node-1", (4,))]

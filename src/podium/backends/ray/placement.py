@@ -23,7 +23,7 @@ from podium.backends.ray.connect import ray
 from podium.errors import PlacementError
 from podium.runtime.messages import Node, Place
 
-__all__ = ["Inventory", "Reservation"]
+__all__ = ["Inventory", "Reservation", "in_order"]
 
 READY_S = 5.0
 FREED_S = 2.0
@@ -39,14 +39,14 @@ class Reservation:
 
     Attributes:
         group: Ray's placement group, or None where nothing is held.
-        bundles: Number of the bundle of each slot.
+        bundles: Number of the bundle of each slot, or None where its node holds nothing.
         devices: Ids of the accelerators of each slot.
         held: Node id and amounts of each bundle.
         detached: The reservation outlives its controller.
     """
 
     group: Any
-    bundles: tuple[int, ...]
+    bundles: tuple[int | None, ...]
     devices: tuple[tuple[str, ...], ...]
     held: tuple[tuple[str, Amounts], ...] = ()
     detached: bool = False
@@ -70,14 +70,21 @@ class Inventory:
         self._ids = {self._names[node_id]: node_id for node_id in alive}
         self._npu = {self._names[node_id] for node_id, node in alive.items() if "NPU" in node["Resources"]}
         taken = self._taken(alive)
-        return [Node(name, _amounts(alive[at]["Resources"]), taken[at]) for name, at in self._ids.items()]
+        return [
+            Node(name, _amounts(alive[at]["Resources"]), taken[at], alive[at].get("Labels") or {})
+            for name, at in self._ids.items()
+        ]
 
     def reserve(self, places: Sequence[Place], *, detached: bool) -> tuple[Reservation, list[Place]]:
         """A placement group for ``places``, and the places with the devices that Ray gave. Raises PlacementError."""
-        nodes = list(dict.fromkeys(place.node for place in places))
-        bundles = tuple(nodes.index(place.node) for place in places)
-        wants = [self._rays(node, [place.resources for place in places if place.node == node]) for node in nodes]
-        if not all(wants):
+        asked = {
+            place.node: self._rays(place.node, [p.resources for p in places if p.node == place.node])
+            for place in places
+        }
+        wants = [want for want in asked.values() if want]
+        nodes = [node for node, want in asked.items() if want]
+        bundles = tuple(nodes.index(place.node) if asked[place.node] else None for place in places)
+        if not wants:
             return Reservation(None, bundles, ((),) * len(places)), list(places)
         ids = [self.node_id(node) for node in nodes]
         group = ray.util.placement_group(
@@ -121,9 +128,10 @@ class Inventory:
 
     def strategy(self, node: str, reservation: Reservation, slot: int) -> Any:
         """Where Ray shall put the process of a slot."""
-        if reservation.group is None:
+        bundle = reservation.bundles[slot]
+        if reservation.group is None or bundle is None:
             return NodeAffinitySchedulingStrategy(self.node_id(node), soft=False)
-        return PlacementGroupSchedulingStrategy(reservation.group, reservation.bundles[slot])
+        return PlacementGroupSchedulingStrategy(reservation.group, bundle)
 
     def node_id(self, name: str) -> str:
         """Ray's id of a node."""
@@ -177,7 +185,7 @@ class Inventory:
                 amount: Any = {"num_gpus": want[kind]} if kind == "GPU" else {"resources": {kind: want[kind]}}
                 ask: Any = ray.remote(num_cpus=0, scheduling_strategy=strategy, **amount)(_accelerator_ids)
                 asked[node] = ask.remote(kind)
-        return {node: iter(ids) for node, ids in zip(asked, ray.get(list(asked.values())), strict=True)}
+        return {node: iter(in_order(ids)) for node, ids in zip(asked, ray.get(list(asked.values())), strict=True)}
 
     def _deal(self, given: Mapping[str, Iterator[str]], places: Sequence[Place]) -> Iterator[tuple[str, ...]]:
         """The ids of each place: whole accelerators of its own, or one shared by fractions that fit on it."""
@@ -192,6 +200,11 @@ class Inventory:
                 one, load = next(given[place.node]), 0.0
             shared[place.node] = one, load + share
             yield (one,)
+
+
+def in_order(ids: Sequence[str]) -> list[str]:
+    """The ids of accelerators from the lowest up: Ray gives them in any order."""
+    return sorted(ids, key=lambda one: (len(one), one))
 
 
 def _accelerator_ids(kind: str) -> list[str]:
