@@ -104,7 +104,10 @@ class PlacingContract:
     def test_slots_of_a_pool_may_differ(self, cluster: Cluster) -> None:
         pool = cluster.pool([3], cpus=[0.5, 0, 0.25])
         assert [dict(slot.resources) for slot in pool] == [{"cpu": 0.5}, {}, {"cpu": 0.25}]
-        assert cluster.start(Counter.bind(1), pool, distributed=False).add(1) == [2, 2, 2]
+        counter = cluster.start(Counter.bind(1), pool, distributed=False)
+        assert counter.add(1) == [2, 2, 2]
+        counter.group.close()
+        cluster.release(pool)
         refuses(ConfigError, r"pool\(\[2\]\): 2 slots, and 1 amounts of cpu", cluster.pool, [2], cpus=[1])
         refuses(ConfigError, r"pool\(spread=2\): slots that differ", cluster.pool, spread=2, cpus=[1, 0.5])
 
