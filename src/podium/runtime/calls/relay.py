@@ -134,8 +134,8 @@ class Outbox:
             if now > call.deadline:
                 self._calls.pop(number, None)
                 what = (
-                    f"{call.label} passed its deadline of {call.timeout_s:g} s, and the script that started the group has "
-                    "not answered: it has ended, or it only attached to the group of this worker"
+                    f"{call.label} passed its deadline of {call.timeout_s:g} s, and the script that started the group "
+                    "has not answered: it has ended, or it only attached to the group of this worker"
                 )
                 call.fail(DeadlineExceeded(what))
 
