@@ -19,11 +19,12 @@ from podium.functions import nearest
 from podium.runtime.backend import Backend
 from podium.runtime.calls import Watch
 from podium.runtime.dispatch import Mesh
-from podium.runtime.endpoint import Returns
+from podium.runtime.endpoint import Returns, endpoints_of
 from podium.runtime.group import Colocated, Replicas, WorkerGroup, WorkerHandle
 from podium.runtime.messages import Capabilities, Node
 from podium.runtime.pool import Inventory, ResourcePool, Strategy
 from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
+from podium.runtime.profiling import Profile
 from podium.runtime.worker import Bound, Worker
 
 if TYPE_CHECKING:
@@ -279,6 +280,7 @@ class Cluster:
         detached: bool = False,
         returns: Returns = "value",
         seed: int = 0,
+        profile: Profile | None = None,
     ) -> T:
         """Start a worker on every slot of ``pool`` and wait until all are made.
 
@@ -303,6 +305,7 @@ class Cluster:
             returns: Default for endpoints that do not set ``returns``. "ref" leaves the tensors of results with the
                 workers.
             seed: Seed of the group, from which each rank's ``ctx.seed`` follows.
+            profile: Calls to record with torch.profiler. Colocated workers record those that they have.
 
         Raises:
             WorkerStartError: A process or a constructor failed. What had started is ended.
@@ -338,9 +341,10 @@ class Cluster:
                 meshes = _with_default(meshes, len(pool))
                 threads = self._threads(pool)
                 processes = own = ProcessSet(self._backend, self._watch, pool, label, threads, how)
+            _check_profile(profile, bounds, processes.size)
             handles: dict[str, WorkerHandle] = {}
             for role_name, bound in bounds.items():
-                role = Role(bound, meshes, timeout_s, returns, int(seed))
+                role = Role(bound, meshes, timeout_s, returns, int(seed), profile)
                 processes.construct(role_name, role, start_timeout_s, until)
                 handles[role_name] = self._add_group(processes, role_name, role)
             if detached:
@@ -534,6 +538,11 @@ def _slot_by_slot(
 
 def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:120]
+
+
+def _check_profile(profile: Profile | None, bounds: Mapping[str, Bound[Any]], ranks: int) -> None:
+    if profile is not None:
+        profile.check([method for bound in bounds.values() for method in endpoints_of(bound.cls)], ranks)
 
 
 def _is_colocated(worker: object) -> bool:

@@ -17,6 +17,7 @@ from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoint import Returns
 from podium.runtime.messages import Place, ProcessSpec
 from podium.runtime.pool import Reservation, ResourcePool
+from podium.runtime.profiling import Profile
 from podium.runtime.worker import Bound, WorkerContext
 
 __all__ = ["BUSY_END_S", "START_TIMEOUT_S", "ProcessSet", "Record", "Role", "StartOptions"]
@@ -48,6 +49,7 @@ class Role:
     timeout_s: float
     returns: Returns
     seed: int = 0
+    profile: Profile | None = None
 
     def seed_of(self, rank: int) -> int:
         """The seed of one rank."""
@@ -144,7 +146,7 @@ class ProcessSet:
         ]
         own = [{"context": context} for context in contexts]
         shared = {"name": name, "bound": role.bound, "distributed": self.options.distributed, "returns": role.returns}
-        shared["debug"] = _log.isEnabledFor(logging.DEBUG)
+        shared |= {"debug": _log.isEnabledFor(logging.DEBUG), "profile": role.profile}
         label = f"{role.bound.cls.__name__}.__init__"
         try:
             self.calls.request(label, "construct", timeout_s, shared, own, until=until)

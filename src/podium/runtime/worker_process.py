@@ -37,6 +37,7 @@ from podium.runtime.calls import Call, Outbox, Wanted, cause_of
 from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.endpoint import Returns, endpoints_of
 from podium.runtime.messages import Failure
+from podium.runtime.profiling import Profile, Recorded
 from podium.runtime.worker import Bound, Worker, WorkerContext, current_context
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class WorkerProcess:
         self._loop_thread: threading.Thread | None = None
         self._pool = ThreadPoolExecutor(32, "podium-concurrent")
         self._functions: dict[tuple[str, str], _Function] = {}
+        self._recorded: dict[tuple[str, str], Recorded] = {}
         self._owns_process_group = False
         self._record: Any = None
         self._outbox = Outbox(self._keep)
@@ -201,7 +203,8 @@ class WorkerProcess:
             spec = endpoints_of(type(worker)).get(method)
             returns = (spec.returns if spec else None) or self._returns.get(target)
             keeps = f"{target}.{method} of rank {worker.ctx.rank} on {worker.ctx.node}" if returns == "ref" else ""
-            found = _Function(getattr(worker, method), worker.ctx, spec.reads if spec else "tensor", keeps)
+            call = self._recorded.get((target, method)) or getattr(worker, method)
+            found = _Function(call, worker.ctx, spec.reads if spec else "tensor", keeps)
         self._functions[target, method] = found
         return found
 
@@ -261,9 +264,10 @@ class WorkerProcess:
         distributed: bool | None,
         returns: Returns = "value",
         debug: bool = False,
+        profile: Profile | None = None,
     ) -> None:
         """Join the process group if there is one to join, and make the worker. ``debug`` logs what is made and called
-        here from now on."""
+        here from now on. ``profile`` says which calls of the worker are recorded."""
         if debug:
             self._log_calls()
         self._returns[name] = returns
@@ -278,6 +282,11 @@ class WorkerProcess:
         finally:
             current_context.reset(token)
         _log.debug("%s of %s is made on rank %d", bound.cls.__name__, name, context.rank)
+        if profile is None or context.rank not in profile.ranks:
+            return
+        for method in profile.calls:
+            if (call := getattr(self.workers[name], method, None)) is not None:
+                self._recorded[name, method] = Recorded(call, profile, f"{name}-{context.rank}-{method}")
         self._functions.clear()
 
     def _log_calls(self) -> None:

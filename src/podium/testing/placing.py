@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerStartError
-from podium.runtime import Cluster, Colocated, Mesh, Worker, colocate, endpoint
+from podium.runtime import Cluster, Colocated, Mesh, Profile, Worker, colocate, endpoint
 from podium.telemetry import WorkerLost, WorkerStarted, subscribe
 from podium.testing.target import need, refuses
 from podium.testing.workers import Counter, Keeper, Place, Probe, RaisesOn, Sleeper
@@ -231,6 +232,25 @@ class PlacingContract:
         assert records[0] == "told.add begins on rank 0"
         assert re.fullmatch(r"told\.add is ok on rank 0 after [\d.]+ ms", records[1])
         assert len(records) == 2
+
+    def test_chosen_calls_of_chosen_ranks_are_recorded(self, cluster: Cluster, tmp_path: Path) -> None:
+        profile = Profile(calls=["double", "nap"], ranks=[1], count=2, directory=tmp_path / "traces")
+        group = cluster.start(Sleeper.bind(), cluster.pool(2), name="told_on", profile=profile, distributed=False)
+        for _ in range(4):
+            assert group.double(torch.ones(3))[1].tolist() == [2.0] * 3
+            group.nap(0.0)
+            group.note("x")
+        names = sorted(path.name for path in (tmp_path / "traces").iterdir())
+        assert names == [f"told_on-1-{method}-{number}.json" for method in ("double", "nap") for number in (1, 2)]
+        trace = (tmp_path / "traces" / "told_on-1-double-1.json").read_text()
+        assert "aten::mul" in trace
+        for wrong, says in (
+            (Profile(calls=["duble"]), r"'duble' is no endpoint here; did you mean 'double'\?"),
+            (Profile(calls="double"), r"expected a list of endpoints, as in \['update'\]"),
+            (Profile(calls=["double"], ranks=[0, 2]), "the group has 2 ranks, and no rank 2"),
+            (Profile(calls=["double"], count=0), "count 1 or more"),
+        ):
+            refuses(ConfigError, says, cluster.start, Sleeper.bind(), cluster.pool(2), profile=wrong)
 
     def test_threads_are_the_slots_share_of_the_cores(self, cluster: Cluster) -> None:
         cores = int(cluster.nodes[0].resources["cpu"])
