@@ -97,6 +97,8 @@ class Roles:
                     "(algorithm.loss), or lower the learning rate; with optim.non_finite = error a run ends at the "
                     "first such step"
                 )
+            if skipped:
+                emit(Note(f"{skipped} of the {steps} optimizer steps of the {role} were skipped: no finite gradient"))
 
     def _progress(self) -> dict[str, list[Progress]]:
         """By trained role, the progress of each rank."""

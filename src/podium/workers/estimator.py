@@ -91,7 +91,7 @@ class Estimator(Worker):
         mask = batch.jagged(fields.LOSS_MASK)
         lengths_B = sampled_counts(mask).float()
         figures = {metrics.LENGTH_MEAN: float(lengths_B.mean()), metrics.LENGTH_MAX: float(lengths_B.max())}
-        if fields.OLD_LOGPROBS in batch:
+        if fields.OLD_LOGPROBS in batch and bool(mask.values.any()):
             columns = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
             old_N, rollout_N = (batch.jagged(name).values[mask.values] for name in columns)
             apart_N = (old_N - rollout_N).abs()

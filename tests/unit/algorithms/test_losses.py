@@ -294,6 +294,9 @@ def by_row(inputs, config):
 def a_metric_of_rows(inputs, config):
     return TokenLoss(-inputs.logprobs_N, {"rows": inputs.row_means(inputs.logprobs_N)})
 
+def a_number(inputs, config):
+    return TokenLoss(-inputs.logprobs_N, {"mean": 0.5})
+
 def detached(inputs, config):
     return TokenLoss(-inputs.old_logprobs_N * inputs.advantages_N)
 """
@@ -306,6 +309,7 @@ def detached(inputs, config):
         ("a_mean", r"returned loss_N of shape \[\]; expected one value a token, \[40\]"),
         ("by_row", r"returned loss_N of shape \[1\]"),
         ("a_metric_of_rows", r"returned rows of shape \[1\]"),
+        ("a_number", "returned mean as float; expected a tensor of one value a token"),
         ("detached", r"loss_N without a gradient: it must be computed from inputs\.logprobs_N"),
     ],
 )

@@ -99,7 +99,12 @@ def _check(loss: object, inputs: LossInputs, who: str) -> None:
     if not isinstance(loss, TokenLoss):
         raise DataError(f"{who} returned {type(loss).__name__}; expected TokenLoss")
     expected = inputs.logprobs_N.shape
-    for name, column_N in {"loss_N": loss.loss_N, **loss.metrics, **loss.maxima}.items():
+    columns: dict[str, object] = {"loss_N": loss.loss_N, **loss.metrics, **loss.maxima}
+    for name, column_N in columns.items():
+        if not isinstance(column_N, Tensor):
+            raise DataError(
+                f"{who} returned {name} as {type(column_N).__name__}; expected a tensor of one value a token"
+            )
         if column_N.shape != expected:
             raise DataError(
                 f"{who} returned {name} of shape {list(column_N.shape)}; expected one value a token, {list(expected)}"
