@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import podium
 from podium import Cluster
 from podium.backends.files import LAST_LINES, Files, Log
 from podium.backends.local import LocalBackend
 from podium.backends.local.shared_memory import Lease, SegmentPool
-from podium.testing.workers import Stash
+from podium.errors import ConfigError
+from podium.testing.workers import Counter, Stash
 
 
 def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
@@ -87,3 +90,21 @@ def test_what_is_put_is_stored_once_for_all_groups_and_freed(monkeypatch: pytest
         del put
         assert groups[0].seen() == [0]
         assert not backend.segments.kept()
+
+
+def test_the_command_of_chosen_ranks_begins_with_a_prefix_which_may_report_at_the_end(tmp_path: Path) -> None:
+    prefix = ["sh", "-c", f'"$@"; sleep 0.3; echo $? > {tmp_path}/report', "profiler", "env", "PROFILED=yes"]
+    with podium.connect("local", preload=()) as cluster:
+        group = cluster.start(Counter.bind(), cluster.pool(2), options={"prefix": {1: prefix}}, distributed=False).group
+        assert group.run(_profiled) == [None, "yes"]
+        group.close()
+        assert (tmp_path / "report").read_text() == "0\n"
+        for wrong in (["nsys"], {0: "nsys profile"}):
+            with pytest.raises(ConfigError, match=r"expected the beginning of a command by rank"):
+                cluster.start(Counter.bind(), options={"prefix": wrong})
+        with pytest.raises(ConfigError, match="there is no command 'no-such-profiler' on this machine"):
+            cluster.start(Counter.bind(), options={"prefix": {0: ["no-such-profiler"]}})
+
+
+def _profiled(worker: Counter) -> str | None:
+    return os.environ.get("PROFILED")

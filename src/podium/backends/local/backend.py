@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from podium.backends.files import Files
 from podium.backends.local.io import IoLoop
@@ -116,6 +116,20 @@ class LocalBackend(Backend):
         self.io = IoLoop()
         self._serving = threading.Lock()
         self._server = self._new_server()
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """The option ``prefix`` begins the command of a rank's process: ``{0: ["nsys", "profile", "-o", "rank0"]}``."""
+        super().check_options({name: value for name, value in options.items() if name != "prefix"})
+        prefix = cast("dict[Any, Any]", options.get("prefix", {}))
+        lines = list(prefix.values()) if isinstance(prefix, dict) else [""]  # pyright: ignore[reportUnnecessaryIsInstance]
+        if any(isinstance(line, str) for line in lines):
+            raise ConfigError(
+                f"start(options={{'prefix': {prefix!r}}}): expected the beginning of a command by rank, as in "
+                "{0: ['nsys', 'profile', '-o', 'rank0']}"
+            )
+        for line in lines:
+            if line and shutil.which(line[0]) is None:
+                raise ConfigError(f"start(options={{'prefix': ...}}): there is no command {line[0]!r} on this machine")
 
     # -- contract ------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalProcess", "Outbox"]
 
 KILL_S = 10.0
+REPORT_S = 60.0
 
 EARLY = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_", "PYTHON")
 """Names of variables that libraries read when they are loaded. A worker with one starts in a new interpreter."""
@@ -68,6 +69,7 @@ class LocalProcess(ProcessHandle):
         self._segments = backend.segments
         self._token = token
         self._on_death = on_death
+        self._shut_down = False
         self._pending: dict[int, Callable[[Reply], None]] = {}
         self._calls, calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -78,9 +80,13 @@ class LocalProcess(ProcessHandle):
         backend.processes[token] = self
         backend.io.watch(self._calls.fileno(), self._on_readable, self._calls_out.flush)
         backend.io.watch(self._control.fileno(), lambda: True, self._control_out.flush)
-        env, fresh = environment_of(spec, backend.accelerators), any(name.startswith(EARLY) for name in spec.env)
+        env, self._prefix = (
+            environment_of(spec, backend.accelerators),
+            spec.options.get("prefix", {}).get(spec.rank, ()),
+        )
+        fresh = self._prefix or any(name.startswith(EARLY) for name in spec.env)
         settings = (tuple(Surroundings.here(spec.threads)), backend.store_options)
-        order = pickle.dumps(("start", token, env, fresh, str(self.log.path), *settings))
+        order = pickle.dumps(("start", token, env, self._prefix if fresh else None, str(self.log.path), *settings))
         with calls, control:
             try:
                 server.tell(order, calls.fileno(), control.fileno())
@@ -100,10 +106,13 @@ class LocalProcess(ProcessHandle):
             if self.ended.is_set():  # just now: it was forgotten before it held these
                 self._segments.forget(self._token)
                 return
+        self._shut_down = self._shut_down or (not request.target and request.method == "shutdown")
         self._pending[request.number] = done
         (self._control_out if request.concurrent else self._calls_out).send(message, leases)
 
     def kill(self) -> None:
+        if self._prefix and self._shut_down:  # a profiler writes its report after the process that it ran has ended
+            self._reported.wait(REPORT_S)
         if self.ended.is_set():
             return
         with contextlib.suppress(OSError):  # the server is gone, and its children with it

@@ -15,6 +15,7 @@ import pickle
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -72,8 +73,11 @@ def _serve(supervisor: Supervisor, connection: socket.socket) -> None:
             os.close(fd)
 
 
-def _become_worker_process(fds: list[int], env: dict[str, str], fresh: bool, log_path: str, *settings: Any) -> NoReturn:
-    """Run a worker process in this fork, or in a new interpreter if ``fresh``. ``settings`` are for :mod:`child`."""
+def _become_worker_process(
+    fds: list[int], env: dict[str, str], prefix: Sequence[str] | None, log_path: str, *settings: Any
+) -> NoReturn:
+    """Run a worker process in this fork, or in a new interpreter, whose command begins with ``prefix``, unless this is
+    None. ``settings`` are for :mod:`child`."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -82,8 +86,9 @@ def _become_worker_process(fds: list[int], env: dict[str, str], fresh: bool, log
             with contextlib.suppress(OSError):
                 os.close(fd)
     os.environ.update(env)
-    if fresh:
+    if prefix is not None:
         for fd in fds:
             os.set_inheritable(fd, True)
-        os.execv(sys.executable, command("podium.backends.local.child", fds, *settings))
+        line = [*prefix, *command("podium.backends.local.child", fds, *settings)]
+        os.execvp(line[0], line)
     child.main(fds, *settings)
