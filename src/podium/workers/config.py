@@ -35,7 +35,7 @@ class LoraConfig:
     step refuses it."""
     targets: tuple[str, ...] = ()
     """The linear layers and embeddings with these names get adapters. A layer that shares its weight with another one
-    is refused. An empty list means all linear layers except the output layer."""
+    is refused. An empty list means all linear layers, experts among them, except the output layer."""
 
 
 @section("model")

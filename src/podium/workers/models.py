@@ -3,6 +3,7 @@
 import difflib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -337,7 +338,8 @@ def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTra
         target_modules=list(lora.targets) or "all-linear",
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # peft's own patterns, for experts
         torch.manual_seed(seed)
         try:
             return cast(PreTrainedModel, peft.get_peft_model(model, settings))

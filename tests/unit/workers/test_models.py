@@ -77,12 +77,20 @@ def test_saved_models_load_with_transformers_in_the_dtype_they_had(tmp_path: Pat
 
 
 UNTIED = {**SHAPE, "tie_word_embeddings": False}
+EXPERTS = {name: value for name, value in UNTIED.items() if name != "head_dim"}
+EXPERTS |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.mark.parametrize(
     ("shape", "targets"),
-    [(SHAPE, ()), (UNTIED, ("lm_head",)), (UNTIED, ("embed_tokens",)), (UNTIED, ("embed_tokens", "lm_head", "q_proj"))],
-    ids=["all-linear", "head", "embedding", "both"],
+    [
+        (SHAPE, ()),
+        (UNTIED, ("lm_head",)),
+        (UNTIED, ("embed_tokens",)),
+        (UNTIED, ("embed_tokens", "lm_head", "q_proj")),
+        (EXPERTS, ()),
+    ],
+    ids=["all-linear", "head", "embedding", "both", "experts"],
 )
 def test_adapters_train_alone_and_merge_into_the_weights(
     tmp_path: Path, shape: dict[str, Any], targets: tuple[str, ...]

@@ -11,7 +11,7 @@ from podium.workers.weight_sync.buckets import Piece, WeightInfo, cut
 
 __all__ = ["WholeWeights", "full_weights"]
 
-_BASE_LAYER = ".base_layer."
+_BASE_LAYER = ".base_layer"
 _ADAPTER = "lora_"
 
 
@@ -29,13 +29,14 @@ class WholeWeights:
 
     def __init__(self, model: nn.Module) -> None:
         inner = plain_model(model)
+        # peft wraps a module once for each of its parameters that have adapters: experts twice, other layers once.
         self._layers = {
-            f"{name}.weight": cast(Any, module)
+            f"{_own_name(name)}.{getattr(module, 'parameter_name', 'weight')}": cast(Any, module)
             for name, module in inner.named_modules()
             if hasattr(module, "get_delta_weight")
         }
         tensors = (*inner.named_parameters(), *_persistent_buffers(inner))
-        self._named = {name.replace(_BASE_LAYER, "."): tensor for name, tensor in tensors if _ADAPTER not in name}
+        self._named = {_own_name(name): tensor for name, tensor in tensors if _ADAPTER not in name}
         self._held: tuple[str, Tensor] | None = None  # a gathered tensor of which the next bucket has more pieces
         self.tensors = list(self._named.values())
         self.manifest = tuple(WeightInfo(name, tuple(t.shape), t.element_size()) for name, t in self._named.items())
@@ -78,6 +79,11 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield info.name, weights.gather(info.name)
 
 
+def _own_name(name: str) -> str:
+    """The name that a module or a tensor has without adapters."""
+    return name.replace(_BASE_LAYER, "")
+
+
 def _whole(tensor: Tensor) -> Tensor:
     value = tensor.detach()
     return cast(Any, value).full_tensor() if hasattr(value, "full_tensor") else value
@@ -88,7 +94,13 @@ def _delta(layer: Any, adapter: str, dtype: torch.dtype) -> Tensor:
         down, up = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
     else:
         down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    delta = (_whole(up).float() @ _whole(down).float()) * layer.scaling[adapter]
+    down, up = _whole(down).float(), _whole(up).float()
+    if (experts := getattr(layer, "num_experts", 1)) > 1:
+        down = down.view(experts, -1, down.shape[1])
+        up = up.view(len(up), -1, experts).permute(2, 0, 1)
+        delta = (up @ down) * layer.scaling[adapter]
+        return (delta if layer._did_swap_in_out_features else delta.mT).to(dtype)
+    delta = (up @ down) * layer.scaling[adapter]
     return (delta.T if embedding or layer.fan_in_fan_out else delta).to(dtype)
 
 
