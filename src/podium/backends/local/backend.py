@@ -14,6 +14,7 @@ import itertools
 import os
 import pickle
 import resource
+import shutil
 import signal
 import socket
 import subprocess

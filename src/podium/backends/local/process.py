@@ -80,10 +80,8 @@ class LocalProcess(ProcessHandle):
         backend.processes[token] = self
         backend.io.watch(self._calls.fileno(), self._on_readable, self._calls_out.flush)
         backend.io.watch(self._control.fileno(), lambda: True, self._control_out.flush)
-        env, self._prefix = (
-            environment_of(spec, backend.accelerators),
-            spec.options.get("prefix", {}).get(spec.rank, ()),
-        )
+        env = environment_of(spec, backend.accelerators)
+        self._prefix = spec.options.get("prefix", {}).get(spec.rank, ())
         fresh = self._prefix or any(name.startswith(EARLY) for name in spec.env)
         settings = (tuple(Surroundings.here(spec.threads)), backend.store_options)
         order = pickle.dumps(("start", token, env, self._prefix if fresh else None, str(self.log.path), *settings))
