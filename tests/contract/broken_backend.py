@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ from unittest import mock
 from podium import supervisor
 from podium.backends.local import LocalBackend, server
 from podium.backends.local.process import LocalProcess
-from podium.backends.process import command
-from podium.errors import ConfigError
+from podium.backends.process import Surroundings, command
+from podium.errors import ConfigError, SerializationError
 from podium.runtime import Death, Node, Place, ProcessHandle, ProcessSpec, Reply, Request
 from podium.runtime.messages import OnDeath
 
@@ -41,6 +42,7 @@ FAULTS: dict[str, str] = {
     "ignores threads": "test_a_worker_computes_with_the_threads_of_its_slot",
     "ignores env": "test_workers_get_their_environment",
     "sets env late": "test_if_one_process_does_not_start_none_is_left",
+    "stays where it was": "test_a_worker_works_where_the_controller_does",
     "belongs to one thread": "test_any_thread_may_start_and_close",
     "starts some of a group": "test_if_one_process_does_not_start_none_is_left",
     "ignores start limits": "test_a_start_ends_at_its_limit_and_leaves_nothing",
@@ -54,6 +56,8 @@ FAULTS: dict[str, str] = {
     "has no clock": "test_times_are_those_of_the_call",
     "waits too long": "test_waiting_less_long_does_not_cancel",
     "does not wake": "test_waiting_ends_when_it_is_asked_to",
+    "packs with errors of its own": "test_an_unpicklable_constructor_argument_is_named",
+    "loses shutdown": "test_closing_a_group_calls_its_workers_close_and_refuses_calls",
     "sends late": "test_what_the_caller_changes_after_submitting_is_not_seen",
     # -- ends
     "kills later": "test_kill_returns_when_the_end_was_reported",
@@ -152,6 +156,10 @@ class BrokenBackend(LocalBackend):
             case "sets env late":
                 with mock.patch("podium.backends.local.process.EARLY", ("nothing is set early",)):
                     yield
+            case "stays where it was":
+                elsewhere = Surroundings(1, "/", sys.path[1:])
+                with mock.patch.object(Surroundings, "here", lambda threads: elsewhere):
+                    yield
             case _:
                 yield
 
@@ -166,6 +174,12 @@ class BrokenBackend(LocalBackend):
             case "reports ends twice":
                 on_death(rank, death)
         on_death(rank, death)
+
+    def pack(self, value: Any, readers: int) -> Any:
+        try:
+            return super().pack(value, readers)
+        except SerializationError as error:
+            raise TypeError if self.fault == "packs with errors of its own" else error from error
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
         return super().wait(ended, None if self.fault == "waits too long" else timeout_s)
@@ -213,6 +227,8 @@ class BrokenProcess(ProcessHandle):
                 return
             case "sends late" if request.target:
                 threading.Timer(0.2, self._real.invoke, (request, heard)).start()
+                return
+            case "loses shutdown" if request.method == "shutdown":
                 return
         self._real.invoke(request, heard)
         if self._fault == "waits in invoke" and request.target:

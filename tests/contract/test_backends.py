@@ -29,4 +29,4 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 class TestBackends(BackendContract):
-    pass
+    limit_s = 240.0  # actors of Ray start slowly beside other tests

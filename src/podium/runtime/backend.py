@@ -51,9 +51,10 @@ class ProcessHandle(ABC):
 class Backend(ABC):
     """A place where worker processes run. ``capabilities`` is an attribute of the class, unless options change it.
 
-    When the controller ends, in whatever way, its worker processes and their children end within seconds. Worker
-    processes ignore the terminal's Ctrl-C, which is for the controller. What they print appears where the controller's
-    output goes, unless the backend has an option ``log_dir`` that says where else.
+    A worker process starts in the directory in which the controller is then, and imports from its ``sys.path``. When
+    the controller ends, in whatever way, its worker processes and their children end within seconds. Worker processes
+    ignore the terminal's Ctrl-C, which is for the controller. What they print appears where the controller's output
+    goes, unless the backend has an option ``log_dir`` that says where else.
     """
 
     capabilities: Capabilities

@@ -1,5 +1,6 @@
 """Contract: nodes, reservations and worker processes, as a backend itself gives them to the runtime."""
 
+import importlib
 import itertools
 import os
 import pickle
@@ -151,6 +152,15 @@ class ProcessContract:
         assert group.run(_threads) == [(1, 1)]
         group.close()
         cluster.release(pool)
+
+    def test_a_worker_works_where_the_controller_does(
+        self, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "found_by_path.py").write_text("FOUND = 'here'\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        group = cluster.start(Worker.bind(), distributed=False).group
+        assert group.run(_surroundings) == [(os.getcwd(), "here")]
 
     def test_any_thread_may_start_and_close(self, cluster: Cluster) -> None:
         done: list[list[int]] = []
@@ -352,6 +362,10 @@ def _wait_for_call(call: Any, caught: list[BaseException]) -> None:
 def _devices(worker: Worker) -> tuple[tuple[int, ...], str]:
     names = ("HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     return worker.ctx.devices, next(os.environ[name] for name in names if name in os.environ)
+
+
+def _surroundings(worker: Worker) -> tuple[str, str]:
+    return os.getcwd(), importlib.import_module("found_by_path").FOUND
 
 
 def _pid(worker: Worker) -> int:
