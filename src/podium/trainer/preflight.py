@@ -420,18 +420,21 @@ def memory_gib(
     hidden vectors for each token and layer (one with gradient checkpointing), and three copies of the logits. Keys and
     values are those of prompts and completions of the greatest length.
     """
-    width = _BYTES[config.model.dtype]
+    width, exact = _BYTES[config.model.dtype], _BYTES["float32"]
+    copies = exact if width < exact and config.optim.master_weights else 0  # adapters are float32 in any case
     shards = config.placement.ranks_of(next(iter(roles))) if config.parallel.strategy == "fsdp2" else 1
     kept = 1 if config.model.gradient_checkpointing else 16
     tokens = config.parallel.micro_batch_tokens
     parts: dict[str, float] = {}
     if "policy" in roles:
         parts["weights"] = size.parameters * width / shards
-        parts["gradients"] = size.trained * width / shards
-        parts["optimizer (AdamW)"] = 2 * size.trained * width / shards
+        parts["gradients"] = size.trained * exact / shards
+        parts["optimizer (AdamW)"] = 2 * size.trained * exact / shards
+        if copies and config.model.lora is None:
+            parts["float32 copies"] = size.trained * copies / shards
         parts["activations"] = tokens * (size.layers * size.hidden * kept + 3 * size.vocabulary) * 4
     if "critic" in roles:
-        parts["critic with optimizer"] = 4 * (critic or size).parameters * width / shards
+        parts["critic with optimizer"] = (width + 3 * exact + copies) * (critic or size).parameters / shards
     if "reference" in roles and config.model.lora is None:
         parts["reference weights"] = size.parameters * width / shards
     if "reward" in roles:

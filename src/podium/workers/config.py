@@ -53,8 +53,9 @@ class ModelConfig:
     tokenizer: str = ""
     """The tokenizer is loaded from this directory or hub name, or is made of single characters by chars:ALPHABET. An
     empty value means the tokenizer of model.path."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Parameters and the optimizer's state have this data type. parallel.precision sets that of matrix products."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameters have this data type. The optimizer's state and sums of gradients have float32, and parallel.precision
+    sets the type of matrix products."""
     attention: str = Field(default="auto", min_length=1)
     """Transformers uses this attention implementation. auto means torch's scaled dot product attention (sdpa), or eager
     where the model needs what sdpa lacks, such as a soft cap."""
@@ -119,6 +120,9 @@ class OptimConfig:
     """AdamW adds this value to the divisor of each update, so that it never divides by zero."""
     weight_decay: float = Field(default=0.0, ge=0, le=10)
     """AdamW shrinks matrices by lr * weight_decay at each step. Norms and biases do not decay."""
+    master_weights: bool = True
+    """Parameters in bfloat16 have copies in float32, which take the updates. false saves their memory and rounds each
+    updated parameter up or down at random, so that updates count on average."""
     grad_clip: float = Field(default=1.0, ge=0, le=1e9)
     """Gradients with a larger global norm are scaled down to this norm. 0 turns clipping off."""
     warmup_steps: int = Field(default=0, ge=0, le=10**9)

@@ -24,6 +24,7 @@ from podium.errors import DataError, PodiumError
 from podium.workers.apart import choose_batching
 from podium.workers.config import OptimConfig, ParallelConfig
 from podium.workers.micro_batches import MicroBatch, cut, empty_micro_batch
+from podium.workers.optimizer import Optimizer
 from podium.workers.parallel import make_parallel
 from podium.workers.scoring import run_model
 
@@ -88,7 +89,7 @@ class TrainEngine:
         self.optimizer = None
         if optim is not None:
             optim.learning_rate(0)  # a schedule without an end fails here, not at the first step
-            self.optimizer = _make_optimizer(self.model, optim)
+            self.optimizer = Optimizer(self.model, optim, self.parallel.sums)
         self.step_count = 0
         self.skipped_count = 0
 
@@ -158,9 +159,7 @@ class TrainEngine:
             if self.optim.grad_clip and norm > self.optim.grad_clip:
                 for gradient in self.parallel.gradients():
                     gradient.mul_(self.optim.grad_clip / norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
+            self.optimizer.update(rate, self.step_count)
         self.step_count += 1
         self.skipped_count += skipped
         total, metrics = self._gather(parts)
@@ -201,22 +200,3 @@ class TrainEngine:
         largest = table[:, 2 + len(sums) :].amax(0)
         joined = PartialMetrics(weight, dict(zip(sums, added, strict=True)), dict(zip(maxima, largest, strict=True)))
         return float(loss), joined.means()
-
-
-def _make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Make AdamW with its state, so that a checkpoint can be read into it before the first step."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
-    for parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer

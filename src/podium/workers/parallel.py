@@ -22,7 +22,12 @@ T = TypeVar("T")
 
 
 class DataParallel(ABC):
-    """The ranks that train one model, each with the module ``model`` to call."""
+    """The ranks that train one model, each with the module ``model`` to call.
+
+    Attributes:
+        sums: The gradients in float32 of trained parameters of another data type, added up over micro-batches. Such a
+            parameter holds no gradient itself.
+    """
 
     equal_passes: ClassVar[bool]
     """Whether all ranks must make the same number of forward and backward passes."""
@@ -30,7 +35,17 @@ class DataParallel(ABC):
     def __init__(self, model: nn.Module, world_size: int) -> None:
         self.model = model
         self.world_size = world_size
+        self.sums: dict[nn.Parameter, Tensor] = {}
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in self._trained:
+            if parameter.dtype != torch.float32:
+                parameter.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, parameter: Tensor) -> None:
+        """Move the gradient of one micro-batch into the sum."""
+        assert parameter.grad is not None
+        self.sums[cast(nn.Parameter, parameter)].add_(parameter.grad)
+        parameter.grad = None
 
     @abstractmethod
     def prepare(self) -> None:
@@ -61,8 +76,8 @@ class DataParallel(ABC):
 
 
 class Replicate(DataParallel):
-    """A whole model on each rank. Gradients are views of one flat buffer for each dtype, so that adding them up is one
-    all-reduce, their norm one kernel, and no gradient is ever copied."""
+    """A whole model on each rank. Gradients are views of one flat float32 buffer for each dtype of parameters, so that
+    adding them up is one all-reduce, and their norm one kernel. float32 gradients are never copied."""
 
     equal_passes = False
 
@@ -73,9 +88,12 @@ class Replicate(DataParallel):
         for dtype in dict.fromkeys(p.dtype for p in self._trained):
             parameters = [p for p in self._trained if p.dtype == dtype]
             sizes = [p.numel() for p in parameters]
-            self._flat.append(torch.zeros(sum(sizes), dtype=dtype, device=parameters[-1].device))
-            views = self._flat[-1].split(sizes)
-            self._views += [(p, view.view_as(p)) for p, view in zip(parameters, views, strict=True)]
+            self._flat.append(torch.zeros(sum(sizes), dtype=torch.float32, device=parameters[-1].device))
+            views = [(p, view.view_as(p)) for p, view in zip(parameters, self._flat[-1].split(sizes), strict=True)]
+            if dtype == torch.float32:
+                self._views = views
+            else:
+                self.sums |= dict(views)
 
     def prepare(self) -> None:
         for flat in self._flat:
@@ -109,7 +127,7 @@ class FullyShard(DataParallel):
         if not dist.is_initialized():
             raise ConfigError("parallel.strategy=fsdp2 needs torch.distributed; start the worker on a cluster's pool")
         mesh = init_device_mesh(device.type, (world_size,))
-        policy = MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         if precision != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
         for layer in decoder_layers(model):
@@ -121,17 +139,22 @@ class FullyShard(DataParallel):
                 shard.set_gradient_divide_factor(1.0)
                 shard.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         super().__init__(model, world_size)
+        low = [p for p in self._trained if p.dtype != torch.float32]
+        self.sums |= {p: torch.zeros_like(p, dtype=torch.float32) for p in low}
 
     def prepare(self) -> None:
         for parameter in self._trained:
             parameter.grad = None
+        for gradient in self.sums.values():
+            gradient.zero_()
 
     def reduce(self) -> Tensor:
         norm = torch.nn.utils.get_total_norm(self.gradients())
         return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def gradients(self) -> Sequence[Tensor]:
-        return [p.grad for p in self._trained if p.grad is not None]
+        own = [p.grad for p in self._trained if p.grad is not None]
+        return [*own, *self.sums.values()]
 
 
 def make_parallel(
