@@ -305,7 +305,8 @@ class Cluster:
             returns: Default for endpoints that do not set ``returns``. "ref" leaves the tensors of results with the
                 workers.
             seed: Seed of the group, from which each rank's ``ctx.seed`` follows.
-            profile: Calls to record with torch.profiler. Colocated workers record those that they have.
+            profile: Calls to record with torch.profiler. Colocated workers record those that they have;
+                "policy.update" means one of them.
 
         Raises:
             WorkerStartError: A process or a constructor failed. What had started is ended.
@@ -335,13 +336,14 @@ class Cluster:
             if into is not None:
                 processes = shared = _processes_of(into, pool, how)
                 meshes = _with_default(meshes, processes.size)
+                _check_profile(profile, bounds, processes.size)
             else:
                 pool = pool if pool is not None else self.pool(detached=detached)
                 self._check(pool, how)
                 meshes = _with_default(meshes, len(pool))
+                _check_profile(profile, bounds, len(pool))
                 threads = self._threads(pool)
                 processes = own = ProcessSet(self._backend, self._watch, pool, label, threads, how)
-            _check_profile(profile, bounds, processes.size)
             handles: dict[str, WorkerHandle] = {}
             for role_name, bound in bounds.items():
                 role = Role(bound, meshes, timeout_s, returns, int(seed), profile)
@@ -542,7 +544,8 @@ def _kind(value: object) -> str:
 
 def _check_profile(profile: Profile | None, bounds: Mapping[str, Bound[Any]], ranks: int) -> None:
     if profile is not None:
-        profile.check([method for bound in bounds.values() for method in endpoints_of(bound.cls)], ranks)
+        methods = [(name, method) for name, bound in bounds.items() for method in endpoints_of(bound.cls)]
+        profile.check([*(method for _, method in methods), *map(".".join, methods)], ranks)
 
 
 def _is_colocated(worker: object) -> bool:

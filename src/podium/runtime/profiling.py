@@ -17,7 +17,7 @@ class Profile:
     """Which calls of a group torch.profiler records: ``cluster.start(..., profile=Profile(calls=["update"]))``.
 
     Attributes:
-        calls: Names of the endpoints.
+        calls: Names of the endpoints, or "role.endpoint" for one of several colocated workers.
         ranks: Ranks that record.
         skip: Number of calls of each endpoint before the first that is recorded.
         count: Number of calls of each endpoint to record.

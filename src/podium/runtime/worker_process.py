@@ -284,8 +284,8 @@ class WorkerProcess:
         _log.debug("%s of %s is made on rank %d", bound.cls.__name__, name, context.rank)
         if profile is None or context.rank not in profile.ranks:
             return
-        for method in profile.calls:
-            if (call := getattr(self.workers[name], method, None)) is not None:
+        for role, _, method in (call.rpartition(".") for call in profile.calls):
+            if role in ("", name) and (call := getattr(self.workers[name], method, None)) is not None:
                 self._recorded[name, method] = Recorded(call, profile, f"{name}-{context.rank}-{method}")
         self._functions.clear()
 

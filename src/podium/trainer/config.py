@@ -62,6 +62,9 @@ class RunConfig:
     """The run in this directory is resumed from its latest checkpoint."""
     timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
     """A call to workers fails when it takes longer than this many seconds."""
+    profile: tuple[str, ...] = ()
+    """torch.profiler records the second call of each of these endpoints on rank 0, given as ROLE.ENDPOINT, such as
+    policy.update."""
     show_samples: int = Field(default=0, ge=0, le=10**6)
     """The terminal shows this many completions after each step."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PlacementError, PodiumError
-from podium.runtime import Bound, Cluster, ResourcePool, Worker, colocate
+from podium.runtime import Bound, Cluster, Profile, ResourcePool, Worker, colocate
 from podium.telemetry import Note, emit
 from podium.trainer.config import InferenceConfig, PlacementConfig, PPOConfig, SFTConfig
 from podium.trainer.preflight import accelerators_each, check_placement
@@ -118,6 +119,9 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
         ConfigError: ``workers`` names a role that does not exist or that this configuration does not use, or holds
             something that is no worker.
     """
+    for call in config.run.profile:
+        if call.partition(".")[0] not in config.roles:
+            raise ConfigError(f"run.profile: {call!r} is not ROLE.ENDPOINT of a role here: {', '.join(config.roles)}")
     given = {**_ROLES, **(workers or {})}
     for role in workers or ():
         if role not in config.roles:
@@ -133,9 +137,12 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
 
 @contextmanager
 def started_roles(
-    cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
+    cluster: Cluster, config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None, traces: Path | None = None
 ) -> Iterator[Roles]:
     """Start every role where ``config.placement`` puts it, and end them with the block.
+
+    Args:
+        traces: Directory for the calls that ``config.run.profile`` records.
 
     Raises:
         ConfigError: There are several ranks on a backend without collectives, or ``workers`` does not fit.
@@ -145,7 +152,7 @@ def started_roles(
     bound = bind_roles(config, workers)
     check_placement(config, cluster.backend_name, cluster.capabilities)
     with ExitStack() as stack:
-        started = stack.enter_context(_started(cluster, config, bound))
+        started = stack.enter_context(_started(cluster, config, bound, traces))
         notes = [handle.note() for handle in started.values() if hasattr(handle, "note")]
         for note in dict.fromkeys(filter(None, notes)):
             emit(Note(note))
@@ -170,7 +177,9 @@ def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[tup
 
 
 @contextmanager
-def _started(cluster: Cluster, config: InferenceConfig, bound: Mapping[str, Bound[Any]]) -> Iterator[dict[str, Any]]:
+def _started(
+    cluster: Cluster, config: InferenceConfig, bound: Mapping[str, Bound[Any]], traces: Path | None = None
+) -> Iterator[dict[str, Any]]:
     """Start roles where ``config.placement`` puts them, and give their handles; end them with the block."""
     ranks = [count for _, count in config.processes]
     started: dict[str, Any] = {}
@@ -178,7 +187,9 @@ def _started(cluster: Cluster, config: InferenceConfig, bound: Mapping[str, Boun
         pool = stack.enter_context(_reserved(cluster, sum(ranks), config.placement))
         for (roles, _), place in zip(config.processes, pool.split(ranks), strict=True):
             together = colocate(**{role: bound[role] for role in roles})
-            handles = cluster.start(together, place, timeout_s=config.run.timeout_s)
+            calls = [call for call in config.run.profile if call.partition(".")[0] in roles]
+            profile = Profile(calls=calls, directory=traces or "profile") if calls else None
+            handles = cluster.start(together, place, timeout_s=config.run.timeout_s, profile=profile)
             started.update(handles)
             for handle in handles.values():
                 stack.push(partial(_close, handle))

@@ -171,7 +171,9 @@ class Trainer(ABC, Generic[C, E, R]):
         log_path = self.directory.logs / "reward.log"
         self.grader = stack.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
         self.grader.start()
-        self.roles = stack.enter_context(started_roles(cluster, config, self._workers))
+        self.roles = stack.enter_context(
+            started_roles(cluster, config, self._workers, (self.directory.path / "profile").absolute())
+        )
 
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed. Returns the last step that is finished."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import podium
-from podium.errors import PlacementError
+from podium.errors import ConfigError, PlacementError
 from podium.telemetry import WorkerStarted, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from tests.integration.training import tiny
@@ -29,6 +29,20 @@ def test_a_run_is_spread_over_nodes(tmp_path: Path) -> None:
     started = {event.role: event.node for event in events if isinstance(event, WorkerStarted)}
     assert started.keys() == {"policy+estimator", "generator"}
     assert set(started.values()) == {"node-0", "node-1"}
+
+
+def test_chosen_calls_leave_a_trace_in_the_run(tmp_path: Path) -> None:
+    run = {"steps": 2, "name": "recorded", "profile": ["policy.update"]}
+    PPOTrainer(tiny(GRPOConfig, tmp_path, run=run), cluster="inline", show=False).fit()
+    (trace,) = tmp_path.rglob("profile/*")
+    assert (trace.name, trace.parent.parent.name) == ("policy-0-update-1.json", "recorded")
+    for wrong, says in (
+        ("critic.update", r"run\.profile: 'critic\.update'"),
+        ("policy.updat", "'policy.updat' is no endpoint"),
+    ):
+        config = tiny(GRPOConfig, tmp_path, run={"steps": 1, "profile": [wrong]})
+        with pytest.raises(ConfigError, match=says):
+            PPOTrainer(config, cluster="inline", show=False).fit()
 
 
 def test_a_run_waits_for_cores_that_others_hold(tmp_path: Path) -> None:
