@@ -62,13 +62,13 @@ class MonarchBackend(Backend):
     """Args:
     preload: Modules that every worker process imports before its workers are made.
     log_dir: Directory for the output of each worker process, ``LABEL.log``. Default: a private directory.
-    echo: Also print that output here, each line with its worker's label.
+    echo: Also print that output here, each line with its worker's label. Default: unless there is a ``log_dir``.
     """
 
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True, exit_status=False)
 
     def __init__(
-        self, *, preload: Sequence[str] = ("torch",), log_dir: str | Path | None = None, echo: bool = False
+        self, *, preload: Sequence[str] = ("torch",), log_dir: str | Path | None = None, echo: bool | None = None
     ) -> None:
         self.preload = tuple(preload)
         self.accelerators = accelerators()
