@@ -478,8 +478,9 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
 
     whole = lay_out(model, spared=spared)
     settings: Any = whole.config.get_text_config()
-    heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
-    head_width = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    heads = getattr(settings, "num_attention_heads", 0)  # some models have states in place of attention
+    shared = getattr(settings, "num_key_value_heads", None) or heads
+    head_width = getattr(settings, "head_dim", None) or settings.hidden_size // max(1, heads)
     parameters = trained = sum(p.numel() for p in whole.parameters())
     if model.lora is not None:
         with torch.device("meta"):
@@ -490,6 +491,6 @@ def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
         trained=trained,
         layers=settings.num_hidden_layers,
         hidden=settings.hidden_size,
-        key_value_width=heads * head_width,
+        key_value_width=shared * head_width,
         vocabulary=settings.vocab_size,
     )

@@ -25,7 +25,7 @@ __all__ = ["Batching", "choose_batching", "interference"]
 Batching = Literal["packed", "padded", "equal"]
 """Rows share a forward pass end to end, or padded, or only with rows of their own length."""
 
-_LENGTHS: Final = (14, 9)  # the second row gets padding
+_LONGEST: Final = 14  # of the two rows, in tokens
 _MOST_IDS: Final = 1000  # a vocabulary begins with text; ids of images and the like come late
 
 
@@ -49,7 +49,7 @@ def choose_batching(
     reason = interference(model, device, precision)
     if not reason:
         return "padded", note
-    if other := interference(model, device, precision, lengths=_LENGTHS[:1] * 2):
+    if other := interference(model, device, precision, equal=True):
         raise ConfigError(f"{name} cannot take several rows in a forward pass: {other}")
     return "equal", f"{name} gets rows of one length at a time, because it cannot take padded ones: {reason}"
 
@@ -60,7 +60,7 @@ def interference(
     precision: torch.dtype,
     *,
     packed: bool = False,
-    lengths: Sequence[int] = _LENGTHS,
+    equal: bool = False,
 ) -> str:
     """Return why two rows that share a forward pass change one another; "" where they do not.
 
@@ -68,15 +68,18 @@ def interference(
 
     Args:
         precision: The data type of matrix products.
-        lengths: The rows have so many tokens, the longest first.
+        equal: Whether the rows are of one length, so that neither gets padding.
     """
     inner: Any = plain_model(model)
-    rows = _rows(inner.get_input_embeddings().weight.shape[0], lengths).to(device)
+    positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    longest = min(_LONGEST, positions or _LONGEST)
+    rows = _rows(inner.get_input_embeddings().weight.shape[0], (longest, longest if equal else longest * 2 // 3))
+    rows = rows.to(device)
     training = model.training
     model.eval()
     try:
         with torch.enable_grad(), autocast(device, precision):
-            alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(lengths))]
+            alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(rows))]
             try:
                 together, foreign = _pass(model, rows, packed=packed)
             except ConfigError as error:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from podium.errors import ConfigError
+from podium.rollout.engines import EngineConfig
+from podium.rollout.engines.transformers import TransformersEngine
+from podium.rollout.sampling import SamplingParams
+from podium.telemetry import Note, subscribe
+from podium.trainer import PPOConfig, PPOTrainer
 from podium.workers import LoraConfig, ModelConfig, OptimConfig, ParallelConfig, Policy, TrainEngine, load_model
 from podium.workers.apart import choose_batching, interference
 from podium.workers.attention import choose_attention
 from podium.workers.micro_batches import cut, plan
 from podium.workers.models import with_adapters
 from podium.workers.scoring import score_tokens
+from tests.integration.training import tiny
 from tests.unit.workers.families import APART, MIXING, make
 from tests.unit.workers.tiny import ADAPTED, TINY, oracle_logprobs, recorded
 
@@ -96,6 +103,24 @@ def test_rows_of_one_length_go_together_where_padding_changes_a_row() -> None:
     got = engine.evaluate(batch, compute, ("logprobs",))["logprobs"].values
     alone = torch.cat([oracle_logprobs(model, row) for row in batch.jagged("tokens").unbind()])
     assert torch.allclose(got, alone * batch.jagged("loss_mask").values, atol=1e-5)
+
+
+def test_models_of_few_positions_are_tried_on_shorter_rows() -> None:
+    assert interference(make("gpt2", n_positions=8), CPU, torch.float32, packed=True) == ""
+    engine = TransformersEngine(EngineConfig(), make("gpt2", n_positions=8, eos_token_id=None))
+    assert len(engine.generate([[5, 9, 3], [7]], SamplingParams(max_new_tokens=3), [0, 1])) == 2
+
+
+def test_a_run_shows_the_note_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParallelConfig, "packed", lambda self, device: True)
+    shape = {"model_type": "qwen3_5_text", **{k: v for k, v in MIXING["qwen3_5_text"].items() if k != "vocab_size"}}
+    config = tiny(PPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0}, model={"config": shape})
+    events: list[object] = []
+    forget = subscribe(events.append)
+    PPOTrainer(config, cluster="inline", show=False).fit()
+    forget()
+    said = "Qwen3_5ForCausalLM gets padded rows, because it cannot take packed ones"
+    assert sum(event.text.startswith(said) for event in events if isinstance(event, Note)) == 1
 
 
 def test_equal_rows_are_planned_by_length_and_budget() -> None:

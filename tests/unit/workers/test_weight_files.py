@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from podium.cli import main
 from podium.errors import ConfigError
 from podium.trainer.preflight import model_size
 from podium.workers import Critic, ModelConfig, load_model, load_tokenizer
 from podium.workers.weight_files import replaced_heads, stored_tensors
+from tests.integration.training import write_copy_task
 from tests.unit.workers.tiny import SHAPE, TINY
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -142,6 +144,21 @@ def test_a_corrupt_file_is_one_line(tmp_path: Path, check: Callable[[ModelConfig
     with pytest.raises(ConfigError, match=r"model\.safetensors") as caught:
         check(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], ["--backend", "inline"]], ids=["dry run", "run"])
+def test_the_command_line_answers_a_corrupt_file_in_one_line(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"nonsense")
+    write_copy_task(tmp_path)
+    capsys.readouterr()
+    assert main(["train", "sft", "--model.path", "./model", "--data.train", "copy.jsonl", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model.path = './model': model.safetensors cannot be read" in line
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_shard_that_the_index_names_and_nobody_copied_is_named(tmp_path: Path) -> None:

@@ -105,8 +105,9 @@ class TransformersEngine(ModelEngine):
         """Whether a prompt with padding beside a longer one gives the logits that it gives alone."""
         if getattr(self.model, "_is_stateful", False):
             return False
-        low = min(3, self.vocabulary - 1)
-        prompts = [[low + (7 * place) % (min(self.vocabulary, 1000) - low) for place in range(n)] for n in (14, 5)]
+        low, most = min(3, self.vocabulary - 1), min(16, self.positions or 16) - 2
+        text = [low + (7 * place) % (min(self.vocabulary, 1000) - low) for place in range(most)]
+        prompts = [text, text[: most // 3 + 1]]
         alone = torch.cat([self._logits([prompt]) for prompt in prompts])
         if same_within_rounding(self._logits(prompts), alone, next(self.model.parameters()).dtype):
             return True
