@@ -21,6 +21,7 @@ __all__ = ["HandleContract"]
 class HandleContract:
     asked = started(Probe.bind(bias=2.0), 2, name="asked", distributed=False)
     kept = started(Stash.bind(), 2, name="kept", distributed=False)
+    slow = started(Sleeper.bind(), 1, name="slow", distributed=False)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -47,14 +48,10 @@ class HandleContract:
         assert handle.group is asked.group
         assert handle.rank() == [0, 1]
 
-    def test_many_calls_are_awaited_at_once_and_each_callers_order_is_kept(
-        self, cluster: Cluster, agent: Agent
-    ) -> None:
+    def test_many_calls_are_awaited_at_once_and_each_callers_order_is_kept(self, agent: Agent, slow: Sleeper) -> None:
         assert agent.ask_many("echo_once", list(range(50))) == [list(range(50))] * 2
-        noting = cluster.start(Sleeper.bind(), name="noting", distributed=False)
-        agents = cluster.start(Agent.bind(noting), cluster.pool(2), distributed=False)
-        agents.group.run(_note_in_order, 40)
-        (history,) = noting.history()
+        agent.group.run(_note_in_order, slow, 40)
+        (history,) = slow.history()
         for rank in range(2):
             assert [label for label in history if label.startswith(f"{rank}:")] == [f"{rank}:{at}" for at in range(40)]
 
@@ -76,24 +73,22 @@ class HandleContract:
             assert isinstance(caught.value.__cause__, error)
         assert agent.ask("rank") == [[0, 1]] * 2
 
-    def test_an_argument_that_the_script_cannot_read_is_an_error_of_its_call(self, cluster: Cluster) -> None:
+    def test_an_argument_that_the_script_cannot_read_is_an_error_of_its_call(
+        self, cluster: Cluster, agent: Agent
+    ) -> None:
         need(cluster, "processes")
-        asked = cluster.start(Probe.bind(), name="read_by", distributed=False)
-        agent = cluster.start(Agent.bind(asked), distributed=False)
         for _ in range(2):
             with pytest.raises(EndpointError, match="not for the script") as caught:
                 agent.group.run(_ask_echo, _FarFromScript(os.getpid()).made)
             assert isinstance(caught.value.__cause__, SerializationError)
-        assert agent.ask("rank") == [[0]]
+        assert agent.ask("rank") == [[0, 1]] * 2
 
-    def test_deadlines_hold(self, cluster: Cluster) -> None:
-        sleeper = cluster.start(Sleeper.bind(), name="slow", distributed=False)
-        agent = cluster.start(Agent.bind(sleeper), distributed=False)
+    def test_deadlines_hold(self, agent: Agent, slow: Sleeper) -> None:
         says = r"slow\.sleep (passed its|took longer than its) deadline of 0\.2 s"
         with pytest.raises(EndpointError, match=says) as caught:
-            agent.ask("sleep", timeout_s=0.2, values=[1.0])
+            agent.ask("sleep", handle=slow, timeout_s=0.2, values=[1.0])
         assert isinstance(caught.value.__cause__, DeadlineExceeded)
-        assert agent.ask("double", values=[2]) == [[4]]
+        assert agent.ask("double", handle=slow, values=[2]) == [[4]] * 2
 
     def test_references_go_and_come(self, cluster: Cluster, kept: Stash) -> None:
         agent = cluster.start(Agent.bind(kept), name="keeper_of_refs", distributed=False)
@@ -192,8 +187,8 @@ def _begin_a_note(worker: Agent) -> None:
     worker.helper.note.submit("unheard")
 
 
-def _note_in_order(worker: Agent, count: int) -> None:
-    calls = [worker.helper.note.submit(f"{worker.ctx.rank}:{at}") for at in range(count)]
+def _note_in_order(worker: Agent, slow: Sleeper, count: int) -> None:
+    calls = [slow.note.submit(f"{worker.ctx.rank}:{at}") for at in range(count)]
     for call in calls:
         call.result()
 
