@@ -150,7 +150,10 @@ class Endpoint(Generic[P, Out]):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        signature = inspect.signature(self.spec.function)
+        try:
+            signature = inspect.signature(self.spec.function)
+        except ValueError:  # a function of C
+            return inspect.Signature()
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __repr__(self) -> str:
@@ -269,7 +272,7 @@ def _spec(function: Callable[..., Any], called: str, dispatch: Dispatch, **how: 
         raise ConfigError(f"{called}: shard(args=...) names {unknown}, but its parameters are {[*named]}")
     checked = type(dispatch).__module__ != shard.__module__
     return EndpointSpec(
-        name=function.__name__,
+        name=getattr(function, "__name__", called),
         names=tuple(named),
         required=frozenset(name for name, parameter in named.items() if parameter.default is parameter.empty),
         open_ended=len(named) < len(parameters),

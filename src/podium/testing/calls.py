@@ -5,6 +5,7 @@ import pdb
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -344,6 +345,9 @@ class CallContract:
         assert counter.group.run_on(-1, lambda worker: worker.ctx.rank) == 1
         assert counter.group.run(_sum, 1, 2, plus=3) == [6, 6]
         assert counter.group.run(getattr, "count") == counter.add(0)
+        assert counter.group.run(partial(_sum, plus=3), 1) == [4, 4]
+        assert counter.group.run(_Times(2), 4) == [8, 8]
+        assert "getattr" in repr(counter.group.function(getattr))
         refuses(ConfigError, r"run_on\(rank=2\)", counter.group.run_on, 2, _add_as_method, 4)
         with pytest.raises(EndpointError, match="ZeroDivisionError"):
             counter.group.run(lambda worker: 1 // 0)
@@ -382,6 +386,14 @@ def _sum(worker: Counter, *numbers: int, plus: int = 0) -> int:
 
 def _debug(worker: Counter) -> None:
     pdb.Pdb(nosigint=True).set_trace()
+
+
+class _Times:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, worker: Counter, value: int) -> int:
+        return self.factor * value
 
 
 def _rest(worker: Sleeper, seconds: float) -> None:
