@@ -33,6 +33,7 @@ FAULTS: dict[str, str] = {
     "expects another machine": "test_what_is_expected_without_a_start_is_what_there_is",
     "mixes up places": "test_a_reservation_has_the_places_asked_for_and_a_token_that_pickles",
     "token does not pickle": "test_a_reservation_has_the_places_asked_for_and_a_token_that_pickles",
+    "keeps what is released": "test_what_cannot_be_placed_is_refused_at_once_and_says_why",
     "one rendezvous for all": "test_a_rendezvous_is_a_new_one_each_time",
     "shows all devices": "test_devices_of_a_slot_and_no_others_are_visible",
     # -- start
@@ -55,6 +56,7 @@ FAULTS: dict[str, str] = {
     "wants every result": "test_a_result_that_nobody_wants_is_not_sent",
     "has no clock": "test_times_are_those_of_the_call",
     "waits too long": "test_waiting_less_long_does_not_cancel",
+    "waits in line": "test_waiting_ends_when_it_is_asked_to",
     "does not wake": "test_waiting_ends_when_it_is_asked_to",
     "packs with errors of its own": "test_an_unpicklable_constructor_argument_is_named",
     "loses shutdown": "test_closing_a_group_calls_its_workers_close_and_refuses_calls",
@@ -91,6 +93,8 @@ class BrokenBackend(LocalBackend):
         self._rendezvous = ""
         self._thread = threading.get_ident()
         self._closes = 0
+        self._line = threading.Lock()
+        self._kept: list[Place] = []
         with mock.patch("podium.backends.local.backend.command", partial(_command, fault)):
             super().__init__(preload=(), echo=fault != "loses output", nodes=3 if "order" in fault else 1)
         if fault == "ends at Ctrl-C" and threading.current_thread() is threading.main_thread():
@@ -106,11 +110,18 @@ class BrokenBackend(LocalBackend):
         nodes = [*super().nodes()]
         if self.fault == "nodes change their order":
             random.shuffle(nodes)
+        if self._kept:
+            cpus = sum(place.resources.get("cpu", 0.0) for place in self._kept)
+            nodes = [dataclasses.replace(node, taken={"a pool that was released": {"cpu": cpus}}) for node in nodes]
         return nodes
 
     def reserve(self, places: Sequence[Place], detached: bool) -> tuple[Any, Sequence[Place]]:
-        token = threading.Lock() if self.fault == "token does not pickle" else None
+        token = threading.Lock() if self.fault == "token does not pickle" else places
         return token, places[::-1] if self.fault == "mixes up places" else places
+
+    def release(self, token: Any) -> None:
+        if self.fault == "keeps what is released":
+            self._kept += token
 
     def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
         self._rendezvous = self._rendezvous or super().rendezvous(processes)
@@ -182,7 +193,8 @@ class BrokenBackend(LocalBackend):
             raise TypeError if self.fault == "packs with errors of its own" else error from error
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
-        return super().wait(ended, None if self.fault == "waits too long" else timeout_s)
+        with self._line if self.fault == "waits in line" else contextlib.nullcontext():
+            return super().wait(ended, None if self.fault == "waits too long" else timeout_s)
 
     def wake(self) -> None:
         if self.fault != "does not wake":

@@ -233,9 +233,10 @@ class ProcessContract:
         assert backend.wait(lambda: False, 0.2) in (True, False, None)
         assert backend.wait(lambda: True, None) in (True, False, None)
         over = threading.Event()
-        waiter = threading.Thread(target=backend.wait, args=(over.is_set, None))
+        waiter = threading.Thread(target=backend.wait, args=(over.is_set, None), daemon=True)
         waiter.start()
         time.sleep(0.1)
+        assert not (waiter.is_alive() and backend.wait(lambda: False, 2 * SOON_S)), "one thread delivers for all"
         over.set()
         backend.wake()
         waiter.join(SOON_S)
@@ -244,7 +245,7 @@ class ProcessContract:
         sleeper = cluster.start(Sleeper.bind(), distributed=False)
         call = sleeper.sleep.submit(60.0)
         caught: list[BaseException] = []
-        waiters = [threading.Thread(target=_wait_for_call, args=(call, caught)) for _ in range(3)]
+        waiters = [threading.Thread(target=_wait_for_call, args=(call, caught), daemon=True) for _ in range(3)]
         for waiter in waiters:
             waiter.start()
         time.sleep(0.2)
