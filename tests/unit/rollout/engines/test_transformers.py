@@ -109,10 +109,16 @@ def test_auto_takes_native_where_it_can_and_says_why_elsewhere(make_model: MakeM
             make_engine(EngineConfig(name="native"), model)
 
 
-def test_adapters_go_to_the_transformers_engine(make_model: MakeModel, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("qwen3", {"target_modules": ["q_proj"]}), ("qwen3_moe", {"target_parameters": ["mlp.experts.down_proj"]})],
+)
+def test_adapters_go_to_the_transformers_engine(
+    make_model: MakeModel, prompts: list[list[int]], family: str, targets: dict[str, list[str]]
+) -> None:
     peft = pytest.importorskip("peft")
-    model = make_model("qwen3")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    model = make_model(family)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**targets, r=2, init_lora_weights=False))
     engine = make_engine(EngineConfig(), adapted)
     assert isinstance(engine, TransformersEngine)
     params = SamplingParams(max_new_tokens=5)

@@ -103,7 +103,7 @@ def unsupported(model: nn.Module) -> str | None:
     if others := sorted({*(getattr(config, "layer_types", None) or ())} - _KINDS):
         return f"some of its layers are of the kind {', '.join(others)}"
     for name, module in model.named_modules():
-        if name.endswith("_proj") and type(module) is not nn.Linear:
+        if (name.endswith("_proj") and type(module) is not nn.Linear) or hasattr(module, "base_layer"):
             return f"{name} is a {type(module).__name__}, not a plain linear layer (merge adapters first)"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "its parameters are on several devices"
