@@ -250,6 +250,9 @@ class FarGroup:
         what = "stays with the script that started the group" if hasattr(WorkerGroup, name) else "is unknown"
         raise AttributeError(f"{self.name}.group.{name} {what}; a worker has .on(...), .name and .world_size here")
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a group stays with the script that started it; pass the handle")
+
     def on(self, ranks: Ranks) -> Any:
         """As :meth:`WorkerGroup.on`."""
         return WorkerHandle(self, ranks)

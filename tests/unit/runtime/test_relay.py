@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from typing import Any
 
 import pytest
 
-from podium.errors import DeadlineExceeded
-from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Wanted
+import podium
+from podium.errors import DeadlineExceeded, SerializationError
+from podium.runtime import Reply
+from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Relay, Wanted
+from podium.runtime.messages import Failure
+from podium.testing.workers import Counter
 
 
 def keep(label: str, value: Any) -> Any:
@@ -46,3 +51,22 @@ def test_a_call_is_handed_out_once_and_in_order_and_giving_up_comes_after() -> N
     assert first.result() == "done"
     outbox.close()
     assert outbox.take() is None
+
+
+def test_a_result_that_the_worker_cannot_read_is_an_error_of_its_call() -> None:
+    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    relay = Relay(None, lambda *request: asked.put(request), lambda payload: payload)
+    with podium.connect("inline") as cluster:
+        counter = cluster.start(Counter.bind(1), distributed=False)
+        relay.poll(3)
+        rank, method, _, heard = asked.get(timeout=10.0)
+        assert (rank, method) == (3, "take_call")
+        heard(Reply("ok", Wanted(7, counter.group.key, "counter.add", "add", values={"amount": 1}, timeout_s=9.0)))
+        requests = [asked.get(timeout=10.0) for _ in range(2)]
+        ((_, _, values, delivered),) = [request for request in requests if request[1] == "deliver"]
+        assert values == {"number": 7, "value": [2]}
+        delivered(Reply("error", Failure("SerializationError", "the class is unknown here", "", None, False)))
+        rank, method, values, _ = asked.get(timeout=10.0)
+        assert (rank, method, values["number"]) == (3, "deliver", 7)
+        assert isinstance(values["error"], SerializationError)
+        assert "the class is unknown here" in str(values["error"])

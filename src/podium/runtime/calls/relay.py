@@ -212,11 +212,19 @@ class Relay:
         rank, number = key
         self._calls.pop(key, None)
         try:
-            self._ask(rank, "deliver", {"number": number, "value": result()}, _unheard)
+            self._ask(rank, "deliver", {"number": number, "value": result()}, partial(self._delivered, key))
         except Exception as error:  # noqa: BLE001 - the worker raises it
             known = error if isinstance(error, PodiumError) else _translated(error)
             told = {"number": number, "error": known, "cause": _pickled(error.__cause__)}
             self._ask(rank, "deliver", told, _unheard)
+
+    def _delivered(self, key: tuple[int, int], reply: Reply) -> None:
+        if reply.status == "error":  # the worker cannot read the result
+            _in_thread(self._give_back, key, partial(self._refuse, reply))
+
+    def _refuse(self, reply: Reply) -> None:
+        failure: Failure = self._unpack(reply.payload)
+        raise SerializationError(failure.message)
 
 
 def cause_of(data: bytes | None) -> BaseException | None:
