@@ -21,7 +21,7 @@ from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, 
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import DataConfig, Example, check_data, end_of_turn
+from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runtime import Bound, Capabilities, Node, backend_class
 from podium.telemetry import Note, emit
 from podium.trainer.config import SCHEDULES, PPOConfig, SFTConfig
@@ -257,6 +257,8 @@ def with_stop_tokens(
     if sampling.stop_token_ids:
         return sampling
     from transformers import GenerationConfig
+
+    from podium.rollout.tasks import end_of_turn
 
     own = None
     if model.path:
