@@ -5,7 +5,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, cast
@@ -35,6 +35,7 @@ from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_files import stored_tensors, stored_value_head
 
 __all__ = [
+    "attention_implementation",
     "decoder_layers",
     "lay_out",
     "load_model",
@@ -200,20 +201,39 @@ def _checkpoint_layers(model: nn.Module) -> None:
     if not layers:
         name = type(plain_model(model)).__name__
         raise ConfigError(f"model.gradient_checkpointing: transformers names no layers of {name}; set it to false")
+    config = plain_model(model).config
+    usual = config._attn_implementation
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward)
+        layer.forward = _checkpointed(layer.forward, config, usual)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], config: Any, usual: str | None) -> Callable[..., Any]:
+    """Return ``forward`` with activations that are computed again, by the attention implementation of the first time.
+
+    The backward pass of packed rows comes after :func:`.packed_attention` has ended.
+    """
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (
-            checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            if torch.is_grad_enabled()
-            else forward(*args, **kwargs)
-        )
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        own = config._attn_implementation
+        if own != usual:
+            kwargs["context_fn"] = lambda: (nullcontext(), attention_implementation(config, own))
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return run
+
+
+@contextmanager
+def attention_implementation(config: Any, name: str) -> Iterator[None]:
+    """Let a model with this configuration use another attention implementation during the block."""
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:

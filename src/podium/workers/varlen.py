@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from podium.errors import ConfigError
 from podium.workers.attention import unknown_keywords
 from podium.workers.micro_batches import PackedRows
-from podium.workers.models import plain_model
+from podium.workers.models import attention_implementation, plain_model
 
 __all__ = ["packed_attention"]
 
@@ -32,19 +32,15 @@ def packed_attention(model: nn.Module, rows: PackedRows) -> Iterator[dict[str, A
     The caller passes ``position_ids``, ``use_cache=False`` and no attention mask: with a mask, transformers silently
     takes the packed rows for a single one.
     """
-    config = plain_model(model).config
-    before = config._attn_implementation
-    if before not in _OWN_PACKING:
-        config._attn_implementation = NAME
-    try:
+    config: Any = plain_model(model).config
+    own: str = config._attn_implementation
+    with attention_implementation(config, own if own in _OWN_PACKING else NAME):
         yield {
             "cu_seq_lens_q": rows.offsets,
             "cu_seq_lens_k": rows.offsets,
             "max_length_q": rows.longest,
             "max_length_k": rows.longest,
         }
-    finally:
-        config._attn_implementation = before
 
 
 def _attend(

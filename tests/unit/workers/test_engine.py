@@ -67,9 +67,11 @@ def test_a_step_is_adamw_on_the_weighted_sum() -> None:
         assert result.grad_norm > 0.5  # so that clipping took part
 
 
+@pytest.mark.parametrize("batching", ["padded", "packed"])
 @pytest.mark.parametrize("model", [TINY, ADAPTED], ids=["plain", "lora"])
-def test_gradient_checkpointing_changes_nothing(model: ModelConfig) -> None:
-    plain, checkpointed = make_engine(model=model), make_engine(model=replace(model, gradient_checkpointing=True))
+def test_gradient_checkpointing_changes_nothing(model: ModelConfig, batching: str) -> None:
+    plain = make_engine(model=model)
+    checkpointed = make_engine(model=replace(model, gradient_checkpointing=True), batching=batching)
     for _ in range(3):
         assert sft_step(checkpointed, recorded()).loss == pytest.approx(sft_step(plain, recorded()).loss, abs=1e-6)
 
