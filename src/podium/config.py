@@ -21,6 +21,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, dataclass_transform
 
@@ -189,11 +190,12 @@ class _Loader(yaml.SafeLoader):
     """Reads ``1e-4`` as a number, as YAML 1.2 does, and refuses a key that occurs twice. PyYAML does neither."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[Any] = []
+        seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
-            seen.append(key.value)
+            if isinstance(key, yaml.ScalarNode):  # no other key is one of a section
+                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -204,24 +206,60 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        loaded = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(loaded, dict | None):
         raise ConfigError(f"{path} holds {type(loaded).__name__}, and a configuration is a mapping of sections")
     return cast("dict[str, Any]", loaded or {})
 
 
+def _load_yaml(text: str) -> object:
+    """Read YAML of plain values. Raises ValueError for any other text."""
+    try:
+        loaded: object = yaml.load(text, _Loader)
+    except RecursionError:
+        raise ValueError(_TOO_MUCH) from None
+    except Exception as error:  # noqa: BLE001 - PyYAML lets pass what dates, numbers and keys raise
+        raise ValueError(str(error)) from None
+    _check_plain(loaded)
+    return loaded
+
+
+def _check_plain(value: object) -> None:
+    """Raise ValueError for text that cannot be written, and for values that references repeat without end."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        for text in level:
+            if isinstance(text, str) and _NO_TEXT.search(text):
+                raise ValueError(f"{text[:60]!r} holds a character that is no text: NUL, or half of a surrogate pair")
+        items = (cast("Mapping[Any, Any]", one).items() if isinstance(one, Mapping) else () for one in level)
+        lists = (cast("list[Any]", one) if isinstance(one, list) else () for one in level)
+        level = list(islice(chain(chain.from_iterable(chain.from_iterable(items)), *lists), _LARGEST + 1))
+        if not level:
+            return
+        if len(level) > _LARGEST:
+            break
+    raise ValueError(_TOO_MUCH)
+
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_DEEPEST, _LARGEST = 50, 100_000
+_TOO_MUCH = f"its values are nested more than {_DEEPEST} deep, or more than {_LARGEST} on one level"
+
+
 def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
     arms = _arms(field.annotation)
-    if str in arms and not (type(None) in arms and text in ("null", "none", "None", "~")):
-        return text
+    plain = str in arms and not (type(None) in arms and text in ("null", "none", "None", "~"))
     try:
-        value: object = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--{dotted} {text!r} is not valid YAML: {error}") from None
+        if plain:
+            _check_plain(text)
+            return text
+        value = _load_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"--{dotted} {text[:200]!r} is not valid YAML: {error}") from None
     return None if value in ("none", "None") and type(None) in arms else value
 
 

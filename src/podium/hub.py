@@ -4,7 +4,6 @@ import functools
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Final
 
 __all__ = ["look_for_hub"]
@@ -17,7 +16,7 @@ def look_for_hub(name: str) -> None:
 
     The hub is asked once in a process. Processes that are started later know the answer.
     """
-    if not Path(name).expanduser().exists():
+    if not os.path.exists(os.path.expanduser(name)):
         _look()
 
 

@@ -35,18 +35,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = import_module(f"podium.cli.{COMMANDS[command][0]}")
         status: int = getattr(module, f"run_{command}")(rest)
         return status
-    except PodiumError as error:
-        if debug:
-            traceback.print_exc()
-        else:
-            sys.stderr.write(f"podium {command}: {error}\n")
-        return 2
     except BrokenPipeError:  # the reader, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (PodiumError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            sys.stderr.write(f"podium {command}: {_in_short(error)}\n")
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"podium {command}: interrupted\n")
         return 130
+
+
+def _in_short(error: PodiumError | OSError) -> str:
+    """Say what is wrong. An error of Podium's that a worker raised says it without the worker's traceback."""
+    if isinstance(error, OSError) and not isinstance(error, PodiumError):
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror or error}; check the path, its permissions and the room on the disk"
+    if isinstance(error.__cause__, PodiumError) and getattr(error, "remote_traceback", ""):
+        return f"{error.__cause__} (raised in a worker; --debug shows where)"
+    return str(error)
 
 
 def _no_command(word: str) -> int:

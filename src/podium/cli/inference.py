@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ def inference_config(model: str, path: str | None, overrides: Sequence[str]) -> 
     """
     values: dict[str, Any] = {}
     run = Path(model) / "config.yaml"
-    if run.is_file():
+    if os.path.isfile(run):
         known = {field.name for field in dataclasses.fields(InferenceConfig)}
         values = {name: section for name, section in read_values(InferenceConfig, run).items() if name in known}
         values.get("sampling", {}).pop("n", None)  # training samples several completions; here a prompt gets one
@@ -110,10 +111,10 @@ def _connect(backend: Backend) -> podium.Cluster:
 
 def _check_model(path: Path) -> None:
     """Refuse a path without a model. A hub name looks like a path; below a directory that exists it is meant as one."""
-    if path.is_dir():
+    if os.path.isdir(path):
         if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise ConfigError(f"{path} is no run (it has no config.yaml) and no model (it has no config.json)")
-    elif path.exists() or path.is_absolute() or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
+    elif os.path.exists(path) or path.is_absolute() or (len(path.parts) > 1 and os.path.isdir(path.parts[0])):
         raise ConfigError(f"no run and no model at {path}")
 
 

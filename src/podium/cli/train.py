@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import textwrap
@@ -79,7 +80,7 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
         if path is not None:
             raise ConfigError("--resume uses the run's own settings: leave out --config; give single settings")
         path = str(Path(resume) / "config.yaml")
-        if not Path(path).is_file():
+        if not os.path.isfile(path):
             raise ConfigError(
                 f"no run at {resume}: it has no config.yaml; give the directory of a run, such as runs/NAME"
             )

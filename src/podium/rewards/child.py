@@ -88,10 +88,12 @@ def grade_items(sock: socket.socket, reward: RewardFn, memory_bytes: int | None)
     faulthandler.enable()
     _limit_memory(memory_bytes)
     stream = sock.makefile("rb")
-    answered = 0
+    answered, own = 0, os.getpid()
     while header := stream.read(ITEM.size):
         number, length = ITEM.unpack(header)
         result = _judge_pickled(reward, stream.read(length))
+        if os.getpid() != own:  # the reward returned in a process that it forked, whose parent answers
+            os._exit(0)
         full = memory_bytes is not None and result.limit == "memory"
         if not full or answered == 0:  # else earlier items may be the cause: this one has a second try elsewhere
             sock.sendall(encode(number, result))

@@ -75,7 +75,7 @@ def _report(callback: object, event: Event, error: Exception) -> None:
         type(event).__name__,
         type(error).__name__,
         error,
-        exc_info=error,
+        exc_info=None if isinstance(error, OSError) else error,  # a full disk is no matter of the code
     )
 
 

@@ -70,7 +70,7 @@ class TrainerState:
                 if (found := values[name]) is not None:
                     values[name] = Evaluation(**{**found, "samples": tuple(Sample(**one) for one in found["samples"])})
             return TrainerState(**values)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not the state of a training run: {error}") from error
 
 

@@ -6,8 +6,8 @@ Only what needs a model or a tokenizer imports torch, where it needs it. A wrong
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,7 +98,7 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
         config.check_roles(load=True)
         paths["critic.path"] = config.critic.path
     for key, path in paths.items():
-        if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
+        if path.startswith(("/", "./", "../", "~")) and not os.path.exists(path):
             raise ConfigError(f"{key} = {path!r}: there is no such directory")
         if path and key != "model.tokenizer":
             stored_tensors(path, key)
@@ -262,8 +262,14 @@ def with_stop_tokens(
 
     own = None
     if model.path:
-        with suppress(OSError):  # a model need not have the file
+        try:
             own = GenerationConfig.from_pretrained(model.path).eos_token_id
+            if not all(isinstance(one, int) for one in (own if isinstance(own, list) else [own or 0])):
+                raise TypeError(f"eos_token_id = {own!r}")
+        except OSError:  # a model need not have the file
+            pass
+        except Exception as error:
+            raise ConfigError(f"{model.path}: its generation_config.json cannot be read: {error}") from error
     found: list[int] = []
     for ids in (tokenizer.eos_token_id, own, end_of_turn(tokenizer, data)):
         found += [ids] if isinstance(ids, int) else cast("list[int]", ids or [])

@@ -106,11 +106,18 @@ class RunDirectory:
         self.curve_path = self.path / "curve.png"
         self.completions = self.path / "completions"
         self.logs = self.path / "logs"
-        self._check(resume)
-        for folder in (self.completions, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_directory(self.path)
-        self.checkpoints = Checkpoints(self.path / "checkpoints")
+        try:
+            self._check(resume)
+            for folder in (self.completions, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_directory(self.path)
+            self.checkpoints = Checkpoints(self.path / "checkpoints")
+        except OSError as error:
+            raise ConfigError(
+                f"the run's directory {str(self.path)[:100]} cannot be used: {error.strerror}"
+                f"{f': {error.filename}' if error.filename != str(self.path) and error.filename else ''}; set run.dir "
+                "and run.name to one that can be written"
+            ) from error
         self.trace_path = free_name(self.path / "trace.json")
 
     def _check(self, resume: bool) -> None:
@@ -188,11 +195,12 @@ class RunDirectory:
         Rows of metrics.jsonl and files of completions that belong to later steps would otherwise be there twice.
 
         Raises:
-            ConfigError: The run has ended after a later step than ``step``, and its results would be lost.
+            ConfigError: The run has ended after a later step than ``step``, and its results would be lost. Or its
+                summary cannot be read.
         """
         try:
-            ended = int(json.loads(self.summary_path.read_text())["steps"]) if self.summary_path.exists() else 0
-        except (ValueError, KeyError, TypeError):
+            ended = int(json.loads(self.summary_path.read_bytes())["steps"]) if self.summary_path.exists() else 0
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             raise ConfigError(f"{self.summary_path} is not the summary of a run: move it away to resume") from None
         if ended > (step or 0):
             there = "no checkpoint is left" if step is None else f"its latest checkpoint is of step {step}"
@@ -216,9 +224,11 @@ class RunDirectory:
 
 def read_rows(metrics_path: Path) -> Iterator[dict[str, Any]]:
     """Give the rows of a metrics.jsonl in order; none if there is no such file."""
-    for line in metrics_path.read_text(encoding="utf-8").splitlines() if metrics_path.exists() else ():
-        with suppress(json.JSONDecodeError):  # the half line that a killed run left
-            yield json.loads(line)
+    for line in metrics_path.read_bytes().splitlines() if metrics_path.exists() else ():
+        with suppress(ValueError, RecursionError):  # the half line that a killed run left
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
+                yield row
 
 
 def _json(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -47,6 +47,9 @@ __all__ = [
 ]
 
 _SHOWN: Final = 20  # names of tensors in a message, of each kind
+
+
+_MOST_LAYERS: Final = 100_000
 
 
 def load_model(
@@ -130,10 +133,10 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
     with torch.device("meta"):
         if config.config:
             return _from_scratch(config)
-        look_for_hub(config.path)
+        _look_at(config.path)
         try:
             outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path))
-        except (OSError, ValueError) as error:
+        except Exception as error:
             raise _unreadable(config, "its configuration cannot be read", error) from error
         stored = stored_tensors(config.path)
         if not stored or getattr(outline.config, "quantization_config", None) is not None:
@@ -162,10 +165,10 @@ def longest_text(config: ModelConfig) -> int | None:
     if config.config:
         settings = _architecture(config)
     else:
-        look_for_hub(config.path)
+        _look_at(config.path)
         try:
             settings = AutoConfig.from_pretrained(config.path)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             raise _unreadable(config, "its configuration cannot be read", error) from error
     return getattr(settings.get_text_config(), "max_position_embeddings", None)
 
@@ -237,7 +240,7 @@ def attention_implementation(config: Any, name: str) -> Iterator[None]:
 
 
 def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
-    look_for_hub(config.path)
+    _look_at(config.path)
     # A head of one output is tied to nothing, whatever the configuration of the language model says.
     untied = (
         {"tie_word_embeddings": False} if any(_matches(name, spared) for name in stored_value_head(config.path)) else {}
@@ -253,7 +256,7 @@ def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
                 output_loading_info=True,
                 **untied,
             )
-        except (OSError, ValueError, ImportError, NotImplementedError, SafetensorError) as error:
+        except Exception as error:
             remedy = "give a directory written by save_pretrained, or a name on the hub"
             raise _unreadable(config, "cannot be loaded", error, remedy) from error
     model, report = loaded
@@ -262,8 +265,31 @@ def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
 
 
 def _unreadable(config: ModelConfig, what: str, error: Exception, remedy: str = "") -> ConfigError:
-    reason = " ".join(str(error).split())
-    return ConfigError(f"model.path={config.path!r}: {what}: {reason}" + (f"; {remedy}" if remedy else ""))
+    return ConfigError(f"model.path={config.path!r}: {what}: {_reason(error)}" + (f"; {remedy}" if remedy else ""))
+
+
+def _look_at(path: str) -> None:
+    """Look for the hub if ``path`` is no path. Raises ConfigError for a config.json with too many layers."""
+    look_for_hub(path)
+    try:
+        fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # transformers says what is wrong
+    if isinstance(fields, dict):
+        _check_layers(cast("dict[str, Any]", fields), f"{path}/config.json: ")
+
+
+def _check_layers(fields: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a number of layers of which transformers would make lists until memory is full."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_layers(cast("Mapping[str, Any]", value), f"{where}{name}.")
+        elif isinstance(value, int) and value > _MOST_LAYERS and str(name).endswith(("layer", "layers")):
+            raise ConfigError(f"{where}{name} = {value}: expected at most {_MOST_LAYERS}")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check_tensors(config: ModelConfig, report: Mapping[str, Any], spared: Sequence[str]) -> None:
@@ -302,8 +328,8 @@ def _from_scratch(config: ModelConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(
                 settings, dtype=parse_dtype(config.dtype), attn_implementation=config.attention_implementation
             )
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"model.config makes no causal language model: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"model.config makes no causal language model: {_reason(error)}") from error
 
 
 def _architecture(config: ModelConfig) -> PretrainedConfig:
@@ -320,14 +346,18 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
         **{name: getattr(tokenizer, name) for name in known if getattr(tokenizer, name) is not None},
         **fields,
     }
+    _check_layers(fields, "model.config.")
     defaults = CONFIG_MAPPING[kind]()
     for name in fields:
         if not hasattr(defaults, name):
             raise ConfigError(f"model.config.{name} is no field of {kind!r}{_nearest(name, defaults.to_dict())}")
     try:
         settings = AutoConfig.for_model(kind, **fields)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.config does not fit {kind!r}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"model.config does not fit {kind!r}: {_reason(error)}") from error
+    for name in ("vocab_size", "hidden_size", "num_attention_heads"):  # transformers gives every kind these names
+        if isinstance(size := getattr(settings.get_text_config(), name, None), int) and size < 1:
+            raise ConfigError(f"model.config.{name} = {size}: expected at least 1")
     heads, shared = (getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         origin = "" if "num_key_value_heads" in fields else f", the default of {kind!r}"

@@ -1,6 +1,6 @@
 """Tokenizers: those that transformers loads, and a small one of Podium with one token a character."""
 
-from pathlib import Path
+import os
 from typing import Any, Final, cast
 
 import tokenizers
@@ -32,12 +32,13 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         )
     look_for_hub(source)
     try:
-        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source))
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source, trust_remote_code=False))
+    except Exception as error:
         place = (
-            f"in the directory {source}" if Path(source).is_dir() else f"on the hub at {source!r}, no directory here"
+            f"in the directory {source}" if os.path.isdir(source) else f"on the hub at {source!r}, no directory here"
         )
-        raise ConfigError(f"no tokenizer {place}: {str(error).rstrip('.')}; set model.tokenizer") from error
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ConfigError(f"no tokenizer {place}: {reason}; set model.tokenizer") from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

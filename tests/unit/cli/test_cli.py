@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from datasets import config as datasets_config
+from huggingface_hub import constants
 
 import podium
 from podium.cli import main
@@ -17,6 +22,7 @@ from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import inference_config
 from podium.errors import ConfigError
 from podium.trainer import SFTConfig, SFTTrainer
+from podium.trainer.run_dir import RunDirectory
 from tests.integration.training import MODEL, tiny, write_copy_task
 
 
@@ -125,6 +131,69 @@ def test_mistakes_before_anything_is_started(
     assert status == 2
     assert message in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model.config.num_hidden_layers -1", "model.config does not fit 'qwen3': .*num_hidden_layers"),
+        ("--model.config.num_hidden_layers x", "model.config does not fit 'qwen3': .*num_hidden_layers"),
+        ("--model.config.hidden_size 0", "model.config.hidden_size = 0: expected at least 1"),
+        ("--model.config.vocab_size -5", "model.config.vocab_size = -5: expected at least 1"),
+        ("--model.config.intermediate_size -5", "model.config makes no causal language model: .*negative dimension"),
+        (f"--run.name {'x' * 300}", "the run's directory .* cannot be used: File name too long; set run.dir"),
+        (f"--run.dir {'x' * 300}", "the run's directory .* cannot be used: File name too long; set run.dir"),
+        ("--run.dir file", "the run's directory file/.* cannot be used: Not a directory: .*; set run.dir"),
+        ("--run.dir /proc/nowhere", "the run's directory /proc/nowhere/.* cannot be used: .*; set run.dir"),
+        (f"--data.train {'x' * 300}", "neither a file nor a dataset that can be loaded"),
+        (f"--data.train {'x' * 300}.jsonl", "no file x"),
+        ("--data.train ~nobody_of_this_name/a.jsonl", "no file ~nobody_of_this_name/a.jsonl"),
+        ("--run.name a\0b", r"--run.name 'a.x00b' is not valid YAML: .* no text: NUL"),
+        (f"--resume {'x' * 300}", "no run at x"),
+        ("--model.tokenizer file", "no tokenizer on the hub at 'file'"),
+    ],
+)
+def test_mistakes_that_end_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    yaml: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets_config, "HF_HUB_OFFLINE", True)
+    Path("file").write_text("")
+    config = [] if "--resume" in words else ["--config", str(yaml), "--sampling.max_new_tokens", "3"]
+    status, out, err = run(capsys, "train", "sft", *config, *words.split(" "), "--backend", "inline")
+    assert status == 2
+    assert "Traceback" not in out
+    assert re.fullmatch(f"podium train: .*{said}.*\n", err)
+
+
+def test_a_mistake_that_a_worker_finds_is_said_once(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:
+    words = ["--config", str(yaml), "--backend", "inline", "--model.attention", "nonsense", "--eval.items", "0"]
+    status, _, err = run(capsys, "train", "sft", *words)
+    assert status == 2
+    assert err.count("is not supported") == err.count("\n") == 1
+    assert err.endswith("(raised in a worker; --debug shows where)\n")
+    assert "Traceback of rank 0" in run(capsys, "train", "sft", *words, "--run.name", "again", "--debug")[2]
+
+
+def test_a_disk_that_is_full_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, yaml: Path
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/x/summary.json")
+
+    monkeypatch.setattr(RunDirectory, "write_config", full)
+    status, _, err = run(capsys, "train", "sft", "--config", str(yaml), "--backend", "inline", "--eval.items", "0")
+    assert status == 2
+    assert err == (
+        "podium train: /runs/x/summary.json: No space left on device; check the path, its permissions and the room on "
+        "the disk\n"
+    )
 
 
 def test_a_backend_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:

@@ -40,6 +40,7 @@ def misbehave(completion: str, row: Row) -> Any:
         "daemonize": lambda: daemonize(row["tag"]),
         "daemonize and spin": lambda: (daemonize(row["tag"]), spin()),
         "daemonize and exit": lambda: (daemonize(row["tag"]), os._exit(3)),
+        "return from a fork": lambda: os.waitpid(pid, 0) if (pid := os.fork()) else None,
         "write": lambda: everywhere(row["data"]),
         "write and spin": lambda: (everywhere(row["data"]), spin()),
         "close everything": lambda: os.closerange(3, 1024),

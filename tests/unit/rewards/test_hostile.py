@@ -386,3 +386,8 @@ def test_a_reward_that_misses_a_secret_is_told_how_to_have_it(monkeypatch: pytes
         pytest.raises(RewardError, match="JUDGE_API_KEY does not reach rewards unless"),
     ):
         grader.grade([""], [{}])
+
+
+def test_a_reward_that_returns_in_a_process_that_it_forked_is_graded_once(grader: Grader) -> None:
+    work = ["return from a fork", "ok"] * 3
+    assert [(grade.score, grade.error) for grade in grader.grade(work, [{}] * 6)] == [(1.0, None)] * 6

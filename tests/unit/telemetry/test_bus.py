@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from podium import telemetry
-from podium.telemetry import Bus, Event, Note
+from podium.telemetry import Bus, Event, Note, StepFinished, emit
+from podium.telemetry.sinks import JsonlSink, TraceSink
 
 
 def test_events_reach_every_listener_in_order_until_it_unsubscribes() -> None:
@@ -138,3 +141,20 @@ def test_every_public_name_exists() -> None:
             assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="NoSuchSink"):
         _ = sinks.NoSuchSink  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("sink", [JsonlSink, TraceSink])
+def test_a_full_disk_is_told_in_a_line_each_time_and_ends_nothing(
+    sink: type[JsonlSink] | type[TraceSink], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    with sink(path) as opened:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), opened._file.fileno())
+        for step in range(3):
+            emit(StepFinished(step, {"loss": 1.0}))
+            time.sleep(0.01)
+    assert caplog.records
+    assert all(
+        record.exc_info is None and "No space left on device" in record.getMessage() for record in caplog.records
+    )
+    assert len(caplog.records) <= 2

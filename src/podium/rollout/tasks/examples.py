@@ -11,10 +11,10 @@ therefore disjoint in every run and with every seed, and equal prompts are on on
 import hashlib
 import heapq
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard, cast
 
 from podium.errors import ConfigError, DataError
@@ -173,8 +173,8 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
     shared = not config.eval and (held_out or config.holdout > 0)
     if means_files(spec):
         return (row for file in find_files(spec) for row in read_rows(file)), shared
-    if (path := Path(spec).expanduser()).is_dir():
-        spec = str(path)
+    if os.path.isdir(path := os.path.expanduser(spec)):
+        spec = path
     if shared and config.eval_split in split_names(spec, config.options):
         shared = False
     split = config.eval_split if held_out and not shared else config.train_split

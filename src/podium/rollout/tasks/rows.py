@@ -6,6 +6,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,16 +29,16 @@ _LONGEST_FIELD: Final = 2**31 - 1  # of a CSV file; Python's own limit of 128 Ki
 
 def means_files(spec: str) -> bool:
     """Whether ``spec`` means files: it has the ending of one, is a pattern or a path, or names a file that exists."""
-    path = Path(spec).expanduser()
-    if spec.lower().endswith(_SUFFIXES) or glob.has_magic(spec) or path.is_file():
+    path = os.path.expanduser(spec)
+    if spec.lower().endswith(_SUFFIXES) or glob.has_magic(spec) or os.path.isfile(path):
         return True
-    return spec.startswith((".", "/", "~")) and not path.is_dir()
+    return spec.startswith((".", "/", "~")) and not os.path.isdir(path)
 
 
 def find_files(spec: str) -> list[Path]:
     """Return the file, or a pattern's files, sorted. Raises DataError, which names the nearest, if none exists."""
-    path = Path(spec).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(spec))
+    if os.path.isfile(path):
         return [path]
     if glob.has_magic(spec):
         found = sorted(match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file())
@@ -48,9 +49,12 @@ def find_files(spec: str) -> list[Path]:
 
 def _nearest(path: Path) -> str:
     folder = path.parent
-    while not folder.is_dir():
+    while not os.path.isdir(folder):
         path, folder = folder, folder.parent
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.name.endswith(_SUFFIXES))
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIXES) or os.path.isdir(folder / name))
+    except OSError as error:
+        return f"; {folder.resolve()} cannot be listed: {error.strerror}"
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     return f"; {folder.resolve()} has {', '.join(near or names[:8]) or 'no data files'}"
 
@@ -170,6 +174,7 @@ def _arrow(path: Path) -> Iterator[PlacedRow]:
     try:
         with pyarrow.OSFile(str(path)) as file:
             for batch in _batches(path, file):
+                batch.validate(full=True)  # Arrow reads memory that is not its own where offsets are broken
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row

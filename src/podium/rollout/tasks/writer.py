@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -287,10 +288,13 @@ class Writer:
             encoded: Any = (
                 self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
             )
-        except TypeError:  # the tokenizers' word for a text that has no UTF-8
+        except Exception as error:
             halves = (f"{text[max(0, at - 20) : at + 20]!r}" for text in texts if (at := half_pair(text)) is not None)
             if (near := next(halves, None)) is None:
-                raise
+                reason = f"{type(error).__name__}: {error}"
+                raise ConfigError(
+                    f"the tokenizer cannot encode {texts[0][:60]!r}: {reason}; set model.tokenizer"
+                ) from error
             raise DataError(f"half of a surrogate pair, which is no text, stands near {near}; take it out") from None
         return encoded.get("input_ids", [])
 
@@ -343,7 +347,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str | N
         return None
     if config.chat_template == "auto":
         return tokenizer.get_chat_template() if tokenizer.chat_template else None
-    path = Path(config.chat_template).expanduser()
+    path = Path(os.path.expanduser(config.chat_template))
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 """The base class of all sinks, with a lock around every event."""
 
 import atexit
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -42,7 +43,7 @@ class Sink(ABC):
         return self
 
     def close(self) -> None:
-        """Stop listening and finish. Calling it again does nothing."""
+        """Stop listening and finish. A full disk is logged. Calling it again does nothing."""
         with self._lock:
             if self._unsubscribe is not None:
                 self._unsubscribe()
@@ -50,7 +51,12 @@ class Sink(ABC):
             if not self._closed:
                 self._closed = True
                 atexit.unregister(self._close_at_exit)
-                self.finish()
+                try:
+                    self.finish()
+                except OSError as error:
+                    logging.getLogger("podium.telemetry").error(
+                        "%s is not complete: %s: %s", type(self).__qualname__, type(error).__name__, error
+                    )
 
     def _close_at_exit(self, attached_in: int) -> None:
         if os.getpid() == attached_in:  # a forked child holds a copy of what its parent will write

@@ -100,10 +100,10 @@ class TraceSink(Sink):
                 pass
 
     def finish(self) -> None:
-        self._flush()
-        if not self._full:
-            self._end("end of the run")
-        self._file.close()
+        with self._file:
+            self._flush()
+            if not self._full:
+                self._end("end of the run")
 
     # What each kind of event becomes
 
