@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
