@@ -87,7 +87,7 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
         ConfigError: There is no such model, it has other than one output, or its files lack tensors.
     """
     try:
-        settings = AutoConfig.from_pretrained(path)
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if settings.num_labels != 1:
             raise ConfigError(
                 f"reward.path = {path!r} has {settings.num_labels} outputs (num_labels in config.json): expected a "
@@ -99,12 +99,12 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
                 return AutoModelForSequenceClassification.from_config(settings, dtype=dtype)
         with _quiet(), torch.random.fork_rng(devices=[]):
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+                path, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False
             )
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ConfigError(f"reward.path = {path!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"reward.path = {path!r} cannot be loaded: {_reason(error)}") from error
     model, report = loaded
     if absent := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
         raise ConfigError(
@@ -136,7 +136,7 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
             return _from_scratch(config)
         _look_at(config.path)
         try:
-            outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path))
+            outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path, trust_remote_code=False))
         except Exception as error:
             raise _unreadable(config, "its configuration cannot be read", error) from error
         stored = stored_tensors(config.path)
@@ -168,7 +168,7 @@ def longest_text(config: ModelConfig) -> int | None:
     else:
         _look_at(config.path)
         try:
-            settings = AutoConfig.from_pretrained(config.path)
+            settings = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
         except Exception as error:
             raise _unreadable(config, "its configuration cannot be read", error) from error
     return getattr(settings.get_text_config(), "max_position_embeddings", None)
@@ -255,6 +255,7 @@ def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
                 attn_implementation=config.attention_implementation,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                trust_remote_code=False,
                 **untied,
             )
         except Exception as error:
@@ -290,6 +291,10 @@ def _check_layers(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _reason(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return (
+            "it needs Python code of its own, which Podium does not run; choose a model that transformers has code for"
+        )
     return " ".join(str(error).split()) or type(error).__name__
 
 

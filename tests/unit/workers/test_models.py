@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from podium.errors import ConfigError
 from podium.trainer.preflight import model_size
 from podium.workers import LoraConfig, ModelConfig, load_model
-from podium.workers.models import save_pretrained
+from podium.workers.models import load_scorer, longest_text, save_pretrained
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_sync.gather import WholeWeights, full_weights
 from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY
@@ -135,3 +135,18 @@ def test_adapters_of_a_convolution_are_refused() -> None:
 def test_a_dry_run_counts_the_parameters_of_adapters(targets: tuple[str, ...]) -> None:
     config = replace(TINY, config=UNTIED, lora=LoraConfig(rank=4, targets=targets))
     assert model_size(config).trained == sum(p.numel() for p in load_model(config).parameters() if p.requires_grad)
+
+
+def test_code_in_a_models_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask on the terminal, where somebody may say yes."""
+    mark = tmp_path / "code was run"
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "stranger", "auto_map": {"AutoConfig": "code.Settings", "AutoModelForCausalLM": "code.Model"}}'
+    )
+    (tmp_path / "code.py").write_text(f"open({str(mark)!r}, 'w')\nclass Settings: pass\nclass Model: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    config = ModelConfig(path=str(tmp_path), tokenizer="chars:01")
+    for load in (load_model, longest_text, model_size, lambda config: load_scorer(config.path)):
+        with pytest.raises(ConfigError, match="Python code of its own, which Podium does not run"):
+            load(config)
+    assert not mark.exists()
