@@ -21,7 +21,9 @@ LIMIT_S = 100.0
 GONE_S = 20.0
 """The promise is two seconds on a machine that does nothing else."""
 SCRIPT = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
 
 def say(worker):
     print("said by rank", worker.ctx.rank, flush=True)
