@@ -23,7 +23,8 @@ GONE_S = 20.0
 SCRIPT = """
 import os, signal, subprocess, sys, time
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs begin
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def say(worker):
     print("said by rank", worker.ctx.rank, flush=True)
