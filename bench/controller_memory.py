@@ -68,7 +68,7 @@ class Idle(Policy):
     """Learns nothing; reads all it is sent."""
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns=Policy.logprobs.spec.returns)
-    def logprobs(self, batch: Batch) -> Batch:
+    def logprobs(self, batch: Batch, entropy: bool = False) -> Batch:
         columns = (fields.OLD_LOGPROBS, fields.ENTROPY)
         return Batch(dict.fromkeys(columns, _logprobs(batch)), batch.meta)
 
@@ -138,7 +138,7 @@ def resident(pid: str, figure: str) -> int:
 
 def config(folder: Path) -> GRPOConfig:
     whole = config_of(StepLoad(), folder)
-    algorithm = AlgorithmConfig(kl_in="reward", kl_coef=0.1, epochs=2, minibatches=2)
+    algorithm = AlgorithmConfig(kl_in="reward", kl_coef=0.1, epochs=2, minibatches=2, max_mismatch=None)
     run = replace(whole.run, steps=STEPS * (1 + len(SCALES)))
     return replace(whole, run=run, algorithm=algorithm)
 

@@ -292,7 +292,7 @@ def test_ppo_resumes_with_its_critic_and_the_coefficient_of_the_kl(tmp_path: Pat
 
 class Failing(Policy):
     @endpoint(dispatch=shard(args=("batch",)), collect=concat())
-    def logprobs(self, batch: Batch) -> Batch:
+    def logprobs(self, batch: Batch, entropy: bool = False) -> Batch:
         raise ValueError("out of luck")
 
 
