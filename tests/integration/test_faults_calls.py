@@ -300,23 +300,3 @@ def test_a_fork_server_that_is_stopped_goes_on_when_it_is_needed() -> None:
         os.kill(server, signal.SIGSTOP)
         slow.group.restart()
         assert not all_gone(pids, 0.0)
-
-
-def test_a_call_may_be_waited_for_and_cancelled_from_many_threads(faulty: Faulty) -> None:
-    call = faulty.fail_on.submit(99, "-", "sleep")
-    caught: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            call.result()
-        except PodiumError as error:
-            caught.append(error)
-
-    waiters = [threading.Thread(target=wait) for _ in range(4)]
-    for waiter in waiters:
-        waiter.start()
-    time.sleep(0.1)
-    assert call.cancel()
-    for waiter in waiters:
-        waiter.join(PROMPT_S)
-    assert [type(error) for error in caught] == [CallCancelled] * 4

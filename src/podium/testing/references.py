@@ -5,7 +5,6 @@ import gc
 import os
 import pickle
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from podium.data import Batch, TensorRef
 from podium.errors import CallCancelled, ConfigError, DataError, EndpointError, RefLostError, WorkerDied
 from podium.runtime import Cluster
-from podium.testing.target import need, refuses, started
+from podium.testing.target import need, refuses, started, wait_for
 from podium.testing.values import LARGE, make_batch, same_batch, same_tensor, tensors
 from podium.testing.workers import Stash
 
@@ -33,12 +32,7 @@ def batch(rows: int) -> Batch:
 
 def soon(condition: Callable[[], bool]) -> bool:
     """Return whether ``condition`` comes true. The news that nobody needs a reference travels behind the calls."""
-    until = time.monotonic() + SOON_S
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
+    return wait_for(condition, SOON_S)
 
 
 def kept(stash: Stash) -> int:
