@@ -136,7 +136,7 @@ class Learner(Worker):
         check_manifest(Path(path), part=self.ctx.rank, parts=self.ctx.world_size)
         reader = HuggingFaceStorageReader(path)
         try:
-            stored = reader.read_metadata().state_dict_metadata
+            stored = cast(Mapping[str, Any], reader.read_metadata().state_dict_metadata)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the checkpoint {path}: {type(error).__name__}: {error}") from error
         state = self._state()
@@ -147,6 +147,13 @@ class Learner(Worker):
                 f"the checkpoint {path} is of another model: it lacks {absent[:3]} and has {extra[:3]}"
             )
         wanted = {name: value for name, value in state.items() if name in stored}
+        for name, value in wanted.items():
+            dtype = stored[name].properties.dtype
+            if dtype != value.dtype:  # torch would round without a word
+                raise CheckpointError(
+                    f"the checkpoint {path} holds {name} as {dtype}, and this run as {value.dtype}: set model.dtype "
+                    "and optim.master_weights as they were when it was written"
+                )
         try:
             with _single_process_is_fine() as alone:
                 state_dict_loader.load(wanted, storage_reader=reader, no_dist=alone)

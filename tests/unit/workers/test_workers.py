@@ -319,6 +319,14 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content)
 
 
+def test_a_checkpoint_of_another_data_type_is_refused(tmp_path: Path) -> None:
+    Policy(TINY, OPTIM).save(str(tmp_path / "policy"))
+    state = Policy(TINY, OPTIM)
+    state.model.to(torch.float64)
+    with pytest.raises(CheckpointError, match=r"holds model\.\S+ as torch.float32, and this run as torch.float64"):
+        state.load(str(tmp_path / "policy"))
+
+
 def test_tensors_are_spread_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("podium.workers.learner._FILE_BYTES", 20_000)
     policy = Policy(TINY, OPTIM)
