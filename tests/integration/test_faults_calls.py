@@ -209,6 +209,32 @@ def test_a_deadline_in_a_collective_shows_who_is_not_in_it(faulty: Faulty) -> No
     assert "all_gather" in ranks[3]
 
 
+def test_a_call_that_only_some_ranks_dropped_breaks_their_group(faulty: Faulty) -> None:
+    """Otherwise rank 1 would meet its siblings of this call in the collective of the next one."""
+    busy = faulty.group.function(_sleep, on=1).submit(1.0)
+    with pytest.raises(DeadlineExceeded, match=r"\.gather_ranks passed its deadline"):
+        faulty.gather_ranks.within(timeout_s=0.3)()
+    with pytest.raises(
+        EndpointError, match=r"broken: ranks \[1\] dropped faulty\.gather_ranks, which ranks \[0, 2\] ran"
+    ):
+        faulty.echo(1)
+    busy.wait()
+
+
+def test_a_call_that_all_ranks_dropped_breaks_nothing(faulty: Faulty) -> None:
+    busy = faulty.group.function(_sleep).submit(0.8)
+    queued = faulty.gather_ranks.submit()
+    assert queued.cancel()
+    with pytest.raises(DeadlineExceeded):
+        faulty.gather_ranks.within(timeout_s=0.2)()
+    assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
+    assert busy.result() == [None] * 3
+
+
+def _sleep(_: Faulty, seconds: float) -> None:
+    time.sleep(seconds)
+
+
 def test_a_deadline_passes_although_the_interpreter_is_held(faulty: Faulty) -> None:
     with pytest.raises(DeadlineExceeded, match="holds the interpreter's lock"):
         faulty.hold_the_interpreter.within(timeout_s=0.3)(3)

@@ -376,15 +376,17 @@ class WorkerProcess:
         ]
         return "; ".join(map(partial(_status, frames), running)) or "idle: the request is queued or lost"
 
-    def do_cancel(self, cancelled: int) -> None:
-        """Drop request ``cancelled`` if it is queued; cancel it if it is an async endpoint that runs."""
+    def do_cancel(self, cancelled: int) -> bool:
+        """Drop request ``cancelled`` if it is queued; cancel it if it is an async endpoint that runs. Returns False if
+        it goes on."""
         running = self._running.get(cancelled)
         if running is None:
             self._cancelled.add(cancelled)
-            return
+            return True
         running.cancelled = True  # where its task does not run yet
         if running.task is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(running.task.cancel)
+        return running.task is not None
 
     def do_break_collectives(self) -> bool:
         """Destroy the process groups, which frees the ranks that wait for this one. Returns False without any."""

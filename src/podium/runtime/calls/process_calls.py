@@ -67,6 +67,7 @@ class InFlight:
     held: PodiumError | None = None  # an error that waits for its cause to arrive
     expired: bool = False  # the deadline has passed, and the ranks are being asked for their stacks
     cancelled: bool = False  # the ranks were told to drop the call
+    dropped: set[int] = field(default_factory=set[int])  # the ranks that dropped it
     breaking: bool = False  # a rank that raised is destroying its process groups
     next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
 
@@ -237,7 +238,7 @@ class ProcessCalls:
         error.__cause__ = failure.original()
         if flight.open:
             self._unsettled.add(flight)
-            _later(BREAK_S, self._break, flight, rank, failure)
+            _later(BREAK_S, self._free_siblings, flight, rank, failure)
         if not (failure.secondary and flight.open):
             flight.call.fail(error)
         elif flight.held is None:
@@ -280,22 +281,24 @@ class ProcessCalls:
     def _node(self, rank: int) -> str:
         return self.nodes[rank] if rank < len(self.nodes) else "an unknown node"
 
-    def _break(self, flight: InFlight, rank: int, failure: Failure) -> None:
+    def _free_siblings(self, flight: InFlight, rank: int, failure: Failure) -> None:
         """Free the ranks that still run: they may wait in a collective for ``rank``, which raised."""
         if not flight.open or self._ended or rank in self.lost:
             self._settle(flight)
             return
-        others = sorted(flight.open)
+        raised = f"rank {rank} raised {failure.type_name} in {flight.call.label}"
+        why = f"{raised} while ranks {sorted(flight.open)} went on, so its process group was destroyed to free them"
+        flight.breaking = True
+        self._break(flight, rank, why)
+
+    def _break(self, flight: InFlight, rank: int, why: str) -> None:
+        """Destroy the process groups of ``rank``. If it had any, the group is broken, for the reason ``why``."""
 
         def broke(reply: Reply) -> None:
             if not self._ended and reply.status == "ok" and self._backend.unpack(reply.payload) and not self.broken:
-                self.broken = (
-                    f"rank {rank} raised {failure.type_name} in {flight.call.label} while ranks "
-                    f"{others} went on, so its process group was destroyed to free them"
-                )
+                self.broken = why
             self._settle(flight)
 
-        flight.breaking = True
         self._ask(rank, "break_collectives", {}, broke)
 
     def _settle(self, flight: InFlight) -> None:
@@ -349,9 +352,32 @@ class ProcessCalls:
         return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock"
 
     def _tell_cancelled(self, flight: InFlight) -> None:
+        """Have the ranks drop the call. If some drop it and others run it, the group is broken: those that run it may
+        wait in a collective, where the others would meet them with the tensors of a later call."""
         flight.cancelled = True  # before a look at who has not replied: after the last reply its number is another's
-        for rank in list(flight.open):
-            self._ask(rank, "cancel", {"cancelled": flight.number}, lambda reply: None)
+        asked = set(flight.open)
+        if len(flight.split.ranks) > 1:
+            self._unsettled.add(flight)
+            _later(STATUS_S, self._settle, flight)
+
+        def heard(rank: int, reply: Reply) -> None:
+            if rank in flight.open and reply.status == "ok" and self._backend.unpack(reply.payload):
+                flight.dropped.add(rank)
+            asked.discard(rank)
+            if not asked:
+                self._after_drop(flight)
+
+        for rank in list(asked):
+            self._ask(rank, "cancel", {"cancelled": flight.number}, partial(heard, rank))
+
+    def _after_drop(self, flight: InFlight) -> None:
+        """Every rank has said whether it dropped the call: break the group if some did and others did not."""
+        dropped, ran = sorted(flight.dropped), sorted(set(flight.split.ranks) - flight.dropped)
+        if not dropped or not ran or self._ended:
+            self._settle(flight)
+            return
+        why = f"ranks {dropped} dropped {flight.call.label}, which ranks {ran} ran, so its process group was destroyed"
+        self._break(flight, dropped[0], why)
 
     def tell(self, rank: int, method: str, values: Mapping[str, Any]) -> None:
         """Send a request to the worker process itself, in order with others, and do not wait for its end."""
