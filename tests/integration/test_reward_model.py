@@ -86,7 +86,15 @@ def test_a_reward_of_ones_own_reads_the_models_score(tmp_path: Path) -> None:
         assert reward == pytest.approx(-0.5 * score_alone(scorer, conversation), abs=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"model_type": "qwen3"}, {"model_type": "bert", "num_hidden_layers": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "qwen3"},
+        {"model_type": "bert", "num_hidden_layers": 1},
+        {"model_type": "fnet", "num_hidden_layers": 1, "pad_token_id": 3},  # it has no mask: padding is text to it
+    ],
+    ids=str,
+)
 def test_scores_do_not_depend_on_the_batch(tmp_path: Path, settings: dict[str, Any]) -> None:
     scorer = write_scorer(tmp_path, **settings)
     texts = ["1", "12=34", "999 9 9", "12=", "0=0=0=0=0="]

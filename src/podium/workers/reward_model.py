@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
-from podium.runtime import Worker, concat, endpoint, shard
+from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.workers.micro_batches import plan
 from podium.workers.models import load_scorer
 from podium.workers.tokenizers import load_tokenizer
@@ -48,6 +49,14 @@ class RewardModel(Worker):
             settings.pad_token_id = self._tokenizer.pad_token_id
         # Without a padding token the model can take one row at a time only.
         self._max_tokens = 0 if settings.pad_token_id is None else max_tokens
+        self._equal = self._depends_on_padding()
+
+    @endpoint(collect=first())
+    def note(self) -> str:
+        """As :meth:`.Learner.note`."""
+        if not self._equal:
+            return ""
+        return f"{type(self.model).__name__} gets rows of one length at a time, because its scores depend on padding"
 
     @endpoint(dispatch=shard(args=("batch",)), collect=concat(), readonly=True)
     def score(self, batch: Batch) -> Batch:
@@ -73,14 +82,29 @@ class RewardModel(Worker):
                 f"has {most} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"
             )
         scores_B = torch.zeros(len(ids))
-        for rows in plan([len(row) for row in ids], self._max_tokens, packed=False):
-            texts = [torch.tensor(ids[row]) for row in rows]
-            padded = pad_sequence(texts, batch_first=True, padding_value=settings.pad_token_id or 0).to(self._device)
-            mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(self._device)
-            with torch.no_grad():
-                logits = self.model(input_ids=padded, attention_mask=mask).logits
-            scores_B[rows] = logits[:, 0].float().cpu()
+        for rows in plan([len(row) for row in ids], self._max_tokens, packed=False, equal=self._equal):
+            scores_B[rows] = self._score_together([ids[row] for row in rows])
         return Batch({fields.REWARDS: scores_B})
+
+    def _score_together(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        texts = [torch.tensor(row) for row in rows]
+        padding = self.model.config.pad_token_id or 0
+        padded = pad_sequence(texts, batch_first=True, padding_value=padding).to(self._device)
+        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(self._device)
+        with torch.no_grad():
+            logits = self.model(input_ids=padded, attention_mask=mask).logits
+        return logits[:, 0].float().cpu()
+
+    def _depends_on_padding(self) -> bool:
+        """Whether the model scores a short text in another way beside a long one, tried on two texts."""
+        model: Any = self.model
+        usual = range(3, min(model.get_input_embeddings().weight.shape[0], 100))
+        texts = [[token for token in usual if token != model.config.pad_token_id][:length] for length in (12, 5)]
+        if not self._max_tokens or not texts[1]:
+            return False
+        alone = torch.cat([self._score_together([text]) for text in texts])
+        allowed = torch.finfo(model.dtype).eps ** 0.5
+        return not torch.allclose(self._score_together(texts), alone, rtol=allowed, atol=allowed)
 
     def _encode(self, messages: Sequence[Any], prompt: str, completion: str) -> list[int]:
         if not self._tokenizer.chat_template:
