@@ -190,13 +190,16 @@ def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, longest: i
     """
     from podium.workers.models import longest_text
 
-    most = longest_text(model)
+    most = longest_text(model, generated=True)
     if most is not None and longest + max_new_tokens > most:
         room = most - max_new_tokens
+        longer = longest_text(model) != most
+        why = ", beyond which longrope rotates the whole text anew, also what was generated before" if longer else ""
         shorter = f", or data.max_prompt_tokens to {room} (data.overlong says what becomes of longer ones)"
         raise ConfigError(
             f"the longest {what} prompt has {longest} tokens, which with sampling.max_new_tokens = {max_new_tokens} is "
-            f"more than the model's {most} positions: lower sampling.max_new_tokens" + (shorter if room > 0 else "")
+            f"more than the model's {most} positions{why}: lower sampling.max_new_tokens"
+            + (shorter if room > 0 else "")
         )
 
 

@@ -24,6 +24,7 @@ from podium.errors import DataError, PodiumError
 from podium.workers.apart import choose_batching
 from podium.workers.config import OptimConfig, ParallelConfig
 from podium.workers.micro_batches import MicroBatch, cut, empty_micro_batch
+from podium.workers.models import plain_model, rotary_turn
 from podium.workers.optimizer import Optimizer
 from podium.workers.parallel import make_parallel
 from podium.workers.scoring import run_model
@@ -169,7 +170,8 @@ class TrainEngine:
         """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them."""
         needed = batch.select(fields.TOKENS, fields.LOSS_MASK, *columns).to(self.device)
         packed, equal = self.batching == "packed", self.batching == "equal"
-        micros = cut(needed, self.config.micro_batch_tokens, packed=packed, equal=equal, columns=columns)
+        most, turn = self.config.micro_batch_tokens, rotary_turn(plain_model(self.model).config)
+        micros = cut(needed, most, packed=packed, equal=equal, turn=turn, columns=columns)
         if not self.parallel.equal_passes:
             yield from micros
             return

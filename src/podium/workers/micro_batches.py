@@ -64,18 +64,22 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
     return MicroBatch(zero[None], None, None, zero, zero[:0], zero[:0], {}, zero)
 
 
-def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool, equal: bool = False) -> list[list[int]]:
+def plan(
+    lengths: Sequence[int], max_tokens: int, *, packed: bool, equal: bool = False, turn: int | None = None
+) -> list[list[int]]:
     """Choose the rows of each micro-batch, longest first, so that padded rows are of like length.
 
     A micro-batch holds at most ``max_tokens`` tokens, padding included. A longer row gets one of its own. With
-    ``equal``, the rows of a micro-batch are of one length.
+    ``equal``, the rows of a micro-batch are of one length. With ``turn``, rows of more than so many tokens share none
+    with shorter ones.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     groups: list[list[int]] = []
     used = 0
     for row in order:
-        if groups and not (equal and lengths[row] != lengths[groups[-1][0]]):
-            cost = used + lengths[row] if packed else (len(groups[-1]) + 1) * lengths[groups[-1][0]]
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and not (equal and lengths[row] != longest) and not (turn and lengths[row] <= turn < longest):
+            cost = used + lengths[row] if packed else (len(groups[-1]) + 1) * longest
             if cost <= max_tokens:
                 groups[-1].append(row)
                 used += lengths[row]
@@ -86,11 +90,17 @@ def plan(lengths: Sequence[int], max_tokens: int, *, packed: bool, equal: bool =
 
 
 def cut(
-    batch: Batch, max_tokens: int, *, packed: bool, equal: bool = False, columns: Sequence[str] = ()
+    batch: Batch,
+    max_tokens: int,
+    *,
+    packed: bool,
+    equal: bool = False,
+    turn: int | None = None,
+    columns: Sequence[str] = (),
 ) -> Iterator[MicroBatch]:
     """Cut ``batch``, which is on the model's device; ``columns`` names token columns to bring along.
 
-    ``packed`` and ``equal`` are those of :func:`plan`.
+    ``packed``, ``equal`` and ``turn`` are those of :func:`plan`.
 
     Raises:
         DataError: A column is missing or not aligned with the tokens, or there is loss at a row's first token, which
@@ -108,7 +118,7 @@ def cut(
     losses_B = sampled_counts(tokens.like(mask))
     lengths = tokens.lengths.tolist()
     live = [row for row, losses in enumerate(losses_B.tolist()) if losses]
-    for group in plan([lengths[row] - 1 for row in live], max_tokens, packed=packed, equal=equal):
+    for group in plan([lengths[row] - 1 for row in live], max_tokens, packed=packed, equal=equal, turn=turn):
         rows = torch.tensor([live[place] for place in group], device=mask.device)
         offsets = torch.nn.functional.pad(losses_B[rows].cumsum(0), (1, 0))
         yield _micro_batch(tokens, mask, values, rows, offsets, packed=packed)

@@ -43,6 +43,7 @@ __all__ = [
     "load_scorer",
     "longest_text",
     "plain_model",
+    "rotary_turn",
     "save_pretrained",
     "with_adapters",
 ]
@@ -135,6 +136,7 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
         if config.config:
             return _from_scratch(config)
         _look_at(config.path)
+        _check_adapters(config, (Path(config.path) / "adapter_config.json").exists())
         try:
             outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path, trust_remote_code=False))
         except Exception as error:
@@ -157,8 +159,11 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
     return model
 
 
-def longest_text(config: ModelConfig) -> int | None:
+def longest_text(config: ModelConfig, *, generated: bool = False) -> int | None:
     """Return the most tokens, prompt and completion together, that the model has positions for; None if unknown.
+
+    Args:
+        generated: Whether the text is generated token by token, which must not pass the :func:`rotary_turn`.
 
     Raises:
         ConfigError: There is no such model, ``model_type`` or field.
@@ -171,7 +176,25 @@ def longest_text(config: ModelConfig) -> int | None:
             settings = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
         except Exception as error:
             raise _unreadable(config, "its configuration cannot be read", error) from error
-    return getattr(settings.get_text_config(), "max_position_embeddings", None)
+    most = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    turn = rotary_turn(settings) if generated else None
+    return most if turn is None else min(turn, most or turn)
+
+
+def rotary_turn(settings: PretrainedConfig) -> int | None:
+    """Return the length, in tokens, of the longest text that ``longrope`` rotates by its factors for short texts.
+
+    Longer texts get other factors at all of their positions, and so do shorter rows beside them. None means that the
+    model rotates a text in one way, however long.
+    """
+    parameters: Any = getattr(settings.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *parameters.values()]  # some models have a table for each kind of layer
+    turns = [
+        one["original_max_position_embeddings"]
+        for one in kinds
+        if isinstance(one, Mapping) and one.get("rope_type") == "longrope" and "original_max_position_embeddings" in one
+    ]
+    return min(turns, default=None)
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
@@ -262,8 +285,30 @@ def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
             remedy = "give a directory written by save_pretrained, or a name on the hub"
             raise _unreadable(config, "cannot be loaded", error, remedy) from error
     model, report = loaded
+    _check_adapters(config, hasattr(model, "peft_config"))
     _check_tensors(config, report, spared)
+    _note_untied(model)
     return model
+
+
+def _note_untied(model: PreTrainedModel) -> None:
+    """Correct a configuration that ties the output layer to the embedding, although the files have two different ones.
+
+    transformers then leaves both as they are. Copies of the model are built from its configuration.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is not embedding.weight:
+        for settings in (model.config, model.config.get_text_config()):
+            settings.tie_word_embeddings = False
+
+
+def _check_adapters(config: ModelConfig, there: bool) -> None:
+    if there:
+        raise ConfigError(
+            f"model.path={config.path!r} holds adapters (adapter_config.json), which are not trained further: merge "
+            "them into their model (peft's merge_and_unload), save that without adapter_config.json, and give its "
+            "directory"
+        )
 
 
 def _unreadable(config: ModelConfig, what: str, error: Exception, remedy: str = "") -> ConfigError:

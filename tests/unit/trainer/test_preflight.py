@@ -12,10 +12,11 @@ from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.preflight import check_given, names_of_given
+from podium.trainer.preflight import check_given, check_lengths, names_of_given
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import longest_text
 from tests.integration.training import MODEL, metrics_rows, tiny
+from tests.unit.workers.families import LONGROPE
 
 
 def longer(completion: str, row: Mapping[str, Any]) -> float:
@@ -84,6 +85,14 @@ def test_a_prompt_that_the_model_has_no_room_for_is_found_before_anything_starts
     with pytest.raises(ConfigError, match=message):
         PPOTrainer(config, cluster="inline", show=False).fit()
     assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
+
+
+def test_generation_beyond_a_turn_of_rotary_factors_is_refused() -> None:
+    model = ModelConfig(config=LONGROPE, tokenizer="chars:0123")
+    assert longest_text(model) == 64
+    check_lengths(model, 10, "training", 6)
+    with pytest.raises(ConfigError, match=r"16 positions, beyond which longrope rotates the whole text anew.*lower"):
+        check_lengths(model, 10, "training", 7)
 
 
 def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:

@@ -48,6 +48,21 @@ _SPARSE = {
 }
 _LATER = {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
 
+LONGROPE: dict[str, Any] = {
+    **_BASE,
+    "model_type": "phi3",
+    "initializer_range": 0.3,
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0, 8.0, 16.0, 32.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+"""A model that rotates texts of more than 16 tokens in another way."""
+
 APART: dict[str, dict[str, Any]] = {
     "llama": _BASE,
     "qwen3": {**_BASE, "head_dim": 8},

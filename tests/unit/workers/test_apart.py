@@ -22,7 +22,7 @@ from podium.workers.micro_batches import cut, plan
 from podium.workers.models import with_adapters
 from podium.workers.scoring import score_tokens
 from tests.integration.training import tiny
-from tests.unit.workers.families import APART, MIXING, make
+from tests.unit.workers.families import APART, LONGROPE, MIXING, make
 from tests.unit.workers.tiny import ADAPTED, TINY, oracle_logprobs, recorded
 
 CPU = torch.device("cpu")
@@ -69,6 +69,19 @@ def test_auto_pads_what_it_cannot_pack_and_says_so_once(monkeypatch: pytest.Monk
     assert choose_batching(make("llama"), ParallelConfig(), CPU, torch.float32) == ("packed", "")
     with pytest.raises(ConfigError, match=r"parallel\.batching=packed: GptOss.* needs s_aux.*use auto or padded"):
         choose_batching(make("gpt_oss"), ParallelConfig(batching="packed"), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_rows_with_other_rotary_factors_are_apart(batching: Any) -> None:
+    model = load_model(ModelConfig(config=LONGROPE, tokenizer=TOKENIZER))
+    batch = recorded((5, 40, 9, 17, 18))
+    wanted = torch.cat([oracle_logprobs(model, row[:-1]) for row in batch.jagged("tokens").unbind()])
+    parallel = ParallelConfig(batching=batching)
+    engine = TrainEngine(model, optim=None, parallel=parallel, device=CPU)
+    found = engine.evaluate(batch, lambda micro: {"x": score_tokens(model, batch, micro).logprobs}, ("x",))["x"]
+    own = torch.cat([row[:-1] for row in found.unbind()])
+    mask = torch.cat([row[:-1] for row in batch.jagged("loss_mask").unbind()])
+    assert torch.allclose(own[mask], wanted[mask], atol=1e-4)
 
 
 def test_a_policy_that_asks_for_packing_in_vain_is_refused_at_its_start() -> None:

@@ -24,6 +24,10 @@ def test_rows_of_like_length_go_together() -> None:
     assert plan([3, 30, 4, 29], 60, packed=False) == [[1, 3], [2, 0]]
 
 
+def test_rows_on_two_sides_of_a_turn_do_not_share_a_pass() -> None:
+    assert plan([3, 30, 16, 17], 1000, packed=True, turn=16) == [[1, 3], [2, 0]]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_token_with_loss_appears_once_with_the_place_that_predicts_it(packed: bool) -> None:
     batch = recorded()
