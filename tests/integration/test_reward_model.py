@@ -111,6 +111,15 @@ def test_scores_do_not_depend_on_the_batch(tmp_path: Path, settings: dict[str, A
         RewardModel(str(scorer)).score(long)
 
 
+def test_a_text_that_ends_in_the_padding_token_is_scored_there(tmp_path: Path) -> None:
+    scorer = write_scorer(tmp_path, TEMPLATE.replace(" {% endfor", "<pad>{% endfor"))  # as <eos> where it is both
+    turns = [[{"role": "user", "content": "1"}]] * 2
+    columns = {"messages": turns, "prompt": ["", ""], "completion": ["2", "34567"]}
+    alone = [score_alone(scorer, f"u=1<pad>a={end}<pad>") for end in columns["completion"]]
+    scores = RewardModel(str(scorer)).score(Batch(columns)).dense("rewards")
+    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
+
+
 def test_a_model_that_cannot_score_is_refused(tmp_path: Path) -> None:
     two = write_scorer(tmp_path / "two", num_labels=2)
     with pytest.raises(ConfigError, match=r"reward\.path = .*two' has 2 outputs .*: expected a model for sequence"):

@@ -1,7 +1,8 @@
 """The reward model: a frozen classifier with one output, which scores completions."""
 
+import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
 from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.workers.micro_batches import plan
-from podium.workers.models import load_scorer
+from podium.workers.models import load_scorer, rotary_turn
 from podium.workers.tokenizers import load_tokenizer
 
 __all__ = ["RewardModel"]
+
+_NO_TOKEN: Final = -1
 
 
 class RewardModel(Worker):
@@ -44,11 +47,9 @@ class RewardModel(Worker):
             raise ConfigError(
                 f"reward.path = {path!r} has no tokenizer that transformers reads: {error.__cause__}"
             ) from error
-        settings: Any = self.model.config
-        if settings.pad_token_id is None:
-            settings.pad_token_id = self._tokenizer.pad_token_id
-        # Without a padding token the model can take one row at a time only.
-        self._max_tokens = 0 if settings.pad_token_id is None else max_tokens
+        self._settings: Any = self.model.config.get_text_config()
+        self._max_tokens = max_tokens
+        self._padding: int | None = self._settings.pad_token_id
         self._equal = self._depends_on_padding()
 
     @endpoint(collect=first())
@@ -74,21 +75,22 @@ class RewardModel(Worker):
         """
         columns = (batch.python(name) for name in ("messages", "prompt", "completion"))
         ids = [self._encode(*row) for row in zip(*columns, strict=True)]
-        settings: Any = self.model.config
-        most = getattr(settings.get_text_config(), "max_position_embeddings", None)
+        most = getattr(self._settings, "max_position_embeddings", None)
         if most is not None and any(len(row) > most for row in ids):
             raise DataError(
                 f"a prompt with its completion has {max(map(len, ids))} tokens for the reward model {self.path}, which "
                 f"has {most} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"
             )
         scores_B = torch.zeros(len(ids))
-        for rows in plan([len(row) for row in ids], self._max_tokens, packed=False, equal=self._equal):
+        self._settings.pad_token_id = self._padding_of(ids)
+        equal, turn = self._equal or self._settings.pad_token_id == _NO_TOKEN, rotary_turn(self._settings)
+        for rows in plan([len(row) for row in ids], self._max_tokens, packed=False, equal=equal, turn=turn):
             scores_B[rows] = self._score_together([ids[row] for row in rows])
         return Batch({fields.REWARDS: scores_B})
 
     def _score_together(self, rows: Sequence[Sequence[int]]) -> Tensor:
         texts = [torch.tensor(row) for row in rows]
-        padding = self.model.config.pad_token_id or 0
+        padding = max(0, self._settings.pad_token_id)
         padded = pad_sequence(texts, batch_first=True, padding_value=padding).to(self._device)
         mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(self._device)
         with torch.no_grad():
@@ -99,12 +101,24 @@ class RewardModel(Worker):
         """Whether the model scores a short text in another way beside a long one, tried on two texts."""
         model: Any = self.model
         usual = range(3, min(model.get_input_embeddings().weight.shape[0], 100))
-        texts = [[token for token in usual if token != model.config.pad_token_id][:length] for length in (12, 5)]
-        if not self._max_tokens or not texts[1]:
+        texts = [[token for token in usual if token != self._padding][:length] for length in (12, 5)]
+        if not texts[1]:
             return False
+        self._settings.pad_token_id = self._padding_of(texts)
         alone = torch.cat([self._score_together([text]) for text in texts])
         allowed = torch.finfo(model.dtype).eps ** 0.5
         return not torch.allclose(self._score_together(texts), alone, rtol=allowed, atol=allowed)
+
+    def _padding_of(self, ids: Sequence[Sequence[int]]) -> int:
+        """Return the model's own padding token, or a token that no text has; _NO_TOKEN if the texts have all tokens.
+
+        The model scores at the last token of a row that is no padding. The tokenizer's padding token may be one that
+        ends texts, and the model would then score at the token before.
+        """
+        if self._padding is not None:
+            return self._padding
+        used = set(itertools.chain.from_iterable(ids))
+        return next((token for token in range(self._settings.vocab_size) if token not in used), _NO_TOKEN)
 
     def _encode(self, messages: Sequence[Any], prompt: str, completion: str) -> list[int]:
         if not self._tokenizer.chat_template:

@@ -42,10 +42,16 @@ def stored_tensors(path: str, key: str = "model.path") -> dict[str, StoredTensor
     for file in files:
         try:
             with safe_open(file, framework="numpy") as tensors:
-                found |= {name: StoredTensor(file, tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                own = {name: StoredTensor(file, tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             reason = "no such file" if isinstance(error, FileNotFoundError) else error
             raise ConfigError(f"{key} = {path!r}: {file.name} cannot be read: {reason}; copy the file again") from None
+        if twice := sorted(found.keys() & own.keys()):
+            raise ConfigError(
+                f"{key} = {path!r}: {twice[0]} is in two files, {found[twice[0]].file.name} and {file.name}, and only "
+                "one of them can be right; copy the model's files again"
+            )
+        found |= own
     return found
 
 

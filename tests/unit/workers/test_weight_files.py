@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from podium.cli import main
 from podium.errors import ConfigError
+from podium.rollout.engines import EngineConfig, make_engine
+from podium.rollout.sampling import SamplingParams
 from podium.trainer.preflight import model_size
 from podium.workers import Critic, ModelConfig, load_model, load_tokenizer
 from podium.workers.weight_files import replaced_heads, stored_tensors
 from tests.integration.training import write_copy_task
-from tests.unit.workers.tiny import SHAPE, TINY
+from tests.unit.workers.tiny import SHAPE, TINY, oracle_logprobs
 
 UP = "model.layers.1.mlp.up_proj.weight"
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
@@ -159,6 +162,35 @@ def test_the_command_line_answers_a_corrupt_file_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert "model.path = './model': model.safetensors cannot be read" in line
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    config = saved(tmp_path, shards="8KB")
+    first, *_, last = sorted(tmp_path.glob("model-*.safetensors"))
+    name, values = next(iter(load_file(first).items()))
+    save_file({**load_file(last), name: values + 1}, last, {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"{name} is in two files, {first.name} and {last.name}"):
+        stored_tensors(config.path)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_tied_configuration_with_two_different_tensors_is_corrected(tmp_path: Path, dtype: Any) -> None:
+    head = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    model = load_model(saved(tmp_path, lambda tensors, _: tensors.update({"lm_head.weight": head})))
+    assert torch.equal(model.lm_head.weight, head)
+    engine = make_engine(EngineConfig(name="transformers", dtype=dtype), model)  # bfloat16 needs a copy
+    engine.refresh(1)
+    (drawn,) = engine.generate([[4, 5, 6]], SamplingParams(max_new_tokens=8), [1])
+    wanted = oracle_logprobs(model, torch.cat([torch.tensor([4, 5, 6]), drawn.token_ids]))[3:]
+    assert torch.allclose(drawn.logprobs, wanted, atol=0.1 if dtype else 1e-4)
+
+
+def test_a_directory_with_adapters_is_refused(tmp_path: Path) -> None:
+    adapted = peft.get_peft_model(load_model(saved(tmp_path)), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(str(tmp_path))
+    for check in (load_model, model_size):
+        with pytest.raises(ConfigError, match=r"holds adapters \(adapter_config\.json\).*merge_and_unload"):
+            check(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_shard_that_the_index_names_and_nobody_copied_is_named(tmp_path: Path) -> None:

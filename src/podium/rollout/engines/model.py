@@ -88,9 +88,11 @@ class ModelEngine(Engine):
         if not self.copied:
             return
         with torch.inference_mode(False), torch.no_grad():
-            given: dict[str, Any] = dict(self._given.named_parameters())
-            for name, parameter in self.model.named_parameters():
-                copy_tensor(parameter, given[name].full_tensor() if _is_sharded(given[name]) else given[name])
+            given: dict[str, Any] = self._given.state_dict(keep_vars=True)
+            # Buffers are among them, such as the routing biases of some mixtures of experts. Tied tensors come once.
+            targets = {id(target): (name, target) for name, target in self.model.state_dict(keep_vars=True).items()}
+            for name, target in targets.values():
+                copy_tensor(target, given[name].full_tensor() if _is_sharded(given[name]) else given[name])
 
 
 def _is_sharded(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import EngineConfig, make_engine
@@ -55,6 +56,20 @@ def test_another_dtype_is_a_copy_that_refresh_fills(make_model: MakeModel, name:
         reference.refresh(version)
         assert same(engine.generate(PROMPTS, PARAMS, range(4)), reference.generate(PROMPTS, PARAMS, range(4)))
         _train(model)
+
+
+def test_a_copy_has_the_buffers_of_the_model_too() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 16, "v_head_dim": 8}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "first_k_dense_replace": 0}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("deepseek_v3", **sizes, **heads, **experts, **ranks)
+    )
+    model.model.layers[0].mlp.gate.e_score_correction_bias.copy_(torch.tensor([3.0, -3.0, 1.0, 0.0]))
+    engine: Any = make_engine(EngineConfig(name="transformers", dtype="bfloat16"), model)
+    engine.refresh(1)
+    assert engine.model.model.layers[0].mlp.gate.e_score_correction_bias.tolist() == [3.0, -3.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", NAMES)
