@@ -223,16 +223,21 @@ def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
 def check_answers(examples: Iterable[Example], reward: RewardConfig) -> None:
     """Check that every example has an answer which the reward can read, if the reward is one of Podium's that read it.
 
+    A note says how many answers are empty.
+
     Raises:
         DataError: An example has no answer, or one that is neither text nor messages, and such rewards end the run.
     """
     if reward.name not in READS_ANSWER or reward.on_error == "score":
         return
+    count = empty = 0
     for example in examples:
         try:
-            answer_of(example.row)
+            count, empty = count + 1, empty + (not answer_of(example.row).strip())
         except ValueError as error:
             raise DataError(f"reward.name = {reward.name!r}, prompt {str(example.prompt)[:60]!r}: {error}") from None
+    if empty:
+        emit(Note(f"{empty} of {count} answers are empty: the reward {reward.name!r} compares with nothing there"))
 
 
 def check_columns(examples: Iterable[Example], columns: Iterable[str], advantage: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
+import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -65,7 +65,7 @@ def cached(
     except (OSError, SafetensorError) as error:
         _logger.info("%s is made again: %s", path, error)
     made = make()
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside = path.with_suffix(f".{secrets.token_hex(8)}.tmp")  # processes in two containers may have one number
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(made, aside)

@@ -122,7 +122,8 @@ def encode_prompts(
                 rows.add(tokens)
         return {**rows.tensors(), **prompts.tensors()}
 
-    found = cached(encode, "prompts", tokenizer, writer.settings, map(_content, examples), len(examples))
+    count = len(examples) if writer.is_lasting else 0
+    found = cached(encode, "prompts", tokenizer, writer.settings, map(_content, examples), count)
     _check_unknown(writer, examples, found)
     dropped, cut = found["counts"].tolist()
     return EncodedPrompts(TokenRows(found["values"], found["offsets"]), found["kept"].tolist(), dropped, cut)
@@ -148,6 +149,8 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         )
     for index, example in enumerate(examples):
         _check_answer(index, example)
+    if empty := sum(not _says_something(example) for example in examples):
+        emit(Note(f"{empty} of {len(examples)} answers are empty: there the model learns to say nothing"))
 
     def encode() -> dict[str, Tensor]:
         rows, learned, prompts = _Rows(), array("b"), _Prompts(writer, examples)
@@ -158,7 +161,7 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
 
     content = ((_content(example), example.answer, example.turns, example.whole) for example in examples)
-    found = cached(encode, "pairs", tokenizer, writer.settings, content, len(examples))
+    found = cached(encode, "pairs", tokenizer, writer.settings, content, len(examples) if writer.is_lasting else 0)
     _check_unknown(writer, examples, found, answers=False)
     _check_unknown(writer, examples, found, answers=True)
     dropped, cut = found["counts"].tolist()
@@ -215,6 +218,10 @@ def _check_answer(index: int, example: Example) -> None:
         raise DataError(
             f"{where}: the answer has {length:,} characters, more than {_LONGEST_ANSWER:,}; take the row out"
         )
+
+
+def _says_something(example: Example) -> bool:
+    return bool(example.answer) or any(message_text(turn) or turn.get("tool_calls") for turn in example.turns)
 
 
 def _content(example: Example) -> tuple[Any, Any]:

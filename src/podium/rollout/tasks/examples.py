@@ -11,6 +11,7 @@ therefore disjoint in every run and with every seed, and equal prompts are on on
 import hashlib
 import heapq
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
             none = " (null if there is no answer)" if part == "answer" else ""
             hint = columns_hint(column, list(row))
             raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}")
-    answer = None if answer_column is None else row[answer_column]
+    answer = None if answer_column is None else _value(row[answer_column])
     prompt = _fill(config.template, row, place) if config.template else row[prompt_column]
     if not isinstance(prompt, str):
         _check_messages(place, prompt_column, prompt)
@@ -217,6 +218,11 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
                 "repair the row"
             )
     return example
+
+
+def _value(entry: Any) -> Any:
+    """Return ``entry``, or None for NaN, which pandas writes where there is no value."""
+    return None if isinstance(entry, float) and math.isnan(entry) else entry
 
 
 def half_pair(text: str) -> int | None:

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from podium.errors import DataError
 from podium.hub import look_for_hub
@@ -24,6 +24,7 @@ _Binary = io.BufferedReader | gzip.GzipFile
 _PACKED: Final = ".gz"
 _TEXTS: Final = (".jsonl", ".ndjson", ".json", ".csv")
 _SUFFIXES: Final = (*_TEXTS, *(suffix + _PACKED for suffix in _TEXTS), ".parquet", ".arrow")
+_OPEN: Final = ("tools", "tool_calls")  # fields whose entries have fields of their own
 _LONGEST_FIELD: Final = 2**31 - 1  # of a CSV file; Python's own limit of 128 KiB is less than a long document
 
 
@@ -175,9 +176,10 @@ def _arrow(path: Path) -> Iterator[PlacedRow]:
         with pyarrow.OSFile(str(path)) as file:
             for batch in _batches(path, file):
                 batch.validate(full=True)  # Arrow reads memory that is not its own where offsets are broken
+                tools = _has_tools(batch.schema)
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
+                    yield f"{path}, row {number}", _without_absent(row) if tools else row
     except (pyarrow.ArrowException, OSError) as error:
         kind = "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
         raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}") from error
@@ -195,6 +197,23 @@ def _batches(path: Path, file: Any) -> Iterator[Any]:
     else:
         file.seek(0)
         yield from pyarrow.ipc.open_stream(file)
+
+
+def _has_tools(columns: object) -> bool:
+    return any(name in str(columns) for name in _OPEN)
+
+
+def _without_absent(value: Any, inside: bool = False) -> Any:
+    """Return ``value`` without the fields of tools and tool calls that are None.
+
+    Arrow gives each of them the arguments of all others, and a chat template would write those, too.
+    """
+    if isinstance(value, list):
+        return [_without_absent(one, inside) for one in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    entries = cast("dict[str, Any]", value).items()
+    return {n: _without_absent(one, inside or n in _OPEN) for n, one in entries if one is not None or not inside}
 
 
 def columns_hint(wanted: str, columns: Sequence[str]) -> str:
@@ -229,7 +248,9 @@ def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[
         loaded: Any = datasets.load_dataset(spec, split=split, **options)
     except Exception as error:  # as above
         raise _unreadable(spec, options, error) from error
-    return ((f"{spec} [{split}], row {number}", dict(row)) for number, row in enumerate(loaded, start=1))
+    tools = _has_tools(loaded.features)
+    rows = (_without_absent(dict(row)) if tools else dict(row) for row in loaded)
+    return ((f"{spec} [{split}], row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> DataError:

@@ -54,6 +54,11 @@ class Writer:
         options = sorted(self._options.items())
         return self._template, options, config.system_prompt, config.max_prompt_tokens, config.overlong
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the same examples are written in the same way at any time: the template reads no clock."""
+        return "strftime_now" not in (self._template or "")
+
     @cached_property
     def end(self) -> tuple[str, int] | None:
         """The special token with which the template ends the assistant's turn, and its id."""
@@ -82,7 +87,7 @@ class Writer:
     def cut(self, example: Example, tokens: list[int] | None) -> tuple[str | Messages, list[int]] | None:
         """Cut the prompt's own text, or the last message's, from the front until it fits. None: nothing is left."""
         prompt, most = example.prompt, self.config.max_prompt_tokens
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        text = prompt if isinstance(prompt, str) else prompt[-1].get("content")
         if not isinstance(text, str):
             return None
         if tokens is None:
@@ -240,11 +245,7 @@ class Writer:
         if start < len(opened) and not (
             place < len(messages) - 1 and text.startswith(self._render(messages[:place], tools, opened=False))
         ):
-            raise ConfigError(
-                f"the chat template opens an answer with {opened[start:][:40]!r}, and writes a conversation's answer "
-                "without it, so that the model would learn what it never generates: set data.chat_template_kwargs, as "
-                f"in {{enable_thinking: false}}, or {_MARKING}"
-            )
+            raise _opened_otherwise(opened[start:], f"or {_MARKING}")
         closed = self._render(messages[: place + 1], tools, opened=False)
         limit = len(closed) if text.startswith(closed) else len(text)
         sign = self.end[0] if self.end else ""
@@ -258,6 +259,9 @@ class Writer:
 
     def _marked(self, messages: Messages, tools: list[Any] | None, known: int) -> tuple[list[int], list[bool]]:
         """Encode a conversation with the template's own mask, to which the end of each turn is added."""
+        opened = self._render(messages[:-1], tools, opened=True)
+        if not (text := self._render(messages, tools, opened=False)).startswith(opened):
+            raise _opened_otherwise(opened[_differs_at(text, opened) :], "or data.chat_template to another file")
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = self._applied(messages, tools, **options)
         tokens: list[int] = found["input_ids"]
@@ -331,6 +335,14 @@ def _in_time(work: Callable[[], T]) -> T:
             "data.chat_template to another, or to none for plain text"
         )
     return outcome.result()
+
+
+def _opened_otherwise(opening: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"the chat template opens an answer with {opening[:40]!r}, and writes a conversation's answer without it, so "
+        "that the model would learn what it never generates: set data.chat_template_kwargs, as in "
+        f"{{enable_thinking: false}}, {remedy}"
+    )
 
 
 def _differs_at(text: str, other: str) -> int:

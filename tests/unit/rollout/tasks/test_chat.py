@@ -159,6 +159,22 @@ def test_parquet_rows_give_templates_no_keys_that_a_message_lacks(tmp_path: Path
     assert [tokenizer.decode(row) for row in ids] == ["['content', 'name', 'role']", "['content', 'role']"]
 
 
+def test_parquet_rows_have_no_arguments_of_other_rows_tools(tmp_path: Path) -> None:
+    path, config = tmp_path / "rows.parquet", DataConfig(train=str(tmp_path / "rows.parquet"), holdout=0)
+    rows: list[dict[str, Any]] = []
+    for name, argument in (("add", "left"), ("find", "text")):
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": {argument: {"type": "x"}}}}}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"name": name, "arguments": {argument: 1}}]}
+        rows.append({"messages": [USER, call, AGAIN, LAST], "tools": [tool], "about": {argument: 1}})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    examples = load_examples(config.train, config)
+    tokenizer = tokenizer_of(QWEN)
+    written = [str(tokenizer.decode(ids)) for ids, _ in encode_pairs(examples, tokenizer, config)]
+    assert written == [str(tokenizer.decode(i)) for i, _ in encode_pairs(load(tmp_path, rows), tokenizer, config)]
+    assert "text" not in written[0] and "left" not in written[1]
+    assert examples[0].row["about"] == {"left": 1, "text": None}  # a reward finds the columns as the file has them
+
+
 # -- the examples ----------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +228,11 @@ def test_an_answer_that_is_neither_text_nor_messages_is_refused_by_name(tmp_path
     assert examples[1].row["answer"] == answer
 
 
+def test_an_answer_that_is_not_a_number_is_missing(tmp_path: Path) -> None:
+    (found,) = load(tmp_path, [{"prompt": "a", "answer": float("nan")}])  # as pandas writes a missing value
+    assert (found.answer, found.row["answer"]) == (None, None)
+
+
 def test_numbers_are_answers(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     examples = load(tmp_path, [{"prompt": "a", "answer": answer} for answer in (7, 0.5, True)])
@@ -241,6 +262,12 @@ def test_a_template_whose_answers_are_opened_otherwise_than_they_are_learned_is_
     examples = load(tmp_path, [{"messages": [USER, LAST]}])
     with pytest.raises(ConfigError, match=r"opens an answer with '<think>'.*data\.chat_template_kwargs"):
         encode_pairs(examples, tokenizer_of(R1), DataConfig())
+    with pytest.raises(ConfigError, match=r"opens an answer with '<think>'.*data\.chat_template to another file"):
+        encode_pairs(
+            examples,
+            tokenizer_of(MARKED.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")),
+            DataConfig(),
+        )
     with pytest.raises(ConfigError, match=r"marks nothing of .* as the assistant's text"):
         encode_pairs(examples, tokenizer_of(CHATML + "{% generation %}{% endgeneration %}"), DataConfig())
 

@@ -14,11 +14,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from podium.errors import ConfigError, DataError
+from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, EncodedPairs, Example, cache, encode_pairs, encode_prompts
 from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Event, Note, subscribe
-from podium.trainer.preflight import with_stop_tokens
+from podium.trainer.preflight import check_answers, with_stop_tokens
 from podium.workers import ModelConfig, char_tokenizer
 
 CHATML = (
@@ -150,6 +151,14 @@ def test_characters_of_several_tokens_are_cut_to_length_too() -> None:
     assert len(encoded.token_ids[1]) <= 40
 
 
+def test_a_prompt_that_ends_in_a_call_of_a_tool_has_no_text_to_cut() -> None:
+    prompt = [{"role": "user", "content": "x" * 99}, {"role": "assistant", "tool_calls": [{"name": "add"}]}]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = DataConfig(overlong="cut", max_prompt_tokens=20)
+    found = encode_prompts([example(prompt), example("a")], byte_tokenizer(template), config)
+    assert (found.kept, found.dropped, found.cut) == ([1], 1, 0)
+
+
 def test_a_template_longer_than_the_limit_leaves_nothing_and_says_so() -> None:
     config = DataConfig(max_prompt_tokens=10, overlong="cut", system_prompt=LONG)
     with pytest.raises(
@@ -200,6 +209,15 @@ def test_pairs_need_answers_and_an_end() -> None:
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
         encode_pairs([example("a")], tokenizer, DataConfig())
+
+
+def test_empty_answers_are_told() -> None:
+    tokenizer = byte_tokenizer()
+    rows = [example("a", ""), example("b", "c")]
+    (note,) = notes_of(lambda: encode_pairs(rows, tokenizer, DataConfig()))
+    assert note == "1 of 2 answers are empty: there the model learns to say nothing"
+    (note,) = notes_of(lambda: check_answers(rows, RewardConfig()))
+    assert note == "1 of 2 answers are empty: the reward 'exact' compares with nothing there"
 
 
 # -- what a tokenizer cannot read ------------------------------------------------------------------------------------
@@ -291,6 +309,14 @@ def test_token_ids_are_kept_until_something_changes_that_they_depend_on(
     monkeypatch.setattr(cache, "save_file", None)  # what is there is read, and nothing is encoded
     monkeypatch.setattr(Writer, "prompts", None)
     assert list(encode_prompts(examples, tokenizer, DataConfig()).kept) == [0, 1]
+
+
+def test_a_template_that_writes_the_time_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_FROM", 1)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    tokenizer = byte_tokenizer("{{ strftime_now('%f') }}" + CHATML)
+    drawn = {written(tokenizer, encode_prompts([example("a")], tokenizer, DataConfig()).token_ids[0]) for _ in range(9)}
+    assert len(drawn) > 1
 
 
 def test_a_kept_file_that_is_broken_is_made_again_and_one_that_cannot_be_written_is_left_out(
