@@ -208,8 +208,6 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """
         apart, most = metrics.get(names.MISMATCH_MEAN, 0.0), self.config.algorithm.max_mismatch
         was_noted, self._mismatch_noted = self._mismatch_noted, not apart <= NOTED_MISMATCH
-        if apart <= NOTED_MISMATCH:
-            return
         what = (
             f"step {step}: the generator's and the trainer's log-probabilities of the same tokens differ by "
             f"{apart:.3g} nats on average ({names.MISMATCH_MEAN})"
@@ -219,7 +217,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                 f"{what}, and algorithm.max_mismatch = {most:g}: the two do not compute the same model. "
                 f"{_MISMATCH_REMEDY}; a larger algorithm.max_mismatch allows more, and null allows everything"
             )
-        if not was_noted:
+        if self._mismatch_noted and not was_noted:
             emit(Note(f"{what}; usual are 0.01 or less. {_MISMATCH_REMEDY}"))
 
     # -- the run ---------------------------------------------------------------------------------------------------
