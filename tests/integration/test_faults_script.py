@@ -99,6 +99,29 @@ def test_a_child_of_the_script_that_lives_on_does_not_keep_the_workers(tmp_path:
         finish(script)
 
 
+def test_a_fork_of_the_script_harms_nothing_and_is_told_what_to_do(tmp_path: Path) -> None:
+    out = run_script(
+        tmp_path,
+        """
+import os, sys, podium, podium.errors
+from podium.testing.workers import Sleeper
+with podium.connect("local", preload=[]) as cluster:
+    sleeper = cluster.start(Sleeper.bind(), start_timeout_s=float("inf"))
+    call = sleeper.double.submit(1)
+    if not (child := os.fork()):
+        for use in (lambda: sleeper.double(2), call.result, sleeper.group.restart, cluster.pool):
+            try:
+                use()
+            except podium.errors.ConfigError as error:
+                print("a fork of it" in str(error), flush=True)
+        sleeper.group.close()
+        sys.exit(0)  # its atexit functions run
+    print(os.waitpid(child, 0)[1], call.result(float("inf")), sleeper.double(3), flush=True)
+""",
+    )
+    assert out == "True\nTrue\nTrue\nTrue\n0 [2] [6]\n"
+
+
 @pytest.mark.parametrize("ending", ["", "raise LookupError('mine')", "sys.exit(3)"], ids=["end", "error", "exit"])
 def test_a_script_that_forgets_to_close_ends_and_leaves_nothing(tmp_path: Path, ending: str) -> None:
     script = start_script(tmp_path, BUSY + STARTED + ending + "\n")
@@ -248,8 +271,9 @@ def test_working_directory_and_path_follow(tmp_path: Path) -> None:
     out = run_script(
         tmp_path,
         f"""
-import os, sys
+import os, pathlib, sys
 sys.path.insert(0, {str(tmp_path / "mine")!r})
+sys.path.append(pathlib.Path("no text, so Python does not look there"))
 os.chdir({str(tmp_path)!r})
 import podium, my_workers
 with podium.connect("local", preload=[]) as cluster:

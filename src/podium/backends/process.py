@@ -97,7 +97,7 @@ class Surroundings(NamedTuple):
     @classmethod
     def here(cls, threads: int, preload: Sequence[str] = ()) -> Surroundings:
         """The surroundings of this process."""
-        return cls(threads, os.getcwd(), _sys_path(), preload)
+        return cls(threads, _directory(), _sys_path(), preload)
 
     def settle_in(self, interface: str) -> None:
         """Work there from now on. gloo listens on ``interface`` unless the environment names another one."""
@@ -123,7 +123,17 @@ def command(module: str, *args: Any) -> list[str]:
 
 
 def _sys_path() -> list[str]:
-    return [path or os.getcwd() for path in sys.path]
+    """``sys.path`` without what is no text, where Python does not look either."""
+    texts = [path for path in sys.path if isinstance(path, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    return [path or _directory() for path in texts]
+
+
+def _directory() -> str:
+    """The working directory. Raises ConfigError if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory of this process was removed: go to another one (os.chdir)") from None
 
 
 def keep_freed_memory() -> None:

@@ -265,7 +265,7 @@ def _pickled(function: RewardFn, label: str) -> bytes:
 
 def _launch(far: socket.socket, log_path: Path | None, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a fresh interpreter with our sys.path and working directory, out of reach of the terminal's Ctrl-C."""
-    path = json.dumps([entry or os.getcwd() for entry in sys.path])
+    path = json.dumps([entry or os.getcwd() for entry in sys.path if isinstance(entry, str)])  # pyright: ignore[reportUnnecessaryIsInstance]
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
     with far, log_path.open("ab") if log_path else nullcontext() as log:

@@ -6,23 +6,25 @@ import atexit
 import inspect
 import itertools
 import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.functions import nearest
 from podium.runtime.backend import Backend
-from podium.runtime.calls import Watch
+from podium.runtime.calls import Watch, refuse_in_a_fork
 from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoint import Returns, endpoints_of
 from podium.runtime.group import Colocated, Replicas, WorkerGroup, WorkerHandle
 from podium.runtime.messages import Capabilities, Node
-from podium.runtime.pool import Inventory, ResourcePool, Strategy
+from podium.runtime.pool import Inventory, ResourcePool, Strategy, whole_numbers
 from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
 from podium.runtime.profiling import Profile
 from podium.runtime.worker import Bound, Worker
@@ -212,8 +214,9 @@ class Cluster:
                 f"pool({slots}, spread={spread}): give slots, as in pool(4) for four on one node, or spread, as in "
                 "pool(spread=4) for four on whichever nodes have room"
             )
-        given: Any = 1 if slots is None else slots
-        layout = int(spread) if spread is not None else [given] if hasattr(given, "__index__") else [*given]
+        layout = whole_numbers(spread if spread is not None else 1 if slots is None else slots, "pool")
+        if spread is None and isinstance(layout, int):
+            layout = [layout]
         amounts = {"cpu": cpus, "gpu": gpus, "memory": memory, **(resources or {})}
         want = _slot_by_slot(layout, amounts)
         until, say = time.monotonic() + wait_s, 0.0
@@ -230,7 +233,8 @@ class Cluster:
                 time.sleep(min(WAIT_LOOKS_S, until - now))
 
     def release(self, pool: ResourcePool) -> None:
-        """Give a pool's slots back. Raises PlacementError while a group runs on them."""
+        """Give a pool's slots back. Raises PlacementError while a group runs on them, or ConfigError if the pool is
+        another cluster's."""
         self._inventory.release(pool)
 
     def put(self, value: T) -> T:
@@ -312,14 +316,16 @@ class Cluster:
             WorkerStartError: A process or a constructor failed. What had started is ended.
             ConfigError: ``worker`` is not a bound Podium worker, a mesh does not fit, or the backend cannot do this.
         """
-        until = time.monotonic() + start_timeout_s
         self._refuse_unless_open("start", detached)
+        _check_seconds(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+        start_timeout_s = min(start_timeout_s, threading.TIMEOUT_MAX)
+        until = time.monotonic() + start_timeout_s
         if returns not in ("value", "ref"):
             raise ConfigError(f"start(returns={returns!r}): expected 'value' or 'ref'")
         if not hasattr(seed, "__index__"):
             raise ConfigError(f"start(seed={seed!r}): a seed is a whole number")
         how = StartOptions(
-            env=dict(env or {}),
+            env=_checked_env(env or {}),
             start_timeout_s=start_timeout_s,
             distributed=distributed,
             options=dict(options or {}),
@@ -334,7 +340,7 @@ class Cluster:
         shared: ProcessSet | None = None
         try:
             if into is not None:
-                processes = shared = _processes_of(into, pool, how)
+                processes = shared = _processes_of(into, pool, how, self._backend)
                 meshes = _with_default(meshes, processes.size)
                 _check_profile(profile, bounds, processes.size)
             else:
@@ -433,7 +439,7 @@ class Cluster:
 
     def close(self) -> None:
         """End all groups, the last started first, then the backend. Idempotent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._watch.process:  # a fork ends nothing of its parent's
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -459,9 +465,9 @@ class Cluster:
                     "a class that a backend has already wrapped (such as @ray.remote) is passed as the plain class"
                 )
         for given in {*bounds, name or next(iter(bounds))}:
-            if not re.fullmatch(r"\w[\w.-]*", given):
+            if not isinstance(given, str) or not re.fullmatch(r"\w[\w.-]{0,99}", given):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
-                    f"name={given!r}: names are letters, digits, '_', '-' and '.'; they name log files too"
+                    f"name={given!r}: names are up to 100 letters, digits, '_', '-' and '.'; they name log files too"
                 )
             if given in taken:
                 raise ConfigError(f"a group named {given!r} runs already; pass another name=")
@@ -485,6 +491,8 @@ class Cluster:
             raise ConfigError("cannot start a group on an empty pool")
         if any(reservation.released for reservation in pool.reservations):
             raise ConfigError(f"{pool} has been released; reserve another with cluster.pool(...)")
+        if not any(reservation.detached for reservation in pool.reservations):  # one may be of a group attached to
+            self._inventory.refuse_others(pool)
         can = self._backend.capabilities
         if options.distributed and len(pool) > 1 and not can.collectives:
             raise ConfigError(f"backend {self.backend_name!r} has no collectives over several ranks; use 'local'")
@@ -512,6 +520,8 @@ class Cluster:
     def _refuse_unless_open(self, what: str, detached: bool) -> None:
         if self._closed:
             raise ConfigError("this cluster is closed; podium.connect() gives another")
+        if self.capabilities.concurrent:
+            refuse_in_a_fork(self._watch.process, f"{what}()")
         if detached and not self._backend.capabilities.detached:
             raise ConfigError(f"{what}(): backend {self.backend_name!r} has no detached groups; use 'ray'")
 
@@ -538,6 +548,15 @@ def _slot_by_slot(
     ]
 
 
+def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
+    """``env``, whose names and values an operating system takes. Raises ConfigError for others."""
+    for name, value in env.items():
+        texts = isinstance(name, str) and isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not texts or not name or "=" in name or "\0" in name + value:
+            raise ConfigError(f"start(env={{{name!r}: {value!r}}}): expected the name of a variable and its text")
+    return dict(env)
+
+
 def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"[:120]
 
@@ -552,17 +571,27 @@ def _is_colocated(worker: object) -> bool:
     return isinstance(worker, Bound) and issubclass(cast("Bound[Any]", worker).cls, Colocated)
 
 
-def _processes_of(into: Any, pool: ResourcePool | None, how: StartOptions) -> ProcessSet:
+def _check_seconds(**given: object) -> None:
+    for name, seconds in given.items():
+        if not isinstance(seconds, Real) or not float(seconds) > 0:
+            raise ConfigError(f"start({name}={seconds!r}): expected a number of seconds above 0")
+
+
+def _processes_of(into: Any, pool: ResourcePool | None, how: StartOptions, backend: Backend) -> ProcessSet:
     if pool is not None or how.env or how.options or how.detached:
         raise ConfigError("start(into=group): the processes run already, so pool, env, options and detached are theirs")
     if not isinstance(into, WorkerHandle):
         raise ConfigError(f"start(into=...): expected a handle that start() returned, not {type(into).__name__}")
+    if into.group.processes.backend is not backend:
+        raise ConfigError(f"start(into={into}): this group is of another cluster; start the worker there")
     return into.group.processes
 
 
 def _with_default(meshes: Mapping[str, Mesh] | None, ranks: int) -> Mapping[str, Mesh]:
     """``meshes`` and the default one. Raises a ConfigError if one does not fit the number of ranks."""
     for name, mesh in (meshes or {}).items():
+        if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"start(meshes={{{name!r}: {mesh!r}}}): expected a mesh, as in Mesh(dp={ranks})")
         if mesh.size != ranks:
             raise ConfigError(f"mesh {name!r} is {mesh} of {mesh.size} ranks; the group has {ranks}")
     return MappingProxyType({"default": Mesh(dp=ranks), **(meshes or {})})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoRetur
 
 from podium.errors import ConfigError, DeadlineExceeded
 from podium.functions import nearest
-from podium.runtime.calls import Call, CallArgument, Outbox, Wanted, reachable, travelled
+from podium.runtime.calls import WAITS_FOR_ITSELF, Call, CallArgument, Outbox, Wanted, reachable, travelled
 from podium.runtime.collect import Collect, concat, first, gather, reduce
 from podium.runtime.dispatch import Among, Dispatch, Mesh, PerRank, Ranks, Shipped, World, broadcast
 from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of, spec_of_function
@@ -185,10 +185,7 @@ class WorkerGroup(Generic[W]):
         """Submit a call that a worker in the processes ``caller`` makes."""
         spec = endpoints_of(self.cls)[wanted.method]
         if caller is self.processes.calls and not spec.concurrent:
-            raise ConfigError(
-                f"{wanted.label}: a worker of the same processes called it and would wait for itself. Call the "
-                "method of self or of self.ctx.colocated[...], or declare the endpoint with concurrent=True"
-            )
+            raise ConfigError(f"{wanted.label}: {WAITS_FOR_ITSELF}")
         if wanted.ranks is not None:
             spec = replace(spec, dispatch=Among(spec.dispatch, wanted.ranks, self.world_size, self.name))
         values = {name: PerRank(value) if name in wanted.apart else value for name, value in wanted.values.items()}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, cast, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.runtime.backend import Backend
 from podium.runtime.messages import Node, Place, Resources
 
-__all__ = ["Inventory", "Reservation", "ResourcePool", "Slot", "Strategy"]
+__all__ = ["Inventory", "Reservation", "ResourcePool", "Slot", "Strategy", "whole_numbers"]
 
 Strategy = Literal["pack", "spread"]
 Shares = dict[int, float]  # by device, what is left of it
@@ -89,16 +91,25 @@ class ResourcePool:
         Raises:
             ConfigError: The sizes do not add up to the pool's slots, or one of them is below 1.
         """
-        if hasattr(sizes, "__index__"):
-            size = int(cast(int, sizes))
-            if size < 1 or len(self) % size:
-                raise ConfigError(f"split({size}): a size from 1 up that divides the pool's {len(self)} slots")
-            sizes = [size] * (len(self) // size)
-        sizes = [*cast("Sequence[int]", sizes)]
+        sizes = whole_numbers(sizes, "split")
+        if isinstance(sizes, int):
+            if sizes < 1 or len(self) % sizes:
+                raise ConfigError(f"split({sizes}): a size from 1 up that divides the pool's {len(self)} slots")
+            sizes = [sizes] * (len(self) // sizes)
         if sum(sizes) != len(self) or any(size < 1 for size in sizes):
             raise ConfigError(f"split({sizes}): sizes from 1 up that add to the pool's {len(self)} slots")
         bounds = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
         return [self[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def whole_numbers(given: object, what: str) -> int | list[int]:
+    """``given`` as an int or a list of them, whichever kind of whole numbers it has. Raises ConfigError for others."""
+    try:
+        if hasattr(given, "__index__") and not getattr(given, "shape", ()):
+            return operator.index(cast(int, given))
+        return [operator.index(number) for number in cast("Sequence[int]", given)]
+    except TypeError:
+        raise ConfigError(f"{what}({given!r}): expected whole numbers, as in {what}(4) or {what}([4, 2])") from None
 
 
 class Inventory:
@@ -154,6 +165,7 @@ class Inventory:
     def release(self, pool: ResourcePool) -> None:
         """Give back the reservations that ``pool`` is made of, and with them all slices. Raises PlacementError while a
         group runs on one of them."""
+        self.refuse_others(pool)
         with self._lock:
             if holders := [name for reservation in pool.reservations for name in reservation.holders]:
                 raise PlacementError(f"cannot release {pool}: groups still run on it: {holders}")
@@ -162,6 +174,11 @@ class Inventory:
                     reservation.released = True
                     self._reservations.remove(reservation)
                     self._backend.release(reservation.token)
+
+    def refuse_others(self, pool: ResourcePool) -> None:
+        """Raise a ConfigError if ``pool`` is of another cluster."""
+        if any(held not in self._reservations for held in pool.reservations if not held.released):
+            raise ConfigError(f"{pool} is of another cluster, which alone can use and release it")
 
     def stopped(self, token: Any) -> None:
         """Give back the reservation of a detached group that was stopped, whoever reserved it."""
@@ -248,7 +265,8 @@ def _most(amounts: Mapping[str, float], want: Resources) -> float:
 
 def _checked(want: Resources) -> Resources:
     """The amounts of one slot that are not 0. Raises ConfigError for those that a slot cannot hold."""
-    if any(amount < 0 or not math.isfinite(amount) for amount in want.values()):
+    numbers = [amount for amount in want.values() if isinstance(amount, Real)]
+    if len(numbers) < len(want) or any(amount < 0 or not math.isfinite(amount) for amount in numbers):
         raise ConfigError(f"pool(): amounts of resources are numbers from 0 up; got {dict(want)}")
     gpus = want.get("gpu", 0.0)
     if gpus % 1 and gpus > 1:

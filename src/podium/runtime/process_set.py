@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any, cast
 from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
-from podium.runtime.calls import ProcessCalls, Watch
+from podium.runtime.calls import ProcessCalls, Watch, refuse_in_a_fork
 from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoint import Returns
 from podium.runtime.messages import Place, ProcessSpec
@@ -166,6 +167,7 @@ class ProcessSet:
             raise ConfigError(f"{self.name}: this backend has no processes to kill and restart; use 'local'")
         if self._attached:
             raise ConfigError(f"group {self.name} is another controller's; stop it with cluster.stop({self.name!r})")
+        refuse_in_a_fork(self.watch.process, f"{self.name}.restart()")
         self._end(f"group {', '.join(self.workers)} was restarted while this call was in flight", 0.0)
         timeout_s = self.options.start_timeout_s
         until = time.monotonic() + timeout_s
@@ -184,6 +186,8 @@ class ProcessSet:
         Idle processes close their workers first, within ``timeout_s``. Where a call is in flight, whose result is lost
         anyway, they have less time. Processes of a detached group run on, unless ``stop_detached``.
         """
+        if os.getpid() != self.watch.process:  # a fork ends nothing of its parent's
+            return
         reason = f"group {self.name} was closed while this call was in flight"
         if self.options.detached and not stop_detached:
             self.calls.end(reason)

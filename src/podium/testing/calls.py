@@ -323,13 +323,13 @@ class CallContract:
                 probe.fail([0, 1, 2], ValueError("alike"))
             assert probe.rank() == [0, 1, 2]
 
-    @pytest.mark.parametrize("method", ["leave", "leave_async"])
-    def test_leaving_python_in_an_endpoint_is_an_error_of_it(self, cluster: Cluster, method: str) -> None:
+    def test_leaving_python_in_an_endpoint_is_an_error_of_it(self, cluster: Cluster) -> None:
         leaver = cluster.start(_Leaver.bind(), distributed=False)
-        for _ in range(2):
-            with pytest.raises(EndpointError, match="SystemExit") as caught:
-                getattr(leaver, method)(3)
-            assert isinstance(caught.value.__cause__, SystemExit)
+        for leave in (leaver.leave, leaver.leave_async, leaver.leave_concurrently):
+            for error in (SystemExit(3), GeneratorExit("left"), asyncio.CancelledError("left")):
+                with pytest.raises(EndpointError, match=type(error).__name__) as caught:
+                    leave.within(timeout_s=10.0)(error)
+                assert type(caught.value.__cause__) is type(error)
         assert leaver.still_here.within(timeout_s=10.0)() == [True]
 
     def test_a_worker_inside_a_worker_is_an_ordinary_object(self, cluster: Cluster) -> None:
@@ -363,12 +363,16 @@ def _broken_future(worker: Sleeper, *caught: type[Exception]) -> Any:
 
 class _Leaver(Worker):
     @endpoint
-    def leave(self, code: int) -> None:
-        raise SystemExit(code)
+    def leave(self, error: BaseException) -> None:
+        raise error
 
     @endpoint
-    async def leave_async(self, code: int) -> None:
-        raise SystemExit(code)
+    async def leave_async(self, error: BaseException) -> None:
+        raise error
+
+    @endpoint(concurrent=True)
+    def leave_concurrently(self, error: BaseException) -> None:
+        raise error
 
     @endpoint
     async def still_here(self) -> bool:

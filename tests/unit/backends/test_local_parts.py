@@ -14,6 +14,7 @@ import podium
 from podium import Cluster
 from podium.backends.files import LAST_LINES, Files, Log
 from podium.backends.local import LocalBackend
+from podium.backends.local.backend import ForkServer
 from podium.backends.local.shared_memory import Lease, SegmentPool
 from podium.errors import ConfigError
 from podium.testing.workers import Counter, Stash
@@ -108,3 +109,13 @@ def test_the_command_of_chosen_ranks_begins_with_a_prefix_which_may_report_at_th
 
 def _profiled(worker: Counter) -> str | None:
     return os.environ.get("PROFILED")
+
+
+def test_a_fork_server_whose_socket_is_closed_starts_nothing(tmp_path: Path) -> None:
+    server = ForkServer([], tmp_path)
+    try:
+        assert server.alive()
+        server.orders.close()  # as the I/O does at its end of file, which may come before the process has ended
+        assert not server.alive()
+    finally:
+        server.close()

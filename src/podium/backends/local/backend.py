@@ -56,8 +56,8 @@ class ForkServer:
             )
 
     def alive(self) -> bool:
-        """Whether the server runs."""
-        return self._process.poll() is None
+        """Whether the server runs, as far as its socket and the kernel tell."""
+        return self.orders.fileno() >= 0 and self._process.poll() is None
 
     def tell(self, order: bytes, *fds: int) -> None:
         """Send an order, and let the server go on if a signal has stopped it. Raises OSError if the server is gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import pickle
 import select
 import socket
@@ -90,7 +91,10 @@ class LocalProcess(ProcessHandle):
                 server.tell(order, calls.fileno(), control.fileno())
             except OSError as error:
                 self.end(None)
-                raise WorkerStartError(f"{spec.label}: the fork server is gone: {error}", rank=spec.rank) from error
+                why = f"the fork server is gone: {error}"
+                if error.errno == errno.EMSGSIZE:
+                    why = f"its env and sys.path are too large for one message of {len(order)} bytes"
+                raise WorkerStartError(f"{spec.label}: {why}", rank=spec.rank) from error
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
         if self.ended.is_set():

@@ -34,9 +34,9 @@ until it restarts. Until then it is open which collectives the siblings are in, 
 all ranks raise alike (a bad argument, say), nobody waits and nothing breaks.
 """
 
-from podium.runtime.calls.call import Call, CallArgument, Watch, wait
-from podium.runtime.calls.process_calls import ProcessCalls
+from podium.runtime.calls.call import Call, CallArgument, Watch, refuse_in_a_fork, wait
+from podium.runtime.calls.process_calls import WAITS_FOR_ITSELF, ProcessCalls
 from podium.runtime.calls.relay import Outbox, Wanted, cause_of, reachable, travelled
 
-__all__ = ["Call", "CallArgument", "Outbox", "ProcessCalls", "Wanted", "Watch", "cause_of", "reachable", "travelled"]
-__all__ += ["wait"]
+__all__ = ["WAITS_FOR_ITSELF", "Call", "CallArgument", "Outbox", "ProcessCalls", "Wanted", "Watch", "cause_of"]
+__all__ += ["reachable", "refuse_in_a_fork", "travelled", "wait"]

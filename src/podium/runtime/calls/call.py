@@ -6,6 +6,8 @@ import asyncio
 import copy
 import itertools
 import logging
+import operator
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -18,12 +20,22 @@ from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, PodiumEr
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call", "CallArgument", "Watch", "wait"]
+__all__ = ["Call", "CallArgument", "Watch", "refuse_in_a_fork", "wait"]
 
 T = TypeVar("T")
 
+LONGEST_WAIT_S = 1e6  # one wait of the operating system; a longer wait is several
 FIRST_NAP_S, LAST_NAP_S = 0.0005, 0.1  # between two offers to deliver replies for the backend
 TICK_S = 0.1
+
+
+def refuse_in_a_fork(process: int, what: str) -> None:
+    """Raise a ConfigError if this process is a fork of ``process``, whose connections it shares. 0 allows forks."""
+    if process not in (os.getpid(), 0):
+        raise ConfigError(
+            f"{what}: process {process} connected this cluster, and this process is a fork of it, which cannot use its "
+            "connections; call podium.connect() in the fork"
+        )
 
 
 class Call(Generic[T]):
@@ -42,6 +54,7 @@ class Call(Generic[T]):
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self.backend = backend
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._gate = threading.Lock()  # held until the call has ended: a lock wakes its waiter faster than an Event
         self._gate.acquire()
@@ -71,8 +84,9 @@ class Call(Generic[T]):
         until = None if timeout_s is None else time.monotonic() + timeout_s
         nap = FIRST_NAP_S
         while not self._ended:
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            refuse_in_a_fork(self._process, self.label)
+            left = None if until is None else min(until - time.monotonic(), LONGEST_WAIT_S)
+            if left is not None and not left > 0:
                 break
             delivered = self.backend.wait(self.done, left)
             if delivered:
@@ -185,11 +199,17 @@ def wait(
     >>> done, running = podium.wait(calls, first=3)  # doctest: +SKIP
 
     Raises:
-        ConfigError: ``first`` is no number from 0 to the number of calls.
+        ConfigError: ``first`` is no whole number from 0 to the number of calls, or ``calls`` holds something else.
     """
-    wanted = len(calls) if first is None else first
+    calls = list(calls)
+    if odd := [type(call).__name__ for call in calls if not isinstance(call, Call)]:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"wait(calls): {odd[0]} is no call; endpoint.submit(...) returns one")
+    try:
+        wanted = len(calls) if first is None else operator.index(first)
+    except TypeError:
+        wanted = -1
     if not 0 <= wanted <= len(calls):
-        raise ConfigError(f"wait(first={first}): a number from 0 to the {len(calls)} calls given")
+        raise ConfigError(f"wait(first={first!r}): a whole number from 0 to the {len(calls)} calls given")
     if wanted:
         backend = calls[0].backend
         enough: Call[None] = Call("wait", float("inf"), backend)
@@ -241,6 +261,7 @@ class Watch:
     """Calls ``tick(now)`` of every registered object ten times a second, for as long as the object exists."""
 
     def __init__(self) -> None:
+        self.process = os.getpid()
         self._ticking: WeakSet[Ticking] = WeakSet()
         self._lock = threading.Lock()
         self._closed = threading.Event()

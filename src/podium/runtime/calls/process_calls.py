@@ -13,6 +13,7 @@ from typing import Any
 from podium import telemetry
 from podium.errors import (
     CallCancelled,
+    ConfigError,
     DeadlineExceeded,
     EndpointError,
     PodiumError,
@@ -21,13 +22,18 @@ from podium.errors import (
     WorkerDied,
 )
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.calls.call import Call, Watch
+from podium.runtime.calls.call import Call, Watch, refuse_in_a_fork
 from podium.runtime.calls.relay import Relay, travelled
 from podium.runtime.collect import Collect, gather
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
 
-__all__ = ["ProcessCalls"]
+__all__ = ["WAITS_FOR_ITSELF", "ProcessCalls"]
+
+WAITS_FOR_ITSELF = (
+    "a worker of the same processes called it and would wait for itself. Call the method of self or of "
+    "self.ctx.colocated[...], or declare the endpoint with concurrent=True"
+)
 
 BREAK_S = 0.2
 SETTLE_S = 1.0
@@ -83,9 +89,11 @@ class ProcessCalls:
         self.broken = ""  # why no call can succeed before a restart
         self._backend = backend
         self._in_flight: dict[int, InFlight] = {}  # by call_id: a number may be another call's by now
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
+        self._sender = 0  # the thread that sends; a backend without processes runs endpoints in that thread
         self._unsettled: set[InFlight] = set()  # calls that failed on one rank while others still ran
         self._ended = False
+        self._process = os.getpid() if backend.capabilities.concurrent else 0
         self._relay = Relay(self, self._ask, backend.unpack)
         self.relays = False  # the processes are asked for the calls of their workers
         watch.register(self)
@@ -123,6 +131,8 @@ class ProcessCalls:
     ) -> None:
         """Send ``call`` to the ranks of ``split``. ``collect`` joins their results. Raises SerializationError, or
         WorkerDied, EndpointError or CallCancelled if the group has lost a rank, is broken or is closed."""
+        if self._sender == threading.get_ident() and not concurrent:
+            raise ConfigError(f"{call.label}: {WAITS_FOR_ITSELF}")
         if self._unsettled:
             self._wait_until(lambda: not self._unsettled, BREAK_S + STATUS_S)
         self._refuse_if_unusable(call.label)
@@ -141,7 +151,11 @@ class ProcessCalls:
         call.on_cancel = partial(self._tell_cancelled, flight)
         try:
             with self._sending:  # every rank sees two callers' calls in the same order, or collectives would deadlock
-                self._send_to_all(flight, shared, own, concurrent)
+                outer, self._sender = self._sender, threading.get_ident()
+                try:
+                    self._send_to_all(flight, shared, own, concurrent)
+                finally:
+                    self._sender = outer
         except (SerializationError, StoreFullError) as error:  # no room for an argument: some ranks may have begun
             call.fail(type(error)(f"{call.label}: {error}"))
             self._tell_cancelled(flight)
@@ -169,6 +183,7 @@ class ProcessCalls:
         return [packed[reader] for reader in readers]
 
     def _refuse_if_unusable(self, label: str) -> None:
+        refuse_in_a_fork(self._process, label)
         if self._ended and not self.broken:
             raise CallCancelled(f"{label}: group {self.name} is closed")
         for rank, death in self.lost.items():
@@ -319,7 +334,7 @@ class ProcessCalls:
             call = flight.call
             if call.done():
                 continue
-            waited = now - call.deadline + call.timeout_s
+            waited = now - flight.submitted_ns / 1e9
             if now >= call.deadline and not flight.expired:
                 flight.expired = True
                 _later(0.0, self._expire, flight)

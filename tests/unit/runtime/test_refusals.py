@@ -1,0 +1,121 @@
+"""Arguments that no cluster can take: each is refused in words when it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import podium
+from podium import Cluster, Worker, endpoint
+from podium.errors import ConfigError, EndpointError
+
+
+class Echo(Worker):
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @endpoint
+    def ask_itself(self, me: Any) -> Any:
+        return me.echo(1)
+
+    @endpoint(concurrent=True)
+    def peek(self) -> int:
+        return 5
+
+    @endpoint
+    def peek_at(self, me: Any) -> Any:
+        return me.peek()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with podium.connect("inline") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def echo(cluster: Cluster) -> Echo:
+    return cluster.start(Echo.bind(), name="the_echo")
+
+
+@pytest.mark.parametrize("slots", [2.0, "2", [2.0], np.array([[1, 1]]), 1.5, [1, "1"], float("nan"), object()])
+def test_slots_that_are_no_whole_numbers(cluster: Cluster, slots: Any) -> None:
+    for given in ({"slots": slots}, {"spread": slots}):
+        with pytest.raises(ConfigError, match=r"pool\(.*whole"):
+            cluster.pool(**given)
+    with pytest.raises(ConfigError, match=r"split\(.*whole"):
+        cluster.pool(2).split(slots)
+
+
+def test_slots_may_be_whole_numbers_of_any_kind(cluster: Cluster) -> None:
+    kinds: list[Any] = [np.int64(2), np.array([2]), (2,)]
+    assert [len(cluster.pool(slots)) for slots in kinds] == [2, 2, 2]
+    assert [len(part) for part in cluster.pool(4).split(kinds[1].repeat(2))] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"timeout_s": "5"}, "timeout_s='5'"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan"),
+        ({"start_timeout_s": None}, "start_timeout_s=None"),
+        ({"start_timeout_s": -1}, "start_timeout_s=-1"),
+        ({"env": {"A": 1}}, r"env=.'A': 1"),
+        ({"env": {"A=B": "1"}}, "env=.'A=B'"),
+        ({"env": {"A": "\0"}}, "env=.'A'"),
+        ({"name": "n" * 101}, "up to 100 letters"),
+        ({"name": 5}, "name=5"),
+        ({"meshes": {"default": 1}}, "expected a mesh, as in"),
+    ],
+)
+def test_arguments_of_a_start(cluster: Cluster, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cluster.start(Echo.bind(), **given)
+
+
+def test_a_limit_may_be_infinite(cluster: Cluster) -> None:
+    handle = cluster.start(Echo.bind(), start_timeout_s=float("inf"), timeout_s=float("inf"))
+    assert handle.echo.submit(1).result(float("inf")) == [1]
+
+
+@pytest.mark.parametrize("first", [0.5, 1.0, "1", float("nan"), 2, -1])
+def test_a_number_of_calls_to_wait_for(echo: Echo, first: Any) -> None:
+    with pytest.raises(ConfigError, match=r"wait\(first=.*a whole number from 0 to the 1 calls"):
+        podium.wait([echo.echo.submit(1)], first=first)
+
+
+def test_what_is_no_call_cannot_be_waited_for(echo: Echo) -> None:
+    with pytest.raises(ConfigError, match=r"int is no call; endpoint.submit\(\.\.\.\) returns one"):
+        podium.wait([echo.echo.submit(1), 5])  # pyright: ignore[reportArgumentType] - the point
+    assert len(podium.wait(echo.echo.submit(1) for _ in range(2))[0]) == 2  # pyright: ignore[reportArgumentType]
+
+
+def test_what_belongs_to_another_cluster(cluster: Cluster, echo: Echo) -> None:
+    pool = cluster.pool(1, cpus=1)
+    with podium.connect("inline") as other:
+        for use in (lambda: other.release(pool), lambda: other.start(Echo.bind(), pool)):
+            with pytest.raises(ConfigError, match="of another cluster"):
+                use()
+        with pytest.raises(ConfigError, match="of another cluster"):
+            other.start(Echo.bind(), into=echo)
+    assert echo.echo(1) == [1], "the other cluster's end is not this one's"
+    cluster.release(pool)
+    cores = cluster.nodes[0].resources["cpu"]
+    cluster.release(cluster.pool(1, cpus=cores))  # all that it held is free again
+    cluster.release(pool)
+
+
+def test_a_worker_that_would_wait_for_itself(cluster: Cluster, echo: Echo) -> None:
+    """In one thread that is a deadlock for ever, and no deadline ends it."""
+    with pytest.raises(EndpointError, match=r"the_echo\.echo: a worker of the same processes called it"):
+        echo.ask_itself(echo)
+    back = cluster.start(Echo.bind(), name="back")
+    with pytest.raises(EndpointError, match=r"the_echo\.echo: a worker of the same processes called it"):
+        echo.group.run(lambda me, back, echo: back.ask_itself(echo), back, echo)
+    assert echo.peek_at(echo) == [[5]], "a concurrent endpoint runs beside the caller"
+    assert echo.echo(2) == [2]
