@@ -11,13 +11,14 @@ import podium
 from bench.context import Context
 from bench.peer import PeerClient, peer_command, start_peer
 from bench.probe import Probe
+from podium import Handle
 
 # Each has an environment of its own name, and a cluster of its own.
 SCRIPTS = {"ray": "ray_actors", "verl": "verl_groups"}
 
 
 @contextmanager
-def probes(cluster: podium.Cluster, workers: int) -> Iterator[Probe]:
+def probes(cluster: podium.Cluster, workers: int) -> Iterator[Handle[Probe]]:
     """A group that has answered once; it ends, and its pool is free again, when the block does."""
     pool = cluster.pool([workers])
     group = cluster.start(Probe.bind(), pool)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import podium
-from podium import Batch, Call, Cluster, Jagged, Worker, concat, endpoint, first, nothing, reduce, shard
+from podium import Batch, Call, Cluster, Handle, Jagged, Worker, concat, endpoint, first, nothing, reduce, shard
 
 VOCABULARY, GROUPS, SAMPLES, LONGEST = 8, 8, 6, 7
 STEPS, MAX_STALENESS, LEARNING_RATE = 30, 1, 0.05
@@ -168,14 +168,14 @@ def judged(batch: Batch) -> Batch:
     return batch.with_columns(rewards=rewards, advantages=rewards - means[batch.dense("group")])
 
 
-def submit_rollouts(rollouts: list[Rollout], step: int) -> list[Call[Batch]]:
+def submit_rollouts(rollouts: list[Handle[Rollout]], step: int) -> list[Call[Batch]]:
     """Each worker its share of the prompts; nobody waits."""
     rows = prompts(step)
     share = len(rows) // len(rollouts)
     return [rollout.generate.submit(rows.slice(at * share, (at + 1) * share)) for at, rollout in enumerate(rollouts)]
 
 
-def train(actor: Actor, rollouts: list[Rollout]) -> tuple[list[float], Batch]:
+def train(actor: Handle[Actor], rollouts: list[Handle[Rollout]]) -> tuple[list[float], Batch]:
     """Rollouts sample the next step's rows while the actor learns from this step's; rewards, and the last rows."""
     rewards, batch, stalest = [], Batch({}), 0
     in_flight = submit_rollouts(rollouts, 0)

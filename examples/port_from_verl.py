@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import podium
-from podium import Batch, Mesh, Worker, concat, endpoint, nothing, reduce, shard
+from podium import Batch, Handle, Mesh, Worker, concat, endpoint, nothing, reduce, shard
 
 MESHES = {"actor": Mesh(dp=3, tp=2), "rollout": Mesh(dp=2, infer_tp=3)}
 ALONE = {name: Mesh(dict.fromkeys(mesh.axes, 1)) for name, mesh in MESHES.items()}
@@ -160,7 +160,7 @@ def gumbel(seeds: Tensor, step: int) -> Tensor:
     return -(-uniform.clamp(1e-6, 1 - 1e-6).log()).log()
 
 
-def train(policy: ActorRollout) -> tuple[list[float], Tensor]:
+def train(policy: ActorRollout | Handle[ActorRollout]) -> tuple[list[float], Tensor]:
     """The loop, as the trainer of verl writes it: the mean reward of each step, and the last log-probabilities."""
     rewards, logprobs = [], torch.empty(0)
     for step in range(STEPS):

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - they are documented
 
 import podium
-from podium import Worker, endpoint, first, nothing, only
+from podium import Handle, Worker, endpoint, first, nothing, only
 
 TIMEOUT = timedelta(seconds=60)  # of the channel: a rank that waits in it for a dead one is freed by nothing else
 
@@ -95,7 +95,7 @@ class Rollout(Member):
         return self.weight
 
 
-def connect_groups(actors: Actor, rollout: Rollout) -> tuple[list[int], int]:
+def connect_groups(actors: Handle[Actor], rollout: Handle[Rollout]) -> tuple[list[int], int]:
     """Make the channel; the ranks in it of the actors, and that of the rollout worker."""
     address, port = actors.listen()
     count = actors.group.world_size

@@ -43,7 +43,7 @@ from bench.ways import (
     tensor_peers,
     weight_ways_of,
 )
-from podium import Batch
+from podium import Batch, Handle
 from podium.rollout.engines import EngineConfig
 from podium.workers import Generator, ModelConfig, Policy, StreamedSync
 
@@ -97,7 +97,7 @@ def hops_alone(context: Context, mib: int) -> dict[str, list[Hop]]:
         return hops | alternate(hops_of(peers, mib), repetitions=repetitions)
 
 
-def podium_hops(backend: str, holders: tuple[Holder, Holder], mib: int) -> dict[str, Callable[[], Hop]]:
+def podium_hops(backend: str, holders: tuple[Handle[Holder], Handle[Holder]], mib: int) -> dict[str, Callable[[], Hop]]:
     """Subjects by `podium_KIND`, where the kind names Podium's rows."""
     writable = partial(podium_hop, *holders, mib * MIB)
     if backend == "local":
@@ -125,14 +125,14 @@ def hop_rows(mib: int, hops: Mapping[str, Sequence[Hop]]) -> Iterator[Row]:
 
 
 @contextmanager
-def pair(backend: str) -> Iterator[tuple[Holder, Holder]]:
+def pair(backend: str) -> Iterator[tuple[Handle[Holder], Handle[Holder]]]:
     """A producer and a consumer on `backend`."""
     with podium.connect(backend, echo=False) as cluster:
         producer, consumer = (cluster.start(Holder.bind(), pool) for pool in cluster.pool([2]).split([1, 1]))
         yield producer, consumer
 
 
-def podium_hop(producer: Holder, consumer: Holder, nbytes: int, *, readonly: bool = False) -> Hop:
+def podium_hop(producer: Handle[Holder], consumer: Handle[Holder], nbytes: int, *, readonly: bool = False) -> Hop:
     """One tensor from a worker to another; it is made before and dropped afterwards."""
     look = consumer.look_only if readonly else consumer.look
     producer.prepare(nbytes)
@@ -190,7 +190,7 @@ def verl_transfers(context: Context, workers: int, rows: int, columns: int, repe
     return {}
 
 
-def by_reference_s(adders: Adder, rows: int, columns: int) -> float:
+def by_reference_s(adders: Handle[Adder], rows: int, columns: int) -> float:
     batch = adders.make(rows, columns)
     started = time.perf_counter()
     result = adders.add_one(batch)
@@ -199,7 +199,7 @@ def by_reference_s(adders: Adder, rows: int, columns: int) -> float:
     return seconds
 
 
-def given_s(adders: Adder, batch: Batch, *, fetch: bool = False) -> float:
+def given_s(adders: Handle[Adder], batch: Batch, *, fetch: bool = False) -> float:
     started = time.perf_counter()
     result = adders.add_one(batch)
     if fetch:

@@ -22,6 +22,7 @@ from bench.measure import Row, alternate, compare
 from bench.peer import PeerClient
 from bench.peers.faulty import NOBODY
 from bench.probe import Probe
+from podium import Handle
 from podium.errors import EndpointError, WorkerDied
 
 RANKS = 4
@@ -33,7 +34,7 @@ BUSY_S = 1.5
 class Victims:
     """A group of which one rank fails while the others are busy; it is restarted each time."""
 
-    def __init__(self, group: Probe, *, computing: bool) -> None:
+    def __init__(self, group: Handle[Probe], *, computing: bool) -> None:
         self._group = group
         self._computing = computing
         self.restarts_s: list[float] = []  # after a kill

@@ -21,7 +21,7 @@ from bench.groups import peer_calls, peer_clusters, peer_groups, peer_processes,
 from bench.measure import Row, Subjects, alternate, compare, median_call_s
 from bench.peer import PeerClient
 from bench.probe import Probe
-from podium import Batch
+from podium import Batch, Handle
 
 MIB = 1 << 20
 ROW_FLOATS = 1024
@@ -33,7 +33,7 @@ PEER_CALLS_BY_MIB = {1: 3, 16: 3, 128: 1, 512: 1}
 
 
 @contextmanager
-def local_groups(context: Context, workers: int) -> Iterator[tuple[Probe, dict[str, PeerClient]]]:
+def local_groups(context: Context, workers: int) -> Iterator[tuple[Handle[Probe], dict[str, PeerClient]]]:
     """Local workers, and as many Ray actors where Ray is installed."""
     with (
         podium.connect("local", echo=False) as cluster,
@@ -54,7 +54,7 @@ def noop(context: Context) -> Iterator[Row]:
 
 
 def noop_row(
-    context: Context, name: str, group: Probe, floors: Subjects, peers: Mapping[str, PeerClient], *, calls: int
+    context: Context, name: str, group: Handle[Probe], floors: Subjects, peers: Mapping[str, PeerClient], *, calls: int
 ) -> Row:
     """So many calls a turn; peers, which need milliseconds for one, make fewer."""
     subjects: Subjects = {
@@ -98,7 +98,7 @@ def echo_floors(shared: SharedFloor, rows: Tensor) -> Subjects:
 
 
 def echo_row(
-    context: Context, name: str, group: Probe, rows: Tensor, floors: Subjects, peers: Mapping[str, PeerClient]
+    context: Context, name: str, group: Handle[Probe], rows: Tensor, floors: Subjects, peers: Mapping[str, PeerClient]
 ) -> Row:
     """Peers twice: with what they take by default for tensors, and with numpy arrays on the wire."""
     mib = rows.nbytes // MIB

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from podium.runtime import (
         Call as Call,
         Cluster as Cluster,
+        Handle as Handle,
         Mesh as Mesh,
         ResourcePool as ResourcePool,
         Worker as Worker,

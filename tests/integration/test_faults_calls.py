@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import podium
-from podium import Cluster, telemetry
+from podium import Cluster, Handle, telemetry
 from podium.errors import CallCancelled, DeadlineExceeded, EndpointError, PodiumError, WorkerDied
 from podium.runtime import colocate
 from tests.integration.fault_workers import Faulty, Slow
@@ -24,7 +24,7 @@ PROMPT_S = 20.0  # far below the minutes that siblings are busy; the figures the
 
 
 @pytest.fixture
-def faulty(local: Cluster) -> Iterator[Faulty]:
+def faulty(local: Cluster) -> Iterator[Handle[Faulty]]:
     """Three ranks with a process group."""
     pool = local.pool([3])
     worker = local.start(Faulty.bind(), pool, name="faulty")
@@ -36,7 +36,9 @@ def faulty(local: Cluster) -> Iterator[Faulty]:
 
 @pytest.mark.parametrize("siblings", ["sleep", "collective"])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_one_rank_raises_while_the_others_are_busy_for_minutes(faulty: Faulty, rank: int, siblings: str) -> None:
+def test_one_rank_raises_while_the_others_are_busy_for_minutes(
+    faulty: Handle[Faulty], rank: int, siblings: str
+) -> None:
     started = time.monotonic()
     with pytest.raises(EndpointError, match=r"faulty\.fail_on raised LookupError.*the first cause") as caught:
         faulty.fail_on(rank, "raise", siblings, 0.2)
@@ -45,7 +47,7 @@ def test_one_rank_raises_while_the_others_are_busy_for_minutes(faulty: Faulty, r
     assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_after_that_the_group_says_it_is_broken_until_it_is_restarted(faulty: Faulty) -> None:
+def test_after_that_the_group_says_it_is_broken_until_it_is_restarted(faulty: Handle[Faulty]) -> None:
     with pytest.raises(EndpointError):
         faulty.fail_on(1, "raise", "collective", 0.1)
     with pytest.raises(EndpointError, match=r"faulty is broken: rank 1 raised LookupError in faulty\.fail_on.*restart"):
@@ -56,7 +58,7 @@ def test_after_that_the_group_says_it_is_broken_until_it_is_restarted(faulty: Fa
     assert time.monotonic() - started < 2 * PROMPT_S
 
 
-def test_siblings_freed_from_a_collective_are_secondary(faulty: Faulty) -> None:
+def test_siblings_freed_from_a_collective_are_secondary(faulty: Handle[Faulty]) -> None:
     """Rank 0 fails late and is the cause, although its siblings fail in their collective because of it."""
     for _ in range(2):
         with pytest.raises(EndpointError) as caught:
@@ -65,14 +67,14 @@ def test_siblings_freed_from_a_collective_are_secondary(faulty: Faulty) -> None:
         faulty.group.restart()
 
 
-def test_all_ranks_raise_alike_and_the_group_stays_usable(faulty: Faulty) -> None:
+def test_all_ranks_raise_alike_and_the_group_stays_usable(faulty: Handle[Faulty]) -> None:
     for _ in range(3):
         with pytest.raises(EndpointError, match="alike on all ranks"):
             faulty.raise_everywhere()
         assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
 
 
-def test_an_async_endpoint_raises_while_its_siblings_wait(faulty: Faulty) -> None:
+def test_an_async_endpoint_raises_while_its_siblings_wait(faulty: Handle[Faulty]) -> None:
     started = time.monotonic()
     with pytest.raises(EndpointError, match="the first cause"):
         faulty.fail_on_async(1, "raise")
@@ -88,7 +90,9 @@ def test_an_async_endpoint_raises_while_its_siblings_wait(faulty: Faulty) -> Non
         ("interrupt", "exit code 1"),
     ],
 )
-def test_a_process_that_ends_in_a_call_is_named_with_cause_and_last_words(faulty: Faulty, how: str, cause: str) -> None:
+def test_a_process_that_ends_in_a_call_is_named_with_cause_and_last_words(
+    faulty: Handle[Faulty], how: str, cause: str
+) -> None:
     started = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         faulty.fail_on(1, how, "collective" if how == "kill" else "sleep", 0.1)
@@ -102,7 +106,7 @@ def test_a_process_that_ends_in_a_call_is_named_with_cause_and_last_words(faulty
 
 
 @pytest.mark.parametrize("how", ["sys.exit", "raise"])
-def test_leaving_python_politely_is_an_endpoint_error_and_the_process_lives(faulty: Faulty, how: str) -> None:
+def test_leaving_python_politely_is_an_endpoint_error_and_the_process_lives(faulty: Handle[Faulty], how: str) -> None:
     pids = faulty.group.pids
     with pytest.raises(EndpointError, match="SystemExit" if how == "sys.exit" else "LookupError"):
         faulty.fail_on(0, how, "return")
@@ -110,7 +114,7 @@ def test_leaving_python_politely_is_an_endpoint_error_and_the_process_lives(faul
     assert faulty.group.pids == pids
 
 
-def test_killed_from_outside_during_a_call(faulty: Faulty) -> None:
+def test_killed_from_outside_during_a_call(faulty: Handle[Faulty]) -> None:
     call = faulty.fail_on.submit(99, "-", "sleep")
     time.sleep(0.1)
     started = time.monotonic()
@@ -120,7 +124,7 @@ def test_killed_from_outside_during_a_call(faulty: Faulty) -> None:
     assert time.monotonic() - started < PROMPT_S
 
 
-def test_killed_before_a_call(faulty: Faulty) -> None:
+def test_killed_before_a_call(faulty: Handle[Faulty]) -> None:
     os.kill(faulty.group.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"rank 1 of faulty.*signal SIGKILL") as caught:
         faulty.rank()
@@ -131,7 +135,7 @@ def test_killed_before_a_call(faulty: Faulty) -> None:
     assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
 
 
-def test_killed_after_a_call_its_results_stay(faulty: Faulty) -> None:
+def test_killed_after_a_call_its_results_stay(faulty: Handle[Faulty]) -> None:
     value = torch.arange(500_000.0)
     call = faulty.echo.submit(value)
     unread = faulty.echo.submit(value + 1)
@@ -158,7 +162,7 @@ class PicklesSlowly:
         return str, ("pickled",)
 
 
-def test_killed_while_the_arguments_of_a_call_are_packed(faulty: Faulty) -> None:
+def test_killed_while_the_arguments_of_a_call_are_packed(faulty: Handle[Faulty]) -> None:
     threading.Timer(0.1, os.kill, (faulty.group.pids[1], signal.SIGKILL)).start()
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=r"rank 1 of faulty"):
@@ -166,7 +170,7 @@ def test_killed_while_the_arguments_of_a_call_are_packed(faulty: Faulty) -> None
     assert time.monotonic() - started < PROMPT_S
 
 
-def test_two_ranks_killed_at_once(faulty: Faulty) -> None:
+def test_two_ranks_killed_at_once(faulty: Handle[Faulty]) -> None:
     call = faulty.fail_on.submit(99, "-", "sleep")
     for pid in faulty.group.pids[:2]:
         os.kill(pid, signal.SIGKILL)
@@ -177,7 +181,7 @@ def test_two_ranks_killed_at_once(faulty: Faulty) -> None:
     assert faulty.rank() == [0, 1, 2]
 
 
-def test_a_restart_fails_the_calls_in_the_air(faulty: Faulty) -> None:
+def test_a_restart_fails_the_calls_in_the_air(faulty: Handle[Faulty]) -> None:
     running, queued = faulty.fail_on.submit(99, "-", "sleep"), faulty.rank.submit()
     old = faulty.group.pids
     faulty.group.restart()
@@ -188,7 +192,7 @@ def test_a_restart_fails_the_calls_in_the_air(faulty: Faulty) -> None:
     assert faulty.rank() == [0, 1, 2]
 
 
-def test_a_passed_deadline_names_the_stuck_rank_and_restart_ends_it(faulty: Faulty) -> None:
+def test_a_passed_deadline_names_the_stuck_rank_and_restart_ends_it(faulty: Handle[Faulty]) -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         faulty.fail_on.within(timeout_s=0.5)(99, "-", "sleep")
     assert caught.value.running == (0, 1, 2)
@@ -199,7 +203,7 @@ def test_a_passed_deadline_names_the_stuck_rank_and_restart_ends_it(faulty: Faul
     assert time.monotonic() - started < 2 * PROMPT_S
 
 
-def test_a_deadline_in_a_collective_shows_who_is_not_in_it(faulty: Faulty) -> None:
+def test_a_deadline_in_a_collective_shows_who_is_not_in_it(faulty: Handle[Faulty]) -> None:
     """Rank 1 sleeps where its siblings wait for it: the stacks tell them apart."""
     with pytest.raises(DeadlineExceeded) as caught:
         faulty.sleep_or_gather.within(timeout_s=0.7)(1)
@@ -209,7 +213,7 @@ def test_a_deadline_in_a_collective_shows_who_is_not_in_it(faulty: Faulty) -> No
     assert "all_gather" in ranks[3]
 
 
-def test_a_call_that_only_some_ranks_dropped_breaks_their_group(faulty: Faulty) -> None:
+def test_a_call_that_only_some_ranks_dropped_breaks_their_group(faulty: Handle[Faulty]) -> None:
     """Otherwise rank 1 would meet its siblings of this call in the collective of the next one."""
     busy = faulty.group.function(_sleep, on=1).submit(1.0)
     with pytest.raises(DeadlineExceeded, match=r"\.gather_ranks passed its deadline"):
@@ -221,7 +225,7 @@ def test_a_call_that_only_some_ranks_dropped_breaks_their_group(faulty: Faulty) 
     busy.wait()
 
 
-def test_a_call_that_all_ranks_dropped_breaks_nothing(faulty: Faulty) -> None:
+def test_a_call_that_all_ranks_dropped_breaks_nothing(faulty: Handle[Faulty]) -> None:
     busy = faulty.group.function(_sleep).submit(0.8)
     queued = faulty.gather_ranks.submit()
     assert queued.cancel()
@@ -235,7 +239,7 @@ def _sleep(_: Faulty, seconds: float) -> None:
     time.sleep(seconds)
 
 
-def test_a_deadline_passes_although_the_interpreter_is_held(faulty: Faulty) -> None:
+def test_a_deadline_passes_although_the_interpreter_is_held(faulty: Handle[Faulty]) -> None:
     with pytest.raises(DeadlineExceeded, match="holds the interpreter's lock"):
         faulty.hold_the_interpreter.within(timeout_s=0.3)(3)
 
@@ -252,7 +256,7 @@ def test_colocated_workers_and_their_process_group_restart_together(local: Clust
     both.two.group.close()
 
 
-def test_other_groups_do_not_notice(local: Cluster, faulty: Faulty) -> None:
+def test_other_groups_do_not_notice(local: Cluster, faulty: Handle[Faulty]) -> None:
     other = local.start(Faulty.bind(), local.pool([2]), name="bystander")
     with pytest.raises(WorkerDied):
         faulty.fail_on(0, "kill")
@@ -261,7 +265,7 @@ def test_other_groups_do_not_notice(local: Cluster, faulty: Faulty) -> None:
 
 
 @pytest.mark.parametrize("ending", ["restart", "crash"])
-def test_what_a_worker_started_ends_with_it_and_siblings_keep_theirs(faulty: Faulty, ending: str) -> None:
+def test_what_a_worker_started_ends_with_it_and_siblings_keep_theirs(faulty: Handle[Faulty], ending: str) -> None:
     """In its session, in a session of its own, and orphaned into one."""
     other = faulty.group.run_on(1, start_children)
     mine = faulty.group.run_on(0, start_children)
@@ -286,7 +290,7 @@ def start_children(worker: Faulty) -> list[int]:
     return [plain.pid, own_session.pid, int(orphan.stdout)]
 
 
-def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Faulty) -> None:
+def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Handle[Faulty]) -> None:
     lost: list[telemetry.Event] = []
     unsubscribe = telemetry.subscribe(
         lambda event: lost.append(event) if isinstance(event, telemetry.WorkerLost) else None

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import podium
-from podium import Cluster, Worker
+from podium import Cluster, Handle, Worker
 from podium.backends.local import LocalBackend
 from podium.errors import CallCancelled, EndpointError, WorkerDied
 from tests.integration.fault_workers import Faulty, Slow
@@ -47,7 +47,7 @@ def backend_of(cluster: Cluster) -> LocalBackend:
 
 
 @pytest.fixture
-def faulty(local: Cluster) -> Iterator[Faulty]:
+def faulty(local: Cluster) -> Iterator[Handle[Faulty]]:
     pool = local.pool([2])
     worker = local.start(Faulty.bind(), pool, name="leaky", distributed=False)
     yield worker
@@ -56,7 +56,7 @@ def faulty(local: Cluster) -> Iterator[Faulty]:
     local.release(pool)
 
 
-def test_descriptors_and_segments_do_not_grow_over_500_large_calls(local: Cluster, faulty: Faulty) -> None:
+def test_descriptors_and_segments_do_not_grow_over_500_large_calls(local: Cluster, faulty: Handle[Faulty]) -> None:
     """Plain echoes, calls that raise with the tensor in their frames, cancelled calls, and results nobody reads."""
     value = torch.zeros(FOUR_MIB)
 
@@ -87,7 +87,7 @@ def _segments_in_use(worker: Worker) -> int:
     return sum(pool.usage()[0] for pool in pools)
 
 
-def test_what_was_queued_for_a_worker_goes_with_it(local: Cluster, faulty: Faulty) -> None:
+def test_what_was_queued_for_a_worker_goes_with_it(local: Cluster, faulty: Handle[Faulty]) -> None:
     """More large calls than its socket takes wait in the controller, with descriptors of their own."""
     value = torch.zeros(20_000)  # just above what goes inside a message
     segments = backend_of(local).segments
@@ -176,7 +176,7 @@ def test_another_user_opens_nothing_of_a_cluster(monkeypatch: pytest.MonkeyPatch
             assert opened_by_others(public, private, *within) == [str(public)]
 
 
-def test_nothing_has_a_name_in_shared_memory(faulty: Faulty) -> None:
+def test_nothing_has_a_name_in_shared_memory(faulty: Handle[Faulty]) -> None:
     before = set(os.listdir("/dev/shm"))
     got = faulty.echo(torch.zeros(FOUR_MIB))
     new = {name for name in set(os.listdir("/dev/shm")) - before if "podium" in name or "torch" in name}
@@ -259,7 +259,7 @@ def test_large_arguments_queue_behind_a_busy_worker(local: Cluster) -> None:
     slow.group.close()
 
 
-def test_many_threads_submit_and_each_gets_its_own(faulty: Faulty) -> None:
+def test_many_threads_submit_and_each_gets_its_own(faulty: Handle[Faulty]) -> None:
     wrong: list[Any] = []
 
     def work(name: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import podium
-from podium import Cluster
+from podium import Cluster, Handle
 from podium.errors import EndpointError, SerializationError, StoreFullError, WorkerDied, WorkerStartError
 from podium.testing.workers import Stash
 from tests.integration.processes import alive, all_gone, wait_for
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def pair(cluster: Cluster) -> Busy:
+def pair(cluster: Cluster) -> Handle[Busy]:
     """Two workers; a test that breaks them restarts them."""
     return cluster.start(Busy.bind(), cluster.pool([2]), name="pair", distributed=False)
 
@@ -42,7 +42,7 @@ def pair(cluster: Cluster) -> Busy:
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_is_raised_while_siblings_are_busy(pair: Busy) -> None:
+def test_an_exception_is_raised_while_siblings_are_busy(pair: Handle[Busy]) -> None:
     began = time.monotonic()
     with pytest.raises(EndpointError, match="the first cause") as caught:
         pair.raise_on(1)
@@ -67,7 +67,7 @@ def test_while_ray_takes_its_time_the_log_says_for_what(
     assert any("Ray has not started late-0, late-1 for" in record.message for record in caplog.records)
 
 
-def test_a_killed_worker_is_named_while_siblings_are_busy_and_takes_its_children_along(pair: Busy) -> None:
+def test_a_killed_worker_is_named_while_siblings_are_busy_and_takes_its_children_along(pair: Handle[Busy]) -> None:
     children = pair.child()
     victim, other = pair.group.pids[1], pair.group.pids[0]
     call = pair.wait.submit()
@@ -110,7 +110,7 @@ def test_two_hundred_megabytes_go_there_and_back(cluster: Cluster) -> None:
     one.group.close()
 
 
-def test_memory_of_a_result_is_free_when_it_is_dropped(pair: Busy) -> None:
+def test_memory_of_a_result_is_free_when_it_is_dropped(pair: Handle[Busy]) -> None:
     for _ in range(4):
         got = pair.group.run_on(0, make_zeros, 100)
         got[:] = 7
@@ -121,7 +121,7 @@ def test_memory_of_a_result_is_free_when_it_is_dropped(pair: Busy) -> None:
         time.sleep(0.1)
 
 
-def test_what_finds_no_room_says_how_much_and_what_to_do(pair: Busy) -> None:
+def test_what_finds_no_room_says_how_much_and_what_to_do(pair: Handle[Busy]) -> None:
     remedy = "Free some disk.*object_store_memory"
     with pytest.raises(SerializationError, match=f"pair.echo: an argument of 400 MiB.*{remedy}"):
         pair.echo(np.zeros(400 * MIB, np.uint8))
@@ -154,7 +154,7 @@ def test_a_store_that_is_full_says_who_holds_what(cluster: Cluster, store_bytes:
 
 
 @pytest.mark.parametrize("elements", [1000, 4 * MIB])
-def test_a_worker_may_write_into_its_argument(pair: Busy, elements: int) -> None:
+def test_a_worker_may_write_into_its_argument(pair: Handle[Busy], elements: int) -> None:
     """Whether it travels in the message or through the object store: neither another rank nor the script sees it."""
     value = np.ones(elements)
     results = pair.group.run(add_rank, value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import podium
-from podium import Batch, Call, Cluster, TensorRef, Worker, concat, endpoint, first, shard, telemetry
+from podium import Batch, Call, Cluster, Handle, TensorRef, Worker, concat, endpoint, first, shard, telemetry
 from podium.errors import ConfigError, EndpointError
 from tests.integration.processes import wait_for
 
@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def stages(cluster: Cluster) -> list[Stage]:
+def stages(cluster: Cluster) -> list[Handle[Stage]]:
     return [cluster.start(Stage.bind(), name=f"stage-{at}", distributed=False) for at in range(3)]
 
 
@@ -47,7 +47,7 @@ def overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
     return sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
-def test_a_chain_of_three_groups_overlaps_and_the_controller_holds_no_bytes(stages: list[Stage]) -> None:
+def test_a_chain_of_three_groups_overlaps_and_the_controller_holds_no_bytes(stages: list[Handle[Stage]]) -> None:
     spans: dict[str, list[tuple[int, int]]] = {f"stage-{at}": [] for at in range(3)}
 
     def note(event: telemetry.Event) -> None:
@@ -73,7 +73,7 @@ def test_a_chain_of_three_groups_overlaps_and_the_controller_holds_no_bytes(stag
         assert overlap(spans["stage-1"], spans[other]) > busy / 4, "the stages took turns"
 
 
-def test_at_most_so_many_calls_are_under_way(stages: list[Stage]) -> None:
+def test_at_most_so_many_calls_are_under_way(stages: list[Handle[Stage]]) -> None:
     one, two, _ = stages
     seen, most = threading.Lock(), [0, 0]
     work = two.work.at_most(3)
@@ -94,7 +94,7 @@ def test_at_most_so_many_calls_are_under_way(stages: list[Stage]) -> None:
     calls[-1].result()
 
 
-def test_a_stage_that_fails_fails_what_hangs_on_it_and_no_more(stages: list[Stage]) -> None:
+def test_a_stage_that_fails_fails_what_hangs_on_it_and_no_more(stages: list[Handle[Stage]]) -> None:
     one, two, _ = stages
     batch = Batch({"x": torch.zeros(2, 10)})
     work = two.work.at_most(2)

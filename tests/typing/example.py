@@ -4,12 +4,26 @@ reveals with the comment behind each line; nothing here is executed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import reveal_type
+from typing import Any, reveal_type
 
 from torch import Tensor
 
 import podium
-from podium import Batch, Worker, concat, endpoint, first, gather, nothing, only, per_rank, reduce, scatter, shard
+from podium import (
+    Batch,
+    Handle,
+    Worker,
+    concat,
+    endpoint,
+    first,
+    gather,
+    nothing,
+    only,
+    per_rank,
+    reduce,
+    scatter,
+    shard,
+)
 from podium.runtime import Arguments, Collect, Colocated, Dispatch, Split, World, colocate
 
 
@@ -71,22 +85,69 @@ class Scorer(Worker):
         return True
 
 
+class Inside(Scorer):
+    """Inside a worker, endpoints are its plain methods."""
+
+    @endpoint
+    def plain(self, x: int, label: str = "") -> str:
+        reveal_type(super().plain)  # (x: int, label: str = "") -> str
+        return super().plain(x, label)
+
+    @endpoint
+    def untyped(self, x: Any) -> Any: ...
+
+    async def use(self, other: Critic, batch: Batch) -> None:
+        reveal_type(self.plain)  # (x: int, label: str = "") -> str
+        reveal_type(self.plain(3, label="a"))  # str
+        reveal_type(self.score(batch))  # Batch
+        reveal_type(self.metrics())  # dict[str, float]
+        reveal_type(self.silent("p"))  # int
+        reveal_type(self.spread())  # float
+        reveal_type(self.scattered(3))  # bytes
+        reveal_type(self.soon(1))  # Coroutine[Any, Any, bool]
+        reveal_type(await self.soon(1))  # bool
+        reveal_type(await self.soon_first())  # bool
+        reveal_type(self.untyped(1))  # Any
+        reveal_type(other.value(batch, 1.0))  # list[float]
+        reveal_type(self.ctx)  # WorkerContext
+
+
+class Agent(Worker):
+    """A worker that is given a handle reads it as the script does."""
+
+    def __init__(self, scorer: Handle[Scorer]) -> None:
+        self.scorer = scorer
+
+    @endpoint
+    async def play(self) -> None:
+        reveal_type(self.scorer.plain(3))  # list[str]
+        reveal_type(await self.scorer.soon.submit(3))  # list[bool]
+
+
 class Critic(Scorer):
     @endpoint(dispatch=shard(args=("batch",)))
     def value(self, batch: Batch, temperature: float) -> list[float]: ...
 
 
 class Both(Colocated):
-    scorer: Scorer
-    critic: Critic
+    scorer: Handle[Scorer]
+    critic: Handle[Critic]
+
+
+def handed(scorer: Handle[Scorer]) -> None:
+    reveal_type(scorer.plain(3))  # list[str]
+
+
+def any_kind(cluster: podium.Cluster, kind: type[Scorer]) -> Handle[Scorer]:
+    return cluster.start(kind.bind(0.5))
 
 
 async def main() -> None:
     cluster = podium.connect("inline")
     pool = cluster.pool([2])
-    reveal_type(Scorer.bind(0.5, name="x"))  # Bound[Scorer]
+    reveal_type(Scorer.bind(0.5, name="x"))  # Bound[type[Scorer]]
     scorer = cluster.start(Scorer.bind(0.5), pool)
-    reveal_type(scorer)  # Scorer
+    reveal_type(scorer)  # type[Scorer]
     reveal_type(scorer.plain)  # Endpoint[(x: int, label: str = ""), list[str]]
     reveal_type(scorer.plain(1, label="a"))  # list[str]
     reveal_type(scorer.plain.submit(1))  # Call[list[str]]
@@ -122,6 +183,16 @@ async def main() -> None:
     reveal_type(cluster.start(colocate(a=Scorer.bind(1.0)), pool))  # Colocated
     both = cluster.start(colocate(Both, scorer=Scorer.bind(1.0), critic=Critic.bind(1.0)), pool)
     reveal_type(both.critic.score)  # Endpoint[(batch: Batch), Batch]
+    reveal_type(both.critic.group)  # WorkerGroup[Critic]
+    handed(scorer)
+    handed(critic)
+    handed(critic.group.on(0))
+    reveal_type(any_kind(cluster, Critic).plain(3))  # list[str]
+    cluster.start(Agent.bind(critic))
+    replicas = cluster.start_replicas(Critic.bind(1.0), 2)
+    reveal_type(replicas)  # Replicas[type[Critic]]
+    reveal_type(replicas[0].plain(3))  # list[str]
+    scorer.group.restart()
 
 
 def _measured(worker: Critic) -> float:

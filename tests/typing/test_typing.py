@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = Path(__file__).with_name("example.py")
 WRONG = """
-from podium import Batch, Worker, concat, connect, endpoint, first, per_rank, scatter
+from podium import Batch, Handle, Worker, concat, connect, endpoint, first, per_rank, scatter
 from collections.abc import Sequence
 from podium.runtime import Collect, Split
 
@@ -20,17 +20,26 @@ class Spread(Collect[float, float]):
     def collect(self, method: str, results: Sequence[float], split: Split) -> float: ...
 
 class Scorer(Worker):
-    def __init__(self, bias: float) -> None: ...
+    def __init__(self, bias: float) -> None:
+        self.bias = bias
     @endpoint(collect=first())
     def score(self, batch: Batch, k: int = 1) -> Batch: ...
     @endpoint(dispatch=scatter())
     def seeded(self, seed: int) -> int: ...
-    @endpoint(collect=concat())                  # error: reportArgumentType
+    @endpoint(collect=concat())                  # error: reportArgumentType reportCallIssue
     def number(self) -> int: ...
     @endpoint(collect=concat())
     async def soon(self) -> dict[str, Batch]: ...
-    @endpoint(collect=Spread())                  # error: reportArgumentType
+    @endpoint(collect=Spread())                  # error: reportArgumentType reportCallIssue
     def text(self) -> str: ...
+    def helper(self, x: int) -> str:
+        wrong: list[Batch] = self.soon()         # error: reportAssignmentType
+        self.score(3)                            # error: reportArgumentType
+        self.score.submit(Batch({}))             # error: reportFunctionMemberAccess
+        self.group                               # error: reportAttributeAccessIssue
+        return ""
+    @property
+    def size(self) -> int: ...
 
 scorer = connect("inline").start(Scorer.bind(0.5))
 Scorer.bind("much")                          # error: reportArgumentType
@@ -44,6 +53,13 @@ scorer.scored(Batch({}))                     # error: reportAttributeAccessIssue
 scorer.seeded(per_rank(["a", "b"]))          # error: reportArgumentType
 scorer.seeded(scorer.score.submit(Batch({})).arg())  # error: reportArgumentType
 wrong: int = scorer.score(Batch({}))         # error: reportAssignmentType
+scorer.helper(3)                             # error: reportCallIssue
+print(scorer.size + 1)                       # error: reportOperatorIssue
+scorer.bias                                  # error: reportAttributeAccessIssue
+scorer.ctx                                   # error: reportAttributeAccessIssue
+scorer.restart()                             # error: reportAttributeAccessIssue
+own: Handle[Scorer] = Scorer(0.5)            # error: reportAssignmentType
+made: Scorer = scorer                        # error: reportAssignmentType
 """
 
 
@@ -74,11 +90,14 @@ def test_wrong_arguments_and_results_are_reported_where_they_stand(tmp_path: Pat
     path = tmp_path / "wrong.py"
     path.write_text(WRONG)
     expected = {
-        at: found[1] for at, line in enumerate(WRONG.splitlines()) if (found := re.search("# error: (.*)", line))
+        (at, rule)
+        for at, line in enumerate(WRONG.splitlines())
+        if (found := re.search("# error: (.*)", line))
+        for rule in found[1].split()
     }
     reported = {
-        finding["range"]["start"]["line"]: finding.get("rule")
+        (finding["range"]["start"]["line"], finding.get("rule"))
         for finding in pyright(path)
-        if finding["severity"] == "error" and finding.get("rule") != "reportReturnType"  # the empty bodies
+        if finding["severity"] != "information" and finding.get("rule") != "reportReturnType"  # the empty bodies
     }
     assert reported == expected

@@ -17,8 +17,8 @@ from podium.runtime.dispatch import (
     scatter,
     shard,
 )
-from podium.runtime.endpoint import Endpoint, endpoint
-from podium.runtime.group import Colocated, Replicas, WorkerGroup
+from podium.runtime.endpoints import Endpoint, endpoint
+from podium.runtime.group import Colocated, Handle, Replicas, WorkerGroup
 from podium.runtime.messages import Capabilities, Death, Node, Packed, Place, ProcessSpec, Reply, Request
 from podium.runtime.pool import ResourcePool, Slot
 from podium.runtime.profiling import Profile
@@ -26,7 +26,7 @@ from podium.runtime.worker import Bound, Worker, WorkerContext
 
 __all__ = ["Cluster", "backend_class", "backends", "connect"]
 __all__ += ["Mesh", "ResourcePool", "Slot"]
-__all__ += ["Bound", "Colocated", "Replicas", "Worker", "WorkerContext", "WorkerGroup", "colocate"]
+__all__ += ["Bound", "Colocated", "Handle", "Replicas", "Worker", "WorkerContext", "WorkerGroup", "colocate"]
 __all__ += ["Call", "Endpoint", "Profile", "endpoint", "per_rank", "wait"]
 __all__ += ["Arguments", "Dispatch", "RowPlan", "Split", "World", "broadcast", "only", "scatter", "shard"]
 __all__ += ["Collect", "concat", "first", "gather", "nothing", "reduce"]

@@ -21,7 +21,7 @@ from podium.functions import nearest
 from podium.runtime.backend import Backend
 from podium.runtime.calls import Watch, refuse_in_a_fork
 from podium.runtime.dispatch import Mesh
-from podium.runtime.endpoint import Returns, endpoints_of
+from podium.runtime.endpoints import Returns, endpoints_of
 from podium.runtime.group import Colocated, Replicas, WorkerGroup, WorkerHandle
 from podium.runtime.messages import Capabilities, Node
 from podium.runtime.pool import Inventory, ResourcePool, Strategy, whole_numbers
@@ -36,7 +36,7 @@ __all__ = ["Cluster", "backend_class", "backends", "colocate", "connect"]
 
 C = TypeVar("C", bound=Colocated)
 T = TypeVar("T")
-W = TypeVar("W", bound=Worker)
+H = TypeVar("H", bound=type[Worker])
 
 CALL_TIMEOUT_S = 30 * 60.0
 WAIT_LOOKS_S, WAIT_SAYS_S = 0.25, 5.0  # for a pool: how often to look, and to say what is missing
@@ -288,8 +288,8 @@ class Cluster:
     ) -> T:
         """Start a worker on every slot of ``pool`` and wait until all are made.
 
-        The handle that is returned is typed as the class. Its endpoints are called on all ranks, and its ``group``
-        restarts and closes the workers.
+        The endpoints of the handle that is returned are called on all ranks, and its ``group`` restarts and closes the
+        workers. The handle of a ``Scorer`` is a :data:`~podium.runtime.Handle`, ``Handle[Scorer]``, for a type checker.
 
         Args:
             worker: ``Cls.bind(...)``, or ``colocate(...)`` of several.
@@ -371,10 +371,10 @@ class Cluster:
         return cast(T, several(handles) if several else next(iter(handles.values())))
 
     def start_replicas(
-        self, worker: Bound[W], count: int, slots: Sequence[int] | int = 1, *, name: str | None = None,
+        self, worker: Bound[H], count: int, slots: Sequence[int] | int = 1, *, name: str | None = None,
         cpus: float = 0, gpus: float = 0, memory: float = 0, resources: Mapping[str, float] | None = None,
         wait_s: float = 0.0, **how: Any,
-    ) -> Replicas[W]:  # fmt: skip
+    ) -> Replicas[H]:  # fmt: skip
         """Start ``count`` independent groups of one worker, ``NAME-0`` and so on, each on a pool of its own.
 
         Args:
@@ -388,7 +388,7 @@ class Cluster:
             raise ConfigError(f"start_replicas(count={count}): at least one")
         base = name or self._free_name(worker)
         pools: list[ResourcePool] = []
-        handles: list[W] = []
+        handles: list[H] = []
         try:
             for _ in range(count):
                 own = self.pool(slots, cpus=cpus, gpus=gpus, memory=memory, resources=resources, wait_s=wait_s)

@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from podium.errors import ConfigError, DeadlineExceeded
@@ -14,20 +15,23 @@ from podium.functions import nearest
 from podium.runtime.calls import WAITS_FOR_ITSELF, Call, CallArgument, Outbox, Wanted, reachable, travelled
 from podium.runtime.collect import Collect, concat, first, gather, reduce
 from podium.runtime.dispatch import Among, Dispatch, Mesh, PerRank, Ranks, Shipped, World, broadcast
-from podium.runtime.endpoint import Endpoint, EndpointSpec, endpoints_of, spec_of_function
+from podium.runtime.endpoints import Endpoint, EndpointSpec, endpoints_of, spec_of_function
 from podium.runtime.pool import ResourcePool
 from podium.runtime.process_set import ProcessSet, Role
 from podium.runtime.worker import Worker
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from podium.data import Usage
 
-__all__ = ["Colocated", "Replicas", "WorkerGroup", "WorkerHandle"]
+__all__ = ["Colocated", "Handle", "Replicas", "WorkerGroup", "WorkerHandle"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Out = TypeVar("Out")
-W = TypeVar("W", bound=Worker)
+W = TypeVar("W")
+H = TypeVar("H", bound=type[Worker])
 Shippable = Callable[Concatenate[Any, P], T]
 
 
@@ -80,7 +84,7 @@ class WorkerGroup(Generic[W]):
         """Names of the workers that are colocated with these. They restart together."""
         return tuple(name for name in self.processes.workers if name != self.name)
 
-    def on(self, ranks: Ranks) -> W:
+    def on(self, ranks: Ranks) -> Handle[W]:
         """The handle of some ranks: ``group.on(1).score(batch)``, ``group.on(slice(2, 4))``, ``group.on([3, 0])``.
 
         The dispatch and collect of an endpoint work as if the group had these ranks alone, in this order.
@@ -88,7 +92,7 @@ class WorkerGroup(Generic[W]):
         Raises:
             ConfigError: A rank is outside the group or given twice, or there is none.
         """
-        return cast(W, WorkerHandle(self, ranks))
+        return cast(Any, WorkerHandle(self, ranks))
 
     @overload
     def function(
@@ -315,6 +319,21 @@ class WorkerHandle:
     def __repr__(self) -> str:
         return f"<{self.group.cls.__name__} {self.group}>"
 
+    def __class_getitem__(cls, worker: Any) -> GenericAlias:
+        return GenericAlias(cls, worker)
+
+
+if TYPE_CHECKING:
+    Handle: TypeAlias = type[W]
+    """The handle of a group of ``W``, for annotations: ``scorers: Handle[Scorer] = cluster.start(...)``.
+
+    A type checker takes a handle for the class. On the class an endpoint is an :class:`Endpoint`, ``group`` is the
+    :class:`WorkerGroup`, and what ``__init__`` sets is missing. On a worker an endpoint is the plain method. A method
+    that is not marked is found on the class too, but there the checker misses its argument ``self``.
+    """
+else:
+    Handle = WorkerHandle
+
 
 class Colocated(dict[str, Any]):
     """Handles of several workers that share the same worker processes: ``both.policy`` or ``both["policy"]``.
@@ -322,8 +341,8 @@ class Colocated(dict[str, Any]):
     A subclass that declares the workers gives them their types:
 
     >>> class Pair(Colocated):
-    ...     policy: Policy
-    ...     critic: Critic
+    ...     policy: Handle[Policy]
+    ...     critic: Handle[Critic]
     >>> both = cluster.start(colocate(Pair, policy=Policy.bind(), critic=Critic.bind()))  # doctest: +SKIP
     """
 
@@ -333,22 +352,22 @@ class Colocated(dict[str, Any]):
         return self[name]
 
 
-class Replicas(Sequence[W], Generic[W]):
+class Replicas(Sequence[H], Generic[H]):
     """The handles of ``cluster.start_replicas``, in order: ``replicas[0].generate(prompts)``.
 
     The replicas are placed and restarted one by one. Where a replica has lost a process, calls on it raise WorkerDied
     until ``restart(number)``, and the other replicas work on.
     """
 
-    def __init__(self, handles: Sequence[W], release: Callable[[ResourcePool], None]) -> None:
+    def __init__(self, handles: Sequence[H], release: Callable[[ResourcePool], None]) -> None:
         self._handles = tuple(handles)
         self._release = release
 
     @overload
-    def __getitem__(self, at: int) -> W: ...
+    def __getitem__(self, at: int) -> H: ...
     @overload
-    def __getitem__(self, at: slice) -> Replicas[W]: ...
-    def __getitem__(self, at: int | slice) -> W | Replicas[W]:
+    def __getitem__(self, at: slice) -> Replicas[H]: ...
+    def __getitem__(self, at: int | slice) -> H | Replicas[H]:
         return Replicas(self._handles[at], self._release) if isinstance(at, slice) else self._handles[at]
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDi
 from podium.runtime.backend import Backend
 from podium.runtime.calls import ProcessCalls, Watch, refuse_in_a_fork
 from podium.runtime.dispatch import Mesh
-from podium.runtime.endpoint import Returns
+from podium.runtime.endpoints import Returns
 from podium.runtime.messages import Place, ProcessSpec
 from podium.runtime.pool import Reservation, ResourcePool
 from podium.runtime.profiling import Profile

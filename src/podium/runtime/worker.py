@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from podium.errors import ConfigError
 from podium.runtime.dispatch import Mesh
 
 if TYPE_CHECKING:
-    from podium.runtime.group import WorkerGroup
+    from podium.runtime.group import Handle, WorkerGroup
 
 __all__ = ["Bound", "Worker", "WorkerContext", "current_context"]
 
 P = ParamSpec("P")
 W = TypeVar("W")
-W_co = TypeVar("W_co", covariant=True)
+H_co = TypeVar("H_co", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,23 @@ current_context: ContextVar[WorkerContext | None] = ContextVar("podium_worker_co
 
 
 @dataclass(frozen=True)
-class Bound(Generic[W_co]):
-    """A worker class with its constructor's arguments, for ``cluster.start``. Made by :meth:`Worker.bind`."""
+class Bound(Generic[H_co]):
+    """A worker class with its constructor's arguments, for ``cluster.start``, which returns what ``Bound`` is generic
+    over: ``Bound[Handle[Scorer]]`` is started as a ``Handle[Scorer]``. Made by :meth:`Worker.bind`."""
 
-    cls: type[W_co]
+    cls: type[Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+class _Group:
+    """The attribute ``group`` of a worker class. A type checker finds it on a handle, and not on a worker."""
+
+    def __get__(self, instance: None, owner: type[W]) -> WorkerGroup[W]:
+        raise AttributeError(
+            f"{owner.__name__}.group exists on the controller's handle, which cluster.start() returns; inside a worker "
+            "use self.ctx"
+        )
 
 
 class Worker:
@@ -86,9 +97,12 @@ class Worker:
     A worker may define ``close(self)``, which is called when its group is closed, and not when its process is killed.
     """
 
-    ctx: WorkerContext
+    if TYPE_CHECKING:  # a type checker takes the constructor's signature from __init__
 
-    if not TYPE_CHECKING:  # a type checker takes the constructor's signature from __init__
+        def _declare(self) -> None:
+            self.ctx: WorkerContext  # declared here, it is an attribute of workers, and not of the class as a handle
+
+    else:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
             worker = super().__new__(cls)
@@ -96,7 +110,7 @@ class Worker:
             return worker
 
     @classmethod
-    def bind(cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Bound[W]:  # pyright: ignore[reportGeneralTypeIssues]
+    def bind(cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Bound[Handle[W]]:  # pyright: ignore[reportGeneralTypeIssues]
         """The class with its constructor's arguments, which are checked against its signature at once.
 
         Raises:
@@ -111,10 +125,5 @@ class Worker:
             raise ConfigError(f"{worker.__name__}.bind(): {error}; {worker.__name__} takes {signature}") from None
         return Bound(worker, args, dict(kwargs))
 
-    @property
-    def group(self) -> WorkerGroup[Self]:
-        """On the controller's handle: the group (restart, close, on, run, world_size). A worker itself has none."""
-        raise AttributeError(
-            f"{type(self).__name__}.group exists on the controller's handle, which cluster.start() returns; "
-            "inside a worker use self.ctx"
-        )
+    group = _Group()
+    """On the controller's handle: the group (restart, close, on, run, world_size). A worker itself has none."""

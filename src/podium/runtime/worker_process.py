@@ -35,7 +35,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.calls import Call, Outbox, Wanted, cause_of
 from podium.runtime.codec import Reading, read_as, take_back
-from podium.runtime.endpoint import Returns, endpoints_of
+from podium.runtime.endpoints import Returns, endpoints_of
 from podium.runtime.messages import Failure
 from podium.runtime.profiling import Profile, Recorded
 from podium.runtime.worker import Bound, Worker, WorkerContext, current_context

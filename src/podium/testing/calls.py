@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, SerializationError
-from podium.runtime import Cluster, Worker, endpoint, first, per_rank, wait
+from podium.runtime import Cluster, Handle, Worker, endpoint, first, per_rank, wait
 from podium.testing.target import need, refuses, started
 from podium.testing.workers import Counter, Keeper, Probe, Sleeper
 
@@ -33,12 +33,12 @@ class CallContract:
 
     @pytest.fixture
     @classmethod
-    def live(cls, cluster: Cluster, sleeper: Sleeper) -> Sleeper:
+    def live(cls, cluster: Cluster, sleeper: Handle[Sleeper]) -> Handle[Sleeper]:
         """A sleeper whose calls run while the caller goes on."""
         need(cluster, "concurrent")
         return sleeper
 
-    def test_submit_gives_a_call_and_result_its_value(self, sleeper: Sleeper) -> None:
+    def test_submit_gives_a_call_and_result_its_value(self, sleeper: Handle[Sleeper]) -> None:
         call = sleeper.double.submit(4)
         assert call.result() == [8, 8]
         assert call.done()
@@ -47,20 +47,20 @@ class CallContract:
         assert "sleeper" in repr(call)
         assert "double" in repr(call)
 
-    def test_waiting_less_long_does_not_cancel(self, live: Sleeper) -> None:
+    def test_waiting_less_long_does_not_cancel(self, live: Handle[Sleeper]) -> None:
         call = live.sleep.submit(0.3)
         with pytest.raises(TimeoutError, match=r"sleeper.*\.sleep has no result after 0\.05 s"):
             call.result(timeout_s=0.05)
         assert not call.done()
         assert call.result() == ["sync", "sync"]
 
-    def test_submitting_does_not_wait(self, live: Sleeper) -> None:
+    def test_submitting_does_not_wait(self, live: Handle[Sleeper]) -> None:
         started = time.monotonic()
         calls = [live.sleep.submit(0.1, str(at)) for at in range(5)]
         assert time.monotonic() - started < 0.4
         assert [call.result() for call in calls] == [[str(at)] * 2 for at in range(5)]
 
-    def test_a_call_can_be_awaited_and_raises_what_it_raised(self, cluster: Cluster, sleeper: Sleeper) -> None:
+    def test_a_call_can_be_awaited_and_raises_what_it_raised(self, cluster: Cluster, sleeper: Handle[Sleeper]) -> None:
         probe = cluster.start(Probe.bind(), distributed=False)
 
         async def main() -> list[list[str]]:
@@ -70,7 +70,7 @@ class CallContract:
 
         assert asyncio.run(main()) == [[str(at)] * 2 for at in range(3)]
 
-    def test_the_event_loop_goes_on_while_a_call_is_awaited(self, live: Sleeper) -> None:
+    def test_the_event_loop_goes_on_while_a_call_is_awaited(self, live: Handle[Sleeper]) -> None:
 
         async def main() -> int:
             ticks = 0
@@ -82,7 +82,7 @@ class CallContract:
 
         assert asyncio.run(main()) >= 5
 
-    def test_a_time_out_of_asyncio_cancels_the_call_unless_it_is_shielded(self, live: Sleeper) -> None:
+    def test_a_time_out_of_asyncio_cancels_the_call_unless_it_is_shielded(self, live: Handle[Sleeper]) -> None:
         async def main() -> None:
             call = live.nap.submit(60.0, "left")
             with pytest.raises(TimeoutError):
@@ -108,14 +108,14 @@ class CallContract:
 
         assert asyncio.run(main()) == [2, 2]
 
-    def test_calls_run_in_the_order_submitted(self, sleeper: Sleeper) -> None:
+    def test_calls_run_in_the_order_submitted(self, sleeper: Handle[Sleeper]) -> None:
         calls = [sleeper.note.submit(str(at)) if at % 3 else sleeper.nap.submit(0.0, str(at)) for at in range(200)]
         for call in calls:
             call.result()
         assert sleeper.history() == [[str(at) for at in range(200)]] * 2
         assert sleeper.peek() == sleeper.history(), "concurrent endpoints answer without overlap too"
 
-    def test_each_thread_of_the_caller_keeps_its_order(self, sleeper: Sleeper) -> None:
+    def test_each_thread_of_the_caller_keeps_its_order(self, sleeper: Handle[Sleeper]) -> None:
         def submit(name: str) -> None:
             for call in [sleeper.note.submit(f"{name}{at}") for at in range(100)]:
                 call.result()
@@ -127,20 +127,20 @@ class CallContract:
         for name in "abcd":
             assert [label for label in first_rank if label[0] == name] == [f"{name}{at}" for at in range(100)]
 
-    def test_one_call_runs_at_a_time(self, live: Sleeper) -> None:
+    def test_one_call_runs_at_a_time(self, live: Handle[Sleeper]) -> None:
         calls = [live.sleep.submit(0.1, "first"), live.nap.submit(0.1, "second"), live.note.submit("third")]
         for call in calls:
             call.result()
         assert live.history() == [["first", "second", "third"]] * 2
 
-    def test_concurrent_endpoints_overlap_with_a_running_call(self, live: Sleeper) -> None:
+    def test_concurrent_endpoints_overlap_with_a_running_call(self, live: Handle[Sleeper]) -> None:
         for free_it in (live.set_event, live.set_event_async):
             waiting = live.wait_for_event.submit(20.0)
             free_it()
             assert waiting.result(10.0) == [True, True]
             live.group.run(lambda worker: worker.event.clear())
 
-    def test_what_an_endpoint_returns_undone_is_waited_for(self, sleeper: Sleeper) -> None:
+    def test_what_an_endpoint_returns_undone_is_waited_for(self, sleeper: Handle[Sleeper]) -> None:
         assert sleeper.begun(0.1, "future") == ["future"] * 2
         assert sleeper.begun(0.1, "coroutine") == ["coroutine"] * 2
         assert sleeper.begun_async(0.1, "task") == ["task"] * 2
@@ -149,7 +149,7 @@ class CallContract:
         with pytest.raises(EndpointError, match="KeyError: 'of the future'"):
             sleeper.group.run(_broken_future)
 
-    def test_the_first_calls_to_end_can_be_waited_for(self, live: Sleeper, producer: _Producer) -> None:
+    def test_the_first_calls_to_end_can_be_waited_for(self, live: Handle[Sleeper], producer: Handle[_Producer]) -> None:
         slow, at_once = live.wait_for_event.submit(60.0), producer.make.submit(0.0, "at once")
         quick = producer.make.submit(0.1, "quick")
         assert wait([slow, quick, at_once], first=1)[0] in ([at_once], [quick, at_once])
@@ -166,7 +166,7 @@ class CallContract:
             assert wait([cancelled]) == ([cancelled], [])
             cancelled.result()
 
-    def test_a_queued_call_is_dropped(self, live: Sleeper) -> None:
+    def test_a_queued_call_is_dropped(self, live: Handle[Sleeper]) -> None:
         busy = live.sleep.submit(0.3, "busy")
         queued = live.note.submit("queued")
         assert queued.cancel()
@@ -175,7 +175,7 @@ class CallContract:
         busy.result()
         assert live.history() == [["busy"], ["busy"]]
 
-    def test_a_running_async_endpoint_is_cancelled(self, live: Sleeper) -> None:
+    def test_a_running_async_endpoint_is_cancelled(self, live: Handle[Sleeper]) -> None:
         running = live.nap.submit(60.0, "nap")
         _wait_until_running(live)
         assert running.cancel()
@@ -183,7 +183,7 @@ class CallContract:
         assert live.history() == [["nap cancelled"], ["nap cancelled"]]
         assert time.monotonic() - started < SOON_S
 
-    def test_a_running_sync_endpoint_goes_on_unheard(self, live: Sleeper) -> None:
+    def test_a_running_sync_endpoint_goes_on_unheard(self, live: Handle[Sleeper]) -> None:
         running = live.sleep.submit(0.4, "goes on")
         _wait_until_running(live)
         assert running.cancel()
@@ -191,7 +191,7 @@ class CallContract:
             running.result()
         assert live.history() == [["goes on"], ["goes on"]]
 
-    def test_a_deadline_names_the_ranks_the_method_and_the_stack(self, live: Sleeper) -> None:
+    def test_a_deadline_names_the_ranks_the_method_and_the_stack(self, live: Handle[Sleeper]) -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded) as caught:
             live.sleep.within(timeout_s=0.3)(1.5)
@@ -201,19 +201,19 @@ class CallContract:
         for said in ("deadline of 0.3 s", "rank 1", "time.sleep(seconds)", "sleeper"):
             assert said in str(caught.value)
 
-    def test_a_deadline_cancels_an_async_endpoint(self, live: Sleeper) -> None:
+    def test_a_deadline_cancels_an_async_endpoint(self, live: Handle[Sleeper]) -> None:
         with pytest.raises(DeadlineExceeded, match=r"await asyncio\.sleep"):
             live.nap.within(timeout_s=0.2)(60.0, "nap")
         assert live.history() == [["nap cancelled"], ["nap cancelled"]]
 
-    def test_behind_a_stuck_call_the_deadline_says_who_is_busy(self, live: Sleeper) -> None:
+    def test_behind_a_stuck_call_the_deadline_says_who_is_busy(self, live: Handle[Sleeper]) -> None:
         stuck = live.sleep.submit(1.5)
         with pytest.raises(DeadlineExceeded, match=r"\.note passed its deadline(.|\n)*runs sleeper\S*\.sleep since"):
             live.note.within(timeout_s=0.2)("late")
         stuck.result()
         assert live.history() == [["sync"], ["sync"]], "a queued call whose deadline passed is dropped"
 
-    def test_a_deadline_holds_where_calls_run_at_once_too(self, sleeper: Sleeper) -> None:
+    def test_a_deadline_holds_where_calls_run_at_once_too(self, sleeper: Handle[Sleeper]) -> None:
         with pytest.raises(DeadlineExceeded, match=r"\.sleep"):
             sleeper.sleep.within(timeout_s=0.1)(0.6)
         assert sleeper.double(2) == [4, 4]
@@ -224,7 +224,7 @@ class CallContract:
             sleeper.sleep(0.6)
         assert sleeper.sleep.within(timeout_s=30.0)(0.2) == ["sync"]
 
-    def test_a_function_and_chosen_ranks_keep_a_deadline_of_their_own(self, live: Sleeper) -> None:
+    def test_a_function_and_chosen_ranks_keep_a_deadline_of_their_own(self, live: Handle[Sleeper]) -> None:
         with pytest.raises(DeadlineExceeded, match=r"sleeper\S*\._rest passed its deadline of 0\.2 s; 1 of 1 ranks"):
             live.group.function(_rest, on=1).within(timeout_s=0.2)(1.0)
         with pytest.raises(DeadlineExceeded) as caught:
@@ -232,17 +232,17 @@ class CallContract:
         assert caught.value.running == (1,)
         assert live.group.on(0).double.within(timeout_s=10.0)(1) == [2]
 
-    def test_a_deadline_is_a_positive_number(self, sleeper: Sleeper) -> None:
+    def test_a_deadline_is_a_positive_number(self, sleeper: Handle[Sleeper]) -> None:
         for wrong in (0, -1, float("nan")):
             refuses(ConfigError, "positive number of seconds", sleeper.sleep.within, timeout_s=wrong)
 
-    def test_a_finished_call_is_an_argument(self, sleeper: Sleeper) -> None:
+    def test_a_finished_call_is_an_argument(self, sleeper: Handle[Sleeper]) -> None:
         done = sleeper.double.submit([1])
         done.result()
         assert sleeper.double(done.arg()) == [[[1, 1], [1, 1]] * 2] * 2
 
     def test_an_unfinished_call_is_an_argument_and_order_holds_behind_it(
-        self, sleeper: Sleeper, producer: _Producer
+        self, sleeper: Handle[Sleeper], producer: Handle[_Producer]
     ) -> None:
         made = producer.make.submit(0.2, "from the producer")
         calls = [sleeper.note.submit(made.arg()), sleeper.note.submit("behind it")]
@@ -251,7 +251,7 @@ class CallContract:
             call.result(30.0)
         assert sleeper.history() == [["from the producer", "behind it", "third"]] * 2
 
-    def test_what_stays_in_the_controller_says_how_to_pass_it(self, cluster: Cluster, sleeper: Sleeper) -> None:
+    def test_what_stays_in_the_controller_says_how_to_pass_it(self, cluster: Cluster, sleeper: Handle[Sleeper]) -> None:
         call = sleeper.double.submit(1)
         for value, says in (
             (call, r"call\.arg\(\)"),
@@ -262,7 +262,7 @@ class CallContract:
         ):
             refuses(SerializationError, says, sleeper.double, value)
 
-    def test_calls_can_form_a_chain(self, producer: _Producer) -> None:
+    def test_calls_can_form_a_chain(self, producer: Handle[_Producer]) -> None:
         call = producer.make.submit(0.05, "x")
         for _ in range(20):
             call = producer.make.submit(0.0, call.arg())
@@ -270,7 +270,7 @@ class CallContract:
 
     @pytest.mark.parametrize("failed", [True, False])
     def test_the_failure_of_a_producer_fails_its_consumer_and_not_the_submission(
-        self, cluster: Cluster, sleeper: Sleeper, failed: bool
+        self, cluster: Cluster, sleeper: Handle[Sleeper], failed: bool
     ) -> None:
         probe = cluster.start(Probe.bind(), name="failing", distributed=False)
         broken = probe.fail.submit([0], ValueError("no value"))
@@ -281,7 +281,9 @@ class CallContract:
             consumer.result(30.0)
         assert sleeper.double(3) == [6, 6]
 
-    def test_a_slow_producer_does_not_stretch_its_consumers_deadline(self, live: Sleeper, producer: _Producer) -> None:
+    def test_a_slow_producer_does_not_stretch_its_consumers_deadline(
+        self, live: Handle[Sleeper], producer: Handle[_Producer]
+    ) -> None:
         slow = producer.make.submit(2.0, "late")
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"\.double.*producer\.make"):
@@ -290,13 +292,17 @@ class CallContract:
         assert live.double("x") == ["xx", "xx"]
         assert slow.result() == "late"
 
-    def test_a_consumer_that_is_cancelled_lets_those_behind_it_go(self, live: Sleeper, producer: _Producer) -> None:
+    def test_a_consumer_that_is_cancelled_lets_those_behind_it_go(
+        self, live: Handle[Sleeper], producer: Handle[_Producer]
+    ) -> None:
         slow = producer.make.submit(2.0, "late")
         consumer, behind = live.double.submit(slow.arg()), live.double.submit(1)
         assert consumer.cancel()
         assert behind.result(1.5) == [2, 2]
 
-    def test_wrong_arguments_behind_an_unfinished_call_fail_the_call(self, live: Sleeper, producer: _Producer) -> None:
+    def test_wrong_arguments_behind_an_unfinished_call_fail_the_call(
+        self, live: Handle[Sleeper], producer: Handle[_Producer]
+    ) -> None:
         slow = producer.make.submit(0.2, "late")
         wrong = live.double.submit(slow.arg(), 2)  # pyright: ignore[reportCallIssue] - the point: one too many
         refuses(ConfigError, r"\.double\(\) takes 1 positional", wrong.result, 30.0)
@@ -404,7 +410,7 @@ def _rest(worker: Sleeper, seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _wait_until_running(sleeper: Sleeper) -> None:
+def _wait_until_running(sleeper: Handle[Sleeper]) -> None:
     """Wait until a call that was submitted just now has begun on every rank."""
     time.sleep(0.1)
     sleeper.peek()

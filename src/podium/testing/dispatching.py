@@ -15,7 +15,7 @@ import torch
 
 from podium.data import Batch, Jagged, Rows as HasRows, fields
 from podium.errors import ConfigError
-from podium.runtime import Mesh, concat, gather, nothing, per_rank, scatter, shard
+from podium.runtime import Handle, Mesh, concat, gather, nothing, per_rank, scatter, shard
 from podium.testing.target import refuses, started
 from podium.testing.values import make_batch, same_batch
 from podium.testing.workers import Probe, Rows
@@ -60,18 +60,18 @@ class DispatchContract:
     rows = started(Rows.bind(), 3, name="shared_rows")
     grid = started(Rows.bind(), 8, name="shared_grid", meshes={"grid": GRID}, distributed=False)
 
-    def test_broadcast_reaches_every_rank_and_gathers_in_rank_order(self, probe: Probe) -> None:
+    def test_broadcast_reaches_every_rank_and_gathers_in_rank_order(self, probe: Handle[Probe]) -> None:
         assert probe.rank() == [0, 1, 2]
         assert probe.echo({"a": [1, (2, None)]}) == [{"a": [1, (2, None)]}] * 3
         assert probe.echo(value="by keyword") == ["by keyword"] * 3
         assert probe.echo([1, 2, 3]) == [[1, 2, 3]] * 3, "a list as long as the group is like any other"
 
-    def test_scatter_gives_each_rank_its_own_and_only_calls_one(self, probe: Probe) -> None:
+    def test_scatter_gives_each_rank_its_own_and_only_calls_one(self, probe: Handle[Probe]) -> None:
         assert probe.scattered(per_rank([10, 20, 30])) == [(0, 10, "-"), (1, 20, "-"), (2, 30, "-")]
         assert probe.scattered(per_rank([1, 2, 3]), common="c") == [(0, 1, "c"), (1, 2, "c"), (2, 3, "c")]
         assert probe.last() == [2]
 
-    def test_first_nothing_and_reduce(self, probe: Probe) -> None:
+    def test_first_nothing_and_reduce(self, probe: Handle[Probe]) -> None:
         assert probe.echo_once("one") == "one"
         before = probe.seen()
         assert probe.silent() is None
@@ -81,12 +81,14 @@ class DispatchContract:
         assert probe.largest() == 2
         assert torch.equal(probe.smallest(), torch.tensor([0, -2]))
 
-    def test_a_users_own_dispatch_collect_and_keywords(self, probe: Probe) -> None:
+    def test_a_users_own_dispatch_collect_and_keywords(self, probe: Handle[Probe]) -> None:
         assert probe.backwards() == [(2, 0), (1, 1), (0, 2)]
         assert probe.spread() == 4.0
         assert probe.options(x=1, y=2) == [{"x": 1, "y": 2}] * 3
 
-    def test_the_script_chooses_ranks_and_the_endpoints_rules_hold_for_these(self, probe: Probe, rows: Rows) -> None:
+    def test_the_script_chooses_ranks_and_the_endpoints_rules_hold_for_these(
+        self, probe: Handle[Probe], rows: Handle[Rows]
+    ) -> None:
         two = probe.group.on(slice(1, 3))
         assert probe.group.on(1).rank() == [1]
         assert probe.group.on(-1).rank.within(timeout_s=60.0).submit().result() == [2]
@@ -103,7 +105,7 @@ class DispatchContract:
         two.silent()
         assert probe.seen() == [before[0], before[1] + 1, before[2] + 1], "the other ranks are not called"
 
-    def test_ranks_that_cannot_be_chosen_are_named(self, probe: Probe, grid: Rows) -> None:
+    def test_ranks_that_cannot_be_chosen_are_named(self, probe: Handle[Probe], grid: Handle[Rows]) -> None:
         for wrong in (3, -4, [0, 3], "0", 0.5):
             refuses(ConfigError, rf"on\({re.escape(repr(wrong))}\) in shared_probe, which has 3", probe.group.on, wrong)
         for wrong in ([], [0, 0], slice(3, 3), [2, -1]):
@@ -114,7 +116,9 @@ class DispatchContract:
             ConfigError, r"argument 'own' has 3 values for 1 ranks", probe.group.on(0).scattered, per_rank([1, 2, 3])
         )
 
-    def test_functions_are_shipped_with_every_dispatch_and_collect(self, rows: Rows, grid: Rows) -> None:
+    def test_functions_are_shipped_with_every_dispatch_and_collect(
+        self, rows: Handle[Rows], grid: Handle[Rows]
+    ) -> None:
         batch = make_batch([3, 1, 4, 1, 5])
         joined = rows.group.function(_same, dispatch=shard(balance="tokens"), collect=concat())
         assert same_batch(joined(batch), batch)
@@ -130,7 +134,7 @@ class DispatchContract:
         refuses(ConfigError, r"shared_rows\._same\(\) takes 1 positional", rows.group.run, _same, 1, 2)
 
     @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 12])
-    def test_rows_are_split_evenly_and_joined_in_order(self, rows: Rows, count: int) -> None:
+    def test_rows_are_split_evenly_and_joined_in_order(self, rows: Handle[Rows], count: int) -> None:
         numbers = list(range(count))
         parts = rows.received(numbers)
         assert [rank for rank, _ in parts] == [0, 1, 2]
@@ -139,13 +143,13 @@ class DispatchContract:
         assert rows.same(numbers) == numbers
 
     @pytest.mark.parametrize("lengths", [[3, 1, 4, 1, 5, 9, 2], [5, 5], [], [0, 0, 7]], ids=str)
-    def test_batches_come_back_as_they_were(self, rows: Rows, lengths: list[int]) -> None:
+    def test_batches_come_back_as_they_were(self, rows: Handle[Rows], lengths: list[int]) -> None:
         batch = make_batch(lengths)
         assert same_batch(rows.same(batch), batch)
         assert same_batch(rows.same_by_tokens(batch), batch)
         assert rows.same(batch).meta == {"temperature": 0.5}
 
-    def test_every_kind_of_rows_can_be_sharded(self, rows: Rows) -> None:
+    def test_every_kind_of_rows_can_be_sharded(self, rows: Handle[Rows]) -> None:
         tensor = torch.arange(14.0).reshape(7, 2)
         jagged = Jagged.from_rows([torch.arange(at) for at in range(1, 6)])
         assert torch.equal(rows.same(tensor), tensor)
@@ -156,7 +160,7 @@ class DispatchContract:
         assert mixed["b"] == list("abcdefg")
         assert torch.equal(rows.summed(torch.ones(5), {"x": torch.arange(5.0)}), torch.arange(5.0) + 1)
 
-    def test_arrays_and_own_rows_stay_what_they_are_and_nested_tensors_become_jagged(self, rows: Rows) -> None:
+    def test_arrays_and_own_rows_stay_what_they_are_and_nested_tensors_become_jagged(self, rows: Handle[Rows]) -> None:
         array = np.arange(14.0, dtype=np.float32).reshape(7, 2)
         for same in (rows.same, rows.same_padded):
             got = same(array)
@@ -174,12 +178,12 @@ class DispatchContract:
             assert [row.tolist() for row in jagged.unbind()] == [list(range(at)) for at in (3, 1, 4, 2)]
         assert isinstance(rows.same({"a": [1, 2, 3, 4], "b": nested})["b"], Jagged)
 
-    def test_tokens_are_balanced_over_the_ranks(self, rows: Rows) -> None:
+    def test_tokens_are_balanced_over_the_ranks(self, rows: Handle[Rows]) -> None:
         parts = rows.by_tokens(make_batch([100, 1, 1, 1, 50, 50, 97]))
         assert sum(len(part) for part in parts) == 7
         assert [len(part.jagged(fields.TOKENS).values) for part in parts] == [100, 100, 100]
 
-    def test_padding_repeats_rows_and_concat_takes_them_off(self, rows: Rows) -> None:
+    def test_padding_repeats_rows_and_concat_takes_them_off(self, rows: Handle[Rows]) -> None:
         assert rows.padded([1, 2, 3, 4]) == [[1, 1], [2, 2], [3, 4]]
         assert rows.padded([7]) == [[7], [7], [7]]
         for count in (1, 2, 4, 5, 6):
@@ -188,7 +192,7 @@ class DispatchContract:
         assert same_batch(rows.same_padded(batch), batch)
         refuses(ConfigError, r"shared_rows\.padded.*empty", rows.padded, [])
 
-    def test_single_values_beside_rows_reach_every_rank_and_come_back_as_one(self, rows: Rows) -> None:
+    def test_single_values_beside_rows_reach_every_rank_and_come_back_as_one(self, rows: Handle[Rows]) -> None:
         given = {"x": torch.arange(4.0), "rate": 0.5, "name": "n", "none": None, "in": {"k": 2, "t": torch.tensor(3)}}
         for rank, part in rows.received(given):
             assert part["rate"] == 0.5
@@ -203,7 +207,7 @@ class DispatchContract:
         says = r"rows_and_odd: .* rank 0\['rank'\] is 0 and the result of rank 1\['rank'\] is 1; .*concat\(scalars="
         refuses(ConfigError, says, rows.rows_and_odd, [1, 2, 3])
 
-    def test_rows_of_one_group_stay_together(self, rows: Rows) -> None:
+    def test_rows_of_one_group_stay_together(self, rows: Handle[Rows]) -> None:
         assert [part for _, part in rows.in_pairs(list(range(8)))] == [[0, 1], [2, 3], [4, 5, 6, 7]]
         batch = make_batch([9, 1, 5, 5, 1, 1, 2, 2, 30, 1])
         for _, part in rows.pairs_by_tokens(batch):
@@ -214,17 +218,17 @@ class DispatchContract:
         for wrong in (0, -1, 1.5):
             refuses(ConfigError, rf"shard\(group_size={wrong}\)", shard, group_size=wrong)
 
-    def test_named_arguments_are_split_and_the_others_broadcast(self, rows: Rows) -> None:
+    def test_named_arguments_are_split_and_the_others_broadcast(self, rows: Handle[Rows]) -> None:
         parts = rows.scaled(torch.arange(4.0), 2.0, label="x")
         assert [part for part, _ in parts] == [[0.0], [2.0], [4.0, 6.0]]
         assert {label for _, label in parts} == {"x"}
 
-    def test_columns_that_workers_add_are_in_row_order(self, rows: Rows) -> None:
+    def test_columns_that_workers_add_are_in_row_order(self, rows: Handle[Rows]) -> None:
         joined = rows.joined(make_batch([1, 2, 3, 4, 5]))
         assert joined.dense("rank").tolist() == [0, 1, 1, 2, 2]
         assert joined.meta["seen_by"] == "a worker"
 
-    def test_means_weighted_by_rows_and_tokens_are_those_of_the_whole(self, rows: Rows) -> None:
+    def test_means_weighted_by_rows_and_tokens_are_those_of_the_whole(self, rows: Handle[Rows]) -> None:
         values = torch.tensor([1.0, 2.0, 3.0, 10.0])
         assert rows.mean_of_rows(values) == pytest.approx(4.0)
         assert rows.mean_of_rows(values[:1]) == pytest.approx(1.0)  # two parts are empty
@@ -232,13 +236,13 @@ class DispatchContract:
         expected = float(batch.jagged(fields.TOKENS).values.double().mean())
         assert rows.mean_of_tokens(batch)["mean"] == pytest.approx(expected)
 
-    def test_a_mesh_gives_rows_along_one_axis_and_collects_once_a_coordinate(self, grid: Rows) -> None:
+    def test_a_mesh_gives_rows_along_one_axis_and_collects_once_a_coordinate(self, grid: Handle[Rows]) -> None:
         assert grid.over_grid([0, 1, 2, 3, 4]) == [(4, [0, 1]), (6, [2, 3, 4])]
         grid.note([0, 1, 2, 3, 4])
         assert grid.notes() == [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4]] * 2
         assert grid.over_tp([5, 6]) == [(4, 5), (5, 6)]
 
-    def test_the_callers_batch_is_not_changed(self, rows: Rows) -> None:
+    def test_the_callers_batch_is_not_changed(self, rows: Handle[Rows]) -> None:
         batch, kept = make_batch([3, 1, 4, 1, 5]), make_batch([3, 1, 4, 1, 5])
         rows.same_padded(batch)
         rows.same_by_tokens(batch)
@@ -260,7 +264,7 @@ class DispatchContract:
         ids=lambda value: value if isinstance(value, str) and "\\" not in value else "",
     )
     def test_wrong_arguments_are_named_before_anything_is_sent(
-        self, probe: Probe, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], says: str
+        self, probe: Handle[Probe], method: str, args: tuple[Any, ...], kwargs: dict[str, Any], says: str
     ) -> None:
         before = probe.seen()
         refuses(ConfigError, says, getattr(probe, method).submit, *args, **kwargs)
@@ -283,7 +287,9 @@ class DispatchContract:
             ("over_grid", ([1],), r"no mesh 'grid' in this group; it has \['default'\]"),
         ],
     )
-    def test_what_cannot_be_sharded_is_named(self, rows: Rows, method: str, args: tuple[Any, ...], says: str) -> None:
+    def test_what_cannot_be_sharded_is_named(
+        self, rows: Handle[Rows], method: str, args: tuple[Any, ...], says: str
+    ) -> None:
         refuses(ConfigError, says, getattr(rows, method).submit, *args)
 
     @pytest.mark.parametrize(
@@ -298,7 +304,7 @@ class DispatchContract:
             ("plan", "plans rows for 1 parts and collects from 3 ranks"),
         ],
     )
-    def test_a_users_dispatch_that_splits_wrongly_is_named(self, probe: Probe, wrong: str, says: str) -> None:
+    def test_a_users_dispatch_that_splits_wrongly_is_named(self, probe: Handle[Probe], wrong: str, says: str) -> None:
         before = probe.seen()
         refuses(ConfigError, rf"^shared_probe\.wrongly: the Split of Wrong {says}", probe.wrongly.submit, wrong)
         assert probe.seen() == before
@@ -318,15 +324,15 @@ class DispatchContract:
         ],
     )
     def test_results_that_do_not_fit_together_are_named_with_their_ranks(
-        self, rows: Rows, given: Any, odd: Any, says: str
+        self, rows: Handle[Rows], given: Any, odd: Any, says: str
     ) -> None:
         refuses(ConfigError, rf"^shared_rows\.with_odd_last: .*{says}", rows.with_odd_last, given, odd)
 
-    def test_results_without_rows_are_named(self, rows: Rows) -> None:
+    def test_results_without_rows_are_named(self, rows: Handle[Rows]) -> None:
         says = r"shared_rows\.no_rows: the result of rank 0 is int, which has no rows"
         refuses(ConfigError, says, rows.no_rows, [1, 2, 3])
 
-    def test_what_is_no_endpoint_is_named_with_what_there_is(self, probe: Probe) -> None:
+    def test_what_is_no_endpoint_is_named_with_what_there_is(self, probe: Handle[Probe]) -> None:
         for name, says in (
             (
                 "helper",
@@ -338,7 +344,7 @@ class DispatchContract:
             refuses(AttributeError, says, getattr, probe, name)
         assert not hasattr(probe, "bias")
 
-    def test_an_endpoint_tells_its_signature_and_its_help(self, probe: Probe) -> None:
+    def test_an_endpoint_tells_its_signature_and_its_help(self, probe: Handle[Probe]) -> None:
         assert str(inspect.signature(probe.scattered)) == "(own: 'int', common: 'str' = '-') -> 'tuple[int, int, str]'"
         plain = vars(pydoc)["plaintext"]
         assert str(inspect.signature(Probe.scattered)).startswith("(self, own: 'int'")
@@ -346,7 +352,7 @@ class DispatchContract:
         for shown in (probe.wrongly, Probe.wrongly, Probe):
             assert "Return what it got." in pydoc.render_doc(shown, renderer=plain)
 
-    def test_a_call_in_the_place_of_its_result_says_how_to_pass_it(self, rows: Rows) -> None:
+    def test_a_call_in_the_place_of_its_result_says_how_to_pass_it(self, rows: Handle[Rows]) -> None:
         call: Any = rows.same.submit([1, 2, 3])
         refuses(ConfigError, r"argument 'rows' is Call.*pass its result, by call\.arg\(\)", rows.same, call)
         assert rows.same(call.arg()) == [1, 2, 3]

@@ -10,7 +10,7 @@ import torch
 
 from podium.data import TensorRef
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, SerializationError, WorkerDied
-from podium.runtime import Cluster, per_rank
+from podium.runtime import Cluster, Handle, per_rank
 from podium.testing.target import need, refuses, started
 from podium.testing.values import make_batch, same_batch
 from podium.testing.workers import Agent, Probe, Rows, Sleeper, Stash
@@ -25,11 +25,11 @@ class HandleContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def agent(cls, cluster: Cluster, asked: Probe) -> Any:
+    def agent(cls, cluster: Cluster, asked: Handle[Probe]) -> Any:
         return cluster.start(Agent.bind(asked), cluster.pool(2), name="agent", distributed=False)
 
     def test_a_worker_calls_with_the_endpoints_own_dispatch_and_collect(
-        self, cluster: Cluster, agent: Agent, asked: Probe
+        self, cluster: Cluster, agent: Handle[Agent], asked: Handle[Probe]
     ) -> None:
         assert agent.ask("rank") == [[0, 1]] * 2
         assert agent.ask("echo_once", values=["x"]) == ["x"] * 2
@@ -43,19 +43,21 @@ class HandleContract:
         assert agent.begin("echo_once", 5) == [5, 5], "a call that a worker returns is waited for"
         assert agent.group.run(_on_and_scatter) == [[(1, 7, "-")]] * 2
 
-    def test_a_handle_comes_back_as_the_one_that_was_given(self, agent: Agent, asked: Probe) -> None:
+    def test_a_handle_comes_back_as_the_one_that_was_given(self, agent: Handle[Agent], asked: Handle[Probe]) -> None:
         handle, _ = agent.group.run(_own_helper)
         assert handle.group is asked.group
         assert handle.rank() == [0, 1]
 
-    def test_many_calls_are_awaited_at_once_and_each_callers_order_is_kept(self, agent: Agent, slow: Sleeper) -> None:
+    def test_many_calls_are_awaited_at_once_and_each_callers_order_is_kept(
+        self, agent: Handle[Agent], slow: Handle[Sleeper]
+    ) -> None:
         assert agent.ask_many("echo_once", list(range(50))) == [list(range(50))] * 2
         agent.group.run(_note_in_order, slow, 40)
         (history,) = slow.history()
         for rank in range(2):
             assert [label for label in history if label.startswith(f"{rank}:")] == [f"{rank}:{at}" for at in range(40)]
 
-    def test_errors_are_those_of_the_call(self, agent: Agent) -> None:
+    def test_errors_are_those_of_the_call(self, agent: Handle[Agent]) -> None:
         says = r"agent\.ask raised EndpointError on rank \d of 2(.|\n)*asked\.fail raised KeyError on rank 1 of 2"
         with pytest.raises(EndpointError, match=says) as caught:
             agent.ask("fail", values=[[1], KeyError("the cause")])
@@ -74,7 +76,7 @@ class HandleContract:
         assert agent.ask("rank") == [[0, 1]] * 2
 
     def test_an_argument_that_the_script_cannot_read_is_an_error_of_its_call(
-        self, cluster: Cluster, agent: Agent
+        self, cluster: Cluster, agent: Handle[Agent]
     ) -> None:
         need(cluster, "processes")
         for _ in range(2):
@@ -83,14 +85,14 @@ class HandleContract:
             assert isinstance(caught.value.__cause__, SerializationError)
         assert agent.ask("rank") == [[0, 1]] * 2
 
-    def test_deadlines_hold(self, agent: Agent, slow: Sleeper) -> None:
+    def test_deadlines_hold(self, agent: Handle[Agent], slow: Handle[Sleeper]) -> None:
         says = r"slow\.sleep (passed its|took longer than its) deadline of 0\.2 s"
         with pytest.raises(EndpointError, match=says) as caught:
             agent.ask("sleep", handle=slow, timeout_s=0.2, values=[1.0])
         assert isinstance(caught.value.__cause__, DeadlineExceeded)
         assert agent.ask("double", handle=slow, values=[2]) == [[4]] * 2
 
-    def test_references_go_and_come(self, cluster: Cluster, kept: Stash) -> None:
+    def test_references_go_and_come(self, cluster: Cluster, kept: Handle[Stash]) -> None:
         agent = cluster.start(Agent.bind(kept), name="keeper_of_refs", distributed=False)
         ((kind, total, ref),) = agent.keep_rows(30)
         assert (kind, total) == ("TensorRef", [30_000.0, 30_000.0])
@@ -98,7 +100,7 @@ class HandleContract:
         assert torch.equal(ref.get(), torch.ones(30, 1000))
         assert agent.tensor_total(50) == [[50_000.0, 50_000.0]]
 
-    def test_the_group_stays_with_the_script(self, cluster: Cluster, agent: Agent) -> None:
+    def test_the_group_stays_with_the_script(self, cluster: Cluster, agent: Handle[Agent]) -> None:
         need(cluster, "processes")
         for name in ("restart", "close", "run"):
             refuses(EndpointError, rf"asked\.group\.{name} stays with the script", agent.reach, name)
@@ -187,7 +189,7 @@ def _begin_a_note(worker: Agent) -> None:
     worker.helper.note.submit("unheard")
 
 
-def _note_in_order(worker: Agent, slow: Sleeper, count: int) -> None:
+def _note_in_order(worker: Agent, slow: Handle[Sleeper], count: int) -> None:
     calls = [slow.note.submit(f"{worker.ctx.rank}:{at}") for at in range(count)]
     for call in calls:
         call.result()

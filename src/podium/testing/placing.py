@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerStartError
-from podium.runtime import Cluster, Colocated, Mesh, Profile, Worker, colocate, endpoint
+from podium.runtime import Cluster, Colocated, Handle, Mesh, Profile, Worker, colocate, endpoint
 from podium.telemetry import WorkerLost, WorkerStarted, subscribe
 from podium.testing.target import need, refuses
 from podium.testing.workers import Counter, Keeper, Place, Probe, RaisesOn, Sleeper
@@ -427,8 +427,8 @@ def _coordinate_in(worker: Worker, mesh: str) -> dict[str, int]:
 class Pair(Colocated):
     """Two workers in one process."""
 
-    left: Counter
-    keeper: Keeper
+    left: Handle[Counter]
+    keeper: Handle[Keeper]
 
 
 class _Fails(Worker):
@@ -443,7 +443,7 @@ class _CamelCaseName(Worker):
 class _Heir(Probe):
     @endpoint
     def rank(self) -> int:
-        return super().rank() + 100  # pyright: ignore[reportReturnType, reportOperatorIssue] - a plain method here
+        return super().rank() + 100
 
     def echo(self, value: int) -> int:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
         """No endpoint any more."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from podium.data import Batch, TensorRef
 from podium.errors import CallCancelled, ConfigError, DataError, EndpointError, RefLostError, WorkerDied
-from podium.runtime import Cluster
+from podium.runtime import Cluster, Handle
 from podium.testing.target import need, refuses, started, wait_for
 from podium.testing.values import LARGE, make_batch, same_batch, same_tensor, tensors
 from podium.testing.workers import Stash
@@ -35,7 +35,7 @@ def soon(condition: Callable[[], bool]) -> bool:
     return wait_for(condition, SOON_S)
 
 
-def kept(stash: Stash) -> int:
+def kept(stash: Handle[Stash]) -> int:
     """Return the bytes that all ranks keep."""
     gc.collect()  # an error keeps the frames it came through, and in them the arguments of a worker in this process
     return sum(usage.nbytes for usage in stash.group.stores() if usage is not None)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
@@ -48,7 +48,7 @@ def _total(worker: Stash, value: Tensor) -> float:
 class ReferenceContract:
     stash = started(Stash.bind(), 2, name="stash", distributed=False)
 
-    def test_a_reference_tells_what_it_stands_for(self, stash: Stash) -> None:
+    def test_a_reference_tells_what_it_stands_for(self, stash: Handle[Stash]) -> None:
         refs: list[Any] = stash.make(30, 500)
         for rank, ref in enumerate(refs):
             assert type(ref) is TensorRef
@@ -57,21 +57,21 @@ class ReferenceContract:
             assert torch.equal(ref.get(), torch.full((30, 500), float(rank)))
 
     @pytest.mark.parametrize("name", sorted(tensors()))
-    def test_tensors_of_every_kind_come_back_equal(self, stash: Stash, name: str) -> None:
+    def test_tensors_of_every_kind_come_back_equal(self, stash: Handle[Stash], name: str) -> None:
         sent = tensors()[name]
         ref: Any = stash.put(sent)
         assert same_tensor(ref.get(), sent)
         through: Any = stash.put(ref)
         assert same_tensor(through.get(), sent)
 
-    def test_what_is_fetched_is_ones_own(self, stash: Stash) -> None:
+    def test_what_is_fetched_is_ones_own(self, stash: Handle[Stash]) -> None:
         ref: Any = stash.put(torch.ones(LARGE))
         first, second = ref.get(), ref.get()
         first += 1
         assert torch.equal(second, torch.ones(LARGE))
         assert torch.equal(ref.get(), torch.ones(LARGE))
 
-    def test_fetching_can_be_awaited_and_begun_early(self, stash: Stash) -> None:
+    def test_fetching_can_be_awaited_and_begun_early(self, stash: Handle[Stash]) -> None:
         ref: Any = stash.put(torch.arange(LARGE))
 
         async def wait() -> Tensor:
@@ -79,14 +79,14 @@ class ReferenceContract:
 
         assert torch.equal(asyncio.run(wait()), torch.arange(LARGE))
 
-    def test_using_one_as_a_tensor_says_what_to_do(self, stash: Stash) -> None:
+    def test_using_one_as_a_tensor_says_what_to_do(self, stash: Handle[Stash]) -> None:
         ref: Any = stash.put(torch.ones(LARGE))
         refuses(DataError, r"\.mean of a reference.*get\(\)", getattr, ref, "mean")
         with pytest.raises(DataError, match=r"fetch"):
             stash.double(batch(5)).dense("x")
         refuses(TypeError, r"argument or a result", pickle.dumps, ref)
 
-    def test_row_operations_on_references_and_mixed_batches(self, stash: Stash) -> None:
+    def test_row_operations_on_references_and_mixed_batches(self, stash: Handle[Stash]) -> None:
         whole = batch(40)
         far = stash.balanced(whole)
         assert same_batch(far, whole)
@@ -99,7 +99,7 @@ class ReferenceContract:
         assert same_batch(stash.values(mixed.take([9, 3, 3])), whole.take([9, 3, 3]))
         assert same_batch(far.slice(4, 4), whole.slice(4, 4))
 
-    def test_shards_balanced_shards_and_padding(self, stash: Stash) -> None:
+    def test_shards_balanced_shards_and_padding(self, stash: Handle[Stash]) -> None:
         whole = batch(41)
         far = stash.double(whole)
         doubled = whole.with_columns(x=whole.dense("x") * 2)
@@ -110,12 +110,12 @@ class ReferenceContract:
         assert far.meta == whole.meta
         assert same_batch(stash.double(far.slice(0, 1)), doubled.slice(0, 1).with_columns(x=whole.dense("x")[:1] * 4))
 
-    def test_a_call_as_an_argument_passes_references_on(self, stash: Stash) -> None:
+    def test_a_call_as_an_argument_passes_references_on(self, stash: Handle[Stash]) -> None:
         first = stash.double.submit(batch(20))
         second = stash.double.submit(first.arg())
         assert torch.equal(second.result().fetch("x").dense("x"), batch(20).dense("x") * 4)
 
-    def test_references_go_to_and_come_from_chosen_ranks(self, stash: Stash) -> None:
+    def test_references_go_to_and_come_from_chosen_ranks(self, stash: Handle[Stash]) -> None:
         (ref,) = stash.group.on(1).make(30, 500)
         assert type(ref) is TensorRef
         assert "of rank 1" in ref.places[0]
@@ -123,7 +123,7 @@ class ReferenceContract:
         assert stash.group.function(_total, on=0)(ref) == [15_000.0]
 
     def test_what_is_put_is_passed_on_by_reference_and_freed_with_the_last_one(
-        self, cluster: Cluster, stash: Stash
+        self, cluster: Cluster, stash: Handle[Stash]
     ) -> None:
         whole = batch(60)
         put = cluster.put({"batch": whole, "also": [whole.dense("x"), torch.ones(3)], "note": "as it is"})
@@ -148,18 +148,18 @@ class ReferenceContract:
         assert stash.total(stash.make(10, 1000)[0]) == [0.0]
 
     @pytest.mark.parametrize("size", [4, LARGE])
-    def test_a_worker_finds_a_tensor_and_may_write_to_it(self, stash: Stash, size: int) -> None:
+    def test_a_worker_finds_a_tensor_and_may_write_to_it(self, stash: Handle[Stash], size: int) -> None:
         ref: Any = stash.put(torch.ones(size))
         for _ in range(2):
             assert stash.overwrite(ref) == [2.0 * size, 3.0 * size]
         assert stash.total(ref) == [size] * 2
         assert torch.equal(ref.get(), torch.ones(size))
 
-    def test_references_anywhere_in_an_argument(self, stash: Stash) -> None:
+    def test_references_anywhere_in_an_argument(self, stash: Handle[Stash]) -> None:
         ref: Any = stash.put(torch.ones(LARGE))
         assert stash.kinds({"a": ref, "b": [ref], "c": torch.ones(1)}) == {"a": "Tensor", "b": "list", "c": "Tensor"}
 
-    def test_a_worker_can_keep_references_and_pass_them_on(self, stash: Stash) -> None:
+    def test_a_worker_can_keep_references_and_pass_them_on(self, stash: Handle[Stash]) -> None:
         inner: Any = stash.put({"a": torch.ones(LARGE), "b": [torch.zeros(3)]})
         outer: Any = stash.hold([inner["a"], inner["a"][:10]])
         del inner
@@ -170,7 +170,7 @@ class ReferenceContract:
         del held, outer
         stash.drop.submit()
 
-    def test_the_last_reference_frees_the_memory(self, stash: Stash) -> None:
+    def test_the_last_reference_frees_the_memory(self, stash: Handle[Stash]) -> None:
         assert soon(lambda: kept(stash) == 0)
         ref: Any = stash.make(LARGE, 1)[1]
         part = ref[5:10]
@@ -182,7 +182,7 @@ class ReferenceContract:
         del part
         assert soon(lambda: kept(stash) == 0)
 
-    def test_a_reference_kept_by_a_worker_alone_lives_until_it_lets_go(self, stash: Stash) -> None:
+    def test_a_reference_kept_by_a_worker_alone_lives_until_it_lets_go(self, stash: Handle[Stash]) -> None:
         stash.drop()
         ref: Any = stash.hold(stash.make(LARGE, 1)[1])
         del ref
@@ -190,7 +190,7 @@ class ReferenceContract:
         stash.drop()
         assert soon(lambda: kept(stash) == 0)
 
-    def test_failed_and_cancelled_calls_leak_nothing(self, cluster: Cluster, stash: Stash) -> None:
+    def test_failed_and_cancelled_calls_leak_nothing(self, cluster: Cluster, stash: Handle[Stash]) -> None:
         need(cluster, "concurrent")
         ref: Any = stash.make(LARGE, 1)[0]
         with pytest.raises(EndpointError, match="as asked"):
@@ -202,7 +202,7 @@ class ReferenceContract:
         del ref, waiting
         assert soon(lambda: kept(stash) == 0)
 
-    def test_a_reader_that_is_killed_holds_nothing(self, cluster: Cluster, stash: Stash) -> None:
+    def test_a_reader_that_is_killed_holds_nothing(self, cluster: Cluster, stash: Handle[Stash]) -> None:
         need(cluster, "processes")
         reader = cluster.start(Stash.bind(), cluster.pool([1]), name="reader", distributed=False)
         ref: Any = stash.make(LARGE, 1)[1]
@@ -215,7 +215,7 @@ class ReferenceContract:
         del ref, held, call
         assert soon(lambda: kept(stash) == 0)
 
-    def test_what_a_dead_owner_made_is_there_or_its_loss_is_named(self, cluster: Cluster, stash: Stash) -> None:
+    def test_what_a_dead_owner_made_is_there_or_its_loss_is_named(self, cluster: Cluster, stash: Handle[Stash]) -> None:
         need(cluster, "processes")
         owner = cluster.start(Stash.bind(), cluster.pool([1]), name="owner", distributed=False)
         ref: Any = owner.make(LARGE, 1)[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from podium.data import Batch, Jagged, fields
 from podium.errors import EndpointError, SerializationError
-from podium.runtime import Cluster
+from podium.runtime import Cluster, Handle
 from podium.testing.target import refuses, started
 from podium.testing.workers import Probe
 
@@ -126,11 +126,11 @@ class ValueContract:
     echo = started(Probe.bind(), 2, name="echo")
 
     @pytest.mark.parametrize("name", sorted(tensors()))
-    def test_tensors_come_back_equal(self, echo: Probe, name: str) -> None:
+    def test_tensors_come_back_equal(self, echo: Handle[Probe], name: str) -> None:
         sent = tensors()[name]
         assert [same_tensor(got, sent) for got in echo.echo(sent)] == [True, True]
 
-    def test_special_tensors_keep_their_nature(self, echo: Probe) -> None:
+    def test_special_tensors_keep_their_nature(self, echo: Handle[Probe]) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
         frozen = torch.nn.Parameter(torch.ones(LARGE), requires_grad=False)
         leaf = torch.ones(2, requires_grad=True)
@@ -141,12 +141,12 @@ class ValueContract:
         assert torch.equal(got[4].to_dense(), torch.eye(3))
         assert isinstance(got[5], torch.nn.Parameter)
 
-    def test_a_state_dict_keeps_tied_weights_tied(self, echo: Probe) -> None:
+    def test_a_state_dict_keeps_tied_weights_tied(self, echo: Handle[Probe]) -> None:
         shared = torch.nn.Parameter(torch.ones(LARGE))
         got = echo.echo_once({"a": shared, "b": shared})
         assert got["a"] is got["b"]
 
-    def test_numpy_arrays_come_back_equal_and_as_writable_as_they_were(self, echo: Probe) -> None:
+    def test_numpy_arrays_come_back_equal_and_as_writable_as_they_were(self, echo: Handle[Probe]) -> None:
         arrays = [np.arange(LARGE), np.ones((2, 3), order="F"), np.empty(0), np.array(["a", None], dtype=object)]
         frozen = np.arange(LARGE)
         frozen.flags.writeable = False
@@ -159,7 +159,7 @@ class ValueContract:
             assert back.flat[0] == 7
         assert not got[4].flags.writeable
 
-    def test_python_objects_of_any_size(self, echo: Probe) -> None:
+    def test_python_objects_of_any_size(self, echo: Handle[Probe]) -> None:
         large = {at: f"value {at}" for at in range(50_000)}
         text = "é" * LARGE
         values = [large, text, b"\0" * LARGE, {1, 2}, (1, [2, {"x": None}]), 2**100, OrderedDict(a=1), float("inf")]
@@ -167,7 +167,7 @@ class ValueContract:
         for value in (None, True, "", 0, b"", [], {}, (), *("é" * (1 << size) for size in range(10, 18))):
             assert echo.echo(value) == [value] * 2
 
-    def test_records_batches_and_functions(self, echo: Probe) -> None:
+    def test_records_batches_and_functions(self, echo: Handle[Probe]) -> None:
         record = Record("r", torch.arange(LARGE))
         got = echo.echo_once(record)
         assert type(got) is Record
@@ -180,14 +180,14 @@ class ValueContract:
         assert [row.tolist() for row in back.jagged("t").unbind()] == [[0, 1, 2], []]
 
     @pytest.mark.parametrize("size", [4, LARGE])
-    def test_workers_that_write_to_what_they_got_harm_nobody(self, echo: Probe, size: int) -> None:
+    def test_workers_that_write_to_what_they_got_harm_nobody(self, echo: Handle[Probe], size: int) -> None:
         value = torch.ones(size)
         for _ in range(2):  # the second time meets memory that was used before
             assert echo.overwrite(value) == [2.0 * size, 3.0 * size]
             assert torch.equal(value, torch.ones(size))
 
     @pytest.mark.parametrize("size", [4, LARGE])
-    def test_results_can_be_written_and_are_separate(self, echo: Probe, size: int) -> None:
+    def test_results_can_be_written_and_are_separate(self, echo: Handle[Probe], size: int) -> None:
         first, second = echo.echo(torch.zeros(size))
         first += 1
         second += 2
@@ -195,17 +195,17 @@ class ValueContract:
         assert [float(value[0]) for value in (first, second, *again)] == [1, 2, 0, 0]
 
     @pytest.mark.parametrize("size", [4, LARGE])
-    def test_what_the_caller_changes_after_submitting_is_not_seen(self, echo: Probe, size: int) -> None:
+    def test_what_the_caller_changes_after_submitting_is_not_seen(self, echo: Handle[Probe], size: int) -> None:
         value = torch.zeros(size)
         calls = [echo.echo_once.submit(value) for _ in range(3)]
         value += 1
         assert [float(call.result().sum()) for call in calls] == [0, 0, 0]
 
-    def test_results_outlive_the_calls_after_them(self, echo: Probe) -> None:
+    def test_results_outlive_the_calls_after_them(self, echo: Handle[Probe]) -> None:
         kept = [echo.echo_once(torch.full((LARGE,), at)) for at in range(8)]
         assert [int(value[-1]) for value in kept] == list(range(8))
 
-    def test_tensors_are_aligned_for_their_type(self, echo: Probe) -> None:
+    def test_tensors_are_aligned_for_their_type(self, echo: Handle[Probe]) -> None:
         """An odd number of pickle bytes must not shift the numbers behind it."""
         for length in range(8):
             _, value = echo.echo_once(("x" * length, torch.arange(4.0, dtype=torch.float64)))
@@ -217,20 +217,20 @@ class ValueContract:
             refuses(SerializationError, rf"picky\.echo.*{place}.*holds a socket", probe.echo, value)
         assert probe.seen() == [0, 0]
 
-    def test_a_result_that_does_not_pickle_is_an_error_of_the_endpoint(self, echo: Probe) -> None:
+    def test_a_result_that_does_not_pickle_is_an_error_of_the_endpoint(self, echo: Handle[Probe]) -> None:
         with pytest.raises(EndpointError, match=r"echo\._make_unpicklable.*the result.*holds a socket") as caught:
             echo.group.run(_make_unpicklable)
         assert caught.value.rank in (0, 1)
         assert echo.rank() == [0, 1]
 
-    def test_what_does_not_pickle_is_named_by_its_path(self, echo: Probe) -> None:
+    def test_what_does_not_pickle_is_named_by_its_path(self, echo: Handle[Probe]) -> None:
         path = r"'deep' \(list\): 1 \(Record\): 'values' \(Unpicklable\): TypeError: holds a socket"
-        refuses(SerializationError, rf"echo\.echo.*'value' \(dict\): {path}", echo.echo, _deep(echo))
+        refuses(SerializationError, rf"echo\.echo.*'value' \(dict\): {path}", echo.echo, _deep(Probe()))
         refuses(EndpointError, rf"echo\._deep.*the result does not pickle: {path}", echo.group.run, _deep)
         columns = Batch({"odd": ["a", Unpicklable()]})
         refuses(SerializationError, r"'odd' \(list\): 1 \(Unpicklable\): TypeError", echo.echo, columns)
 
-    def test_an_argument_that_does_not_unpickle_fails_its_call_alone(self, echo: Probe) -> None:
+    def test_an_argument_that_does_not_unpickle_fails_its_call_alone(self, echo: Handle[Probe]) -> None:
         for _ in range(2):
             with pytest.raises(EndpointError, match=r"(?s)does not unpickle.*not on this side") as caught:
                 echo.echo(_Homesick())
@@ -238,7 +238,7 @@ class ValueContract:
         assert echo.rank() == [0, 1]
 
     @pytest.mark.parametrize("kind", STRANGE)
-    def test_an_exception_arrives_whatever_its_class_does(self, echo: Probe, kind: str) -> None:
+    def test_an_exception_arrives_whatever_its_class_does(self, echo: Handle[Probe], kind: str) -> None:
         with pytest.raises(EndpointError, match=re.escape(kind)) as caught:
             echo.group.run(_raise_strange, kind)
         assert "Traceback" in caught.value.remote_traceback

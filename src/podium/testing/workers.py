@@ -240,7 +240,7 @@ class Rows(Worker):
     def over_tp(self, rows: list[int]) -> list[tuple[int, int]]:
         return [(self.ctx.rank, row) for row in rows]
 
-    @endpoint(dispatch=shard(), collect=concat())  # pyright: ignore[reportArgumentType] - the point
+    @endpoint(dispatch=shard(), collect=concat())  # pyright: ignore[reportArgumentType, reportCallIssue] - the point
     def no_rows(self, rows: list[int]) -> int:
         return len(rows)
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.algorithms import flat_groups
 from podium.data import Batch, Jagged, fields
 from podium.rewards import Grade, Grader
+from podium.runtime import Handle
 from podium.telemetry import Sample, metrics as names
 from podium.trainer.files import step_name
 from podium.trainer.prompts import Prompt
@@ -54,7 +55,9 @@ class ScoredBatch:
     tokenizer: PreTrainedTokenizerBase
     grades: Sequence[Grade] | None = None
 
-    def graded(self, grader: Grader, data: Sequence[str] = (), reward_model: RewardModel | None = None) -> ScoredBatch:
+    def graded(
+        self, grader: Grader, data: Sequence[str] = (), reward_model: Handle[RewardModel] | None = None
+    ) -> ScoredBatch:
         """Return this with grades, ``rewards``, the rewards' parts and the columns ``data`` of the data.
 
         With ``reward_model`` the reward finds that model's score of a completion in its row, as "model_score".
@@ -79,7 +82,7 @@ class ScoredBatch:
             columns[fields.DATA + name] = [example.row[name] for example in examples]
         return replace(self, grades=grades, batch=self.batch.with_columns(columns))
 
-    def _model_scores(self, reward_model: RewardModel, rows: range, texts: Sequence[str]) -> list[float]:
+    def _model_scores(self, reward_model: Handle[RewardModel], rows: range, texts: Sequence[str]) -> list[float]:
         groups = self.groups[rows.start : rows.stop]
         prompts = {group: self.prompts[group] for group in dict.fromkeys(groups)}
         written = {group: prompt.example.prompt for group, prompt in prompts.items()}

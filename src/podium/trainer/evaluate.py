@@ -13,7 +13,7 @@ from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
-from podium.runtime import Cluster
+from podium.runtime import Cluster, Handle
 from podium.telemetry import Sample
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.config import InferenceConfig
@@ -65,13 +65,13 @@ def gain_interval(before: Evaluation, after: Evaluation) -> tuple[float, float]:
 
 def score_held_out(
     config: InferenceConfig,
-    generator: Generator,
+    generator: Handle[Generator],
     prompts: Sequence[Prompt],
     grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
     step: int = 0,
-    reward_model: RewardModel | None = None,
+    reward_model: Handle[RewardModel] | None = None,
 ) -> Evaluation:
     """Score one completion of each of ``prompts`` with the weights that the generator has.
 

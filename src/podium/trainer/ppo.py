@@ -20,7 +20,7 @@ from podium.algorithms import Declaration, KLController, advantage_declaration
 from podium.data import Batch, fields
 from podium.errors import PodiumError, RewardError
 from podium.rollout.tasks import PromptStream, load_examples
-from podium.runtime import Call
+from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
@@ -223,7 +223,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     # -- the run ---------------------------------------------------------------------------------------------------
 
     @property
-    def estimator(self) -> Estimator:
+    def estimator(self) -> Handle[Estimator]:
         """The estimator."""
         assert self.roles.estimator is not None
         return self.roles.estimator

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PlacementError, PodiumError
-from podium.runtime import Bound, Cluster, Profile, ResourcePool, Worker, colocate
+from podium.runtime import Bound, Cluster, Handle, Profile, ResourcePool, Worker, colocate
 from podium.telemetry import Note, emit
 from podium.trainer.config import InferenceConfig, PlacementConfig, PPOConfig, SFTConfig
 from podium.trainer.preflight import accelerators_each, check_placement
@@ -60,18 +60,18 @@ RoleWorkers = Mapping[str, type[Worker] | Bound[Any]]
 class Roles:
     """Handles of the roles of one run, and the way in which weights reach the generator."""
 
-    policy: Policy
-    generator: Generator | None = None
-    reference: Reference | None = None
-    critic: Critic | None = None
-    reward: RewardModel | None = None
-    estimator: Estimator | None = None
+    policy: Handle[Policy]
+    generator: Handle[Generator] | None = None
+    reference: Handle[Reference] | None = None
+    critic: Handle[Critic] | None = None
+    reward: Handle[RewardModel] | None = None
+    estimator: Handle[Estimator] | None = None
     weight_sync: WeightSync | None = None
 
     @property
-    def learners(self) -> dict[str, Learner]:
+    def learners(self) -> dict[str, Handle[Learner]]:
         """The roles that are trained and have checkpoints, by name."""
-        learners: dict[str, Learner] = {"policy": self.policy}
+        learners: dict[str, Handle[Learner]] = {"policy": self.policy}
         if self.critic is not None:
             learners["critic"] = self.critic
         return learners
@@ -169,7 +169,9 @@ def started_roles(
 
 
 @contextmanager
-def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[tuple[Generator, RewardModel | None]]:
+def started_generator(
+    cluster: Cluster, config: InferenceConfig
+) -> Iterator[tuple[Handle[Generator], Handle[RewardModel] | None]]:
     """Start a generator with its own model, and the reward model if there is one; end them with the block."""
     bound = {role: _ROLES[role].bind(**_inference_arguments(role, config)) for role in config.roles}
     with _started(cluster, config, bound) as started:

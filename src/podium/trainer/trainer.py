@@ -19,7 +19,7 @@ from podium.config import config_to_yaml
 from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
-from podium.runtime import Cluster, backend_class, connect
+from podium.runtime import Cluster, Handle, backend_class, connect
 from podium.telemetry import EvalFinished, Note, PhaseStarted, emit
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpoints import TrainerState, load_checkpoint
@@ -260,7 +260,7 @@ class Trainer(ABC, Generic[C, E, R]):
     # -- details ---------------------------------------------------------------------------------------------------
 
     @property
-    def generator(self) -> Generator:
+    def generator(self) -> Handle[Generator]:
         """The generator. Raises ConfigError in a run that has none."""
         if self.roles.generator is None:
             raise ConfigError("this run has no generator: eval.items = 0")

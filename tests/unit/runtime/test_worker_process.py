@@ -143,10 +143,10 @@ def test_shutdown_closes_workers_loops_and_threads(process: WorkerProcess) -> No
 
 def test_a_worker_made_by_hand_is_an_ordinary_object_of_one_rank() -> None:
     subject = Subject()
-    assert subject.add(1, y=5) == 6  # pyright: ignore[reportUnknownMemberType, reportCallIssue] - the plain method
+    assert subject.add(1, y=5) == 6
     assert (subject.ctx.rank, subject.ctx.world_size) == (0, 1)
     with pytest.raises(AttributeError, match=r"Subject\.group exists on the controller's handle"):
-        _ = subject.group
+        _ = subject.group  # pyright: ignore[reportAttributeAccessIssue] - the point
 
 
 def test_arguments_that_cannot_be_read_are_an_error_of_the_request(process: WorkerProcess) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from podium.data import TensorRef
 from podium.errors import ConfigError, DataError, PodiumError
-from podium.runtime import Call
+from podium.runtime import Call, Handle
 from podium.telemetry import Note, emit
 from podium.workers.weight_sync.buckets import cut
 
@@ -39,7 +39,7 @@ class WeightSync(ABC):
         generators: The handles of groups or of replicas.
     """
 
-    def __init__(self, generators: Sequence[WeightReceiver]) -> None:
+    def __init__(self, generators: Sequence[Handle[WeightReceiver]]) -> None:
         self._generators = tuple(generators)
 
     @abstractmethod
@@ -70,7 +70,7 @@ class WeightSync(ABC):
     def close(self) -> None:
         """Drop what is kept between syncs. Idempotent; the workers go on."""
 
-    def _held(self) -> list[tuple[WeightReceiver, list[int | None]]]:
+    def _held(self) -> list[tuple[Handle[WeightReceiver], list[int | None]]]:
         """Return the generators, each with the version that each of its ranks holds."""
         calls = [generator.weights_version.submit() for generator in self._generators]
         return [(generator, call.result()) for generator, call in zip(self._generators, calls, strict=True)]
@@ -83,7 +83,7 @@ class ColocatedSync(WeightSync):
         generator: The generator's handle. Each of its processes holds a policy too.
     """
 
-    def __init__(self, generator: WeightReceiver) -> None:
+    def __init__(self, generator: Handle[WeightReceiver]) -> None:
         super().__init__([generator])
 
     def init(self) -> None:
@@ -117,8 +117,8 @@ class StreamedSync(WeightSync):
 
     def __init__(
         self,
-        policy: Policy,
-        generators: Sequence[WeightReceiver],
+        policy: Handle[Policy],
+        generators: Sequence[Handle[WeightReceiver]],
         *,
         bucket_bytes: int = BUCKET_BYTES,
         delta: bool = False,
@@ -159,7 +159,7 @@ class StreamedSync(WeightSync):
     def close(self) -> None:
         self._sums, self._refs, self._place = {}, {}, ""
 
-    def _send(self, generators: Sequence[WeightReceiver], version: int) -> None:
+    def _send(self, generators: Sequence[Handle[WeightReceiver]], version: int) -> None:
         known, self._sums = self._sums, {}
         manifest, wrong = self._stream(generators, version, known)
         if wrong and known:
@@ -173,7 +173,7 @@ class StreamedSync(WeightSync):
         if wrong:
             raise DataError(f"the weights of version {version} arrived damaged: the checksums of {_few(wrong)} differ")
 
-    def _prepare(self, generators: Sequence[WeightReceiver]) -> tuple[WeightManifest, int]:
+    def _prepare(self, generators: Sequence[Handle[WeightReceiver]]) -> tuple[WeightManifest, int]:
         """Announce the weights as they are now; return their manifest and the size of a bucket."""
         manifest = self._policy.weight_manifest()
         if not self._copied and (not manifest.place or manifest.place != self._place):
@@ -189,7 +189,7 @@ class StreamedSync(WeightSync):
         return manifest, bucket_bytes
 
     def _stream(
-        self, generators: Sequence[WeightReceiver], version: int, known: Mapping[int, list[int]]
+        self, generators: Sequence[Handle[WeightReceiver]], version: int, known: Mapping[int, list[int]]
     ) -> tuple[WeightManifest, list[str]]:
         """Send all buckets, and prepare one while the one before is copied; return the manifest, and the names of
         tensors that the generators hold wrong."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 from podium.errors import ConfigError
 from podium.runtime.calls import Call
@@ -18,8 +18,8 @@ from podium.runtime.collect import Collect, concat, first, gather, nothing, redu
 from podium.runtime.dispatch import Arguments, Checked, Dispatch, broadcast, shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TypedDict, Unpack
+    from collections.abc import Coroutine, Mapping
+    from typing import Protocol, TypedDict, Unpack
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -46,6 +46,7 @@ Returns = Literal["value", "ref"]
 P = ParamSpec("P")
 Ret = TypeVar("Ret")
 Out = TypeVar("Out")
+Own = TypeVar("Own")
 Table = TypeVar("Table", bound="Rows | Tensor | NDArray[Any] | list[Any] | Mapping[Any, Any]")
 
 
@@ -160,47 +161,87 @@ class Endpoint(Generic[P, Out]):
         return f"<endpoint {self._group}.{self.spec.name}{self.__signature__}>"
 
 
-class EndpointMethod(Generic[P, Ret, Out]):
-    """A marked method in its class. On a worker it is the plain method, and on a handle an :class:`Endpoint`, which
-    is what a type checker sees in both places."""
+class EndpointMethod(Generic[P, Own, Out]):
+    """A marked method in its class. On a worker it is the plain method, and on a handle an :class:`Endpoint`.
+
+    A type checker reads a handle as the class (see :data:`~podium.runtime.Handle`), so it finds the endpoint there.
+    """
 
     def __init__(self, function: Callable[..., Any], spec: EndpointSpec) -> None:
         update_wrapper(cast(Any, self), function)
         self.function = function
         self.spec = spec
 
-    def __call__(self, worker: Any, *args: P.args, **kwargs: P.kwargs) -> Ret:
+    def __call__(self, worker: Any, *args: P.args, **kwargs: P.kwargs) -> Own:
         """The plain method, as ``Scorer.score(worker, batch)``."""
         return self.function(worker, *args, **kwargs)
 
     @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
+    def __get__(self, instance: None, owner: type) -> Endpoint[P, Out]: ...
     @overload
-    def __get__(self, instance: object, owner: type) -> Endpoint[P, Out]: ...
-    def __get__(self, instance: object | None, owner: type) -> Self | Endpoint[P, Out]:
-        if instance is None:
-            return self
-        return cast("Endpoint[P, Out]", MethodType(self.function, instance))
+    def __get__(self, instance: object, owner: type) -> Callable[P, Own]: ...
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        return self if instance is None else MethodType(self.function, instance)
 
 
-Method = Callable[Concatenate[Any, P], Coroutine[Any, Any, Ret] | Ret]
+if TYPE_CHECKING:
+    Method = Callable[Concatenate[Any, P], Ret]
+    Later = Coroutine[Any, Any, Ret]
+    Drops = Callable[[Method[P, Ret]], EndpointMethod[P, Ret, None]]
 
+    class Unknown:
+        """Only Any is assignable to this class. The overloads that take it are those of methods that return Any, which
+        would fit those of async methods too."""
 
-Mark = Callable[[Method[P, Ret]], EndpointMethod[P, Ret, Out]]
+    class Gathers(Protocol):
+        @overload
+        def __call__(self, method: Method[P, Unknown], /) -> EndpointMethod[P, Any, list[Any]]: ...
+        @overload
+        def __call__(self, method: Method[P, Later[Ret]], /) -> EndpointMethod[P, Later[Ret], list[Ret]]: ...
+        @overload
+        def __call__(self, method: Method[P, Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
+
+    class Joins(Protocol):
+        @overload
+        def __call__(self, method: Method[P, Unknown], /) -> EndpointMethod[P, Any, Any]: ...
+        @overload
+        def __call__(self, method: Method[P, Later[Table]], /) -> EndpointMethod[P, Later[Table], Table]: ...
+        @overload
+        def __call__(self, method: Method[P, Table], /) -> EndpointMethod[P, Table, Table]: ...
+
+    class Reduces(Protocol):
+        @overload
+        def __call__(self, method: Method[P, Unknown], /) -> EndpointMethod[P, Any, Any]: ...
+        @overload
+        def __call__(self, method: Method[P, Later[Ret]], /) -> EndpointMethod[P, Later[Ret], Ret]: ...
+        @overload
+        def __call__(self, method: Method[P, Ret], /) -> EndpointMethod[P, Ret, Ret]: ...
+
+    class Collects(Protocol[Ret, Out]):  # pyright: ignore[reportInvalidTypeVarUse]
+        @overload
+        def __call__(self, method: Method[P, Unknown], /) -> EndpointMethod[P, Any, Out]: ...
+        @overload
+        def __call__(self, method: Method[P, Later[Ret]], /) -> EndpointMethod[P, Later[Ret], Out]: ...
+        @overload
+        def __call__(self, method: Method[P, Ret], /) -> EndpointMethod[P, Ret, Out]: ...
 
 
 @overload
-def endpoint(function: Method[P, Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
+def endpoint(method: Method[P, Unknown], /) -> EndpointMethod[P, Any, list[Any]]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: gather = ..., **how: Unpack[_How]) -> Mark[P, Ret, list[Ret]]: ...
+def endpoint(method: Method[P, Later[Ret]], /) -> EndpointMethod[P, Later[Ret], list[Ret]]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: concat, **how: Unpack[_How]) -> Mark[P, Table, Table]: ...
+def endpoint(method: Method[P, Ret], /) -> EndpointMethod[P, Ret, list[Ret]]: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: first | reduce, **how: Unpack[_How]) -> Mark[P, Ret, Ret]: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: gather = ..., **how: Unpack[_How]) -> Gathers: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: nothing, **how: Unpack[_How]) -> Mark[P, Ret, None]: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: concat, **how: Unpack[_How]) -> Joins: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Ret, Out], **how: Unpack[_How]) -> Mark[P, Ret, Out]: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: first | reduce, **how: Unpack[_How]) -> Reduces: ...
+@overload
+def endpoint(*, dispatch: Dispatch = ..., collect: nothing, **how: Unpack[_How]) -> Drops[P, Ret]: ...
+@overload
+def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Ret, Out], **how: Unpack[_How]) -> Collects[Ret, Out]: ...
 def endpoint(
     function: Callable[..., Any] | None = None,
     /,
