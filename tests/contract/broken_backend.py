@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -14,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from unittest import mock
 
 from podium import supervisor
 from podium.backends.local import LocalBackend, server
+from podium.backends.local.backend import ForkServer
 from podium.backends.local.process import LocalProcess
 from podium.backends.process import Surroundings, command
 from podium.errors import ConfigError, SerializationError
@@ -81,12 +83,26 @@ FAULTS: dict[str, str] = {
 """By fault, the test of the public suite that finds it."""
 
 
+_tokens = itertools.count(1)  # of the processes that this server starts, for whichever backend
+
+
+class _KeptServer(ForkServer):
+    """A fork server that stays for the next backend: to start one takes longer than most tests."""
+
+    spare: ClassVar[list[ForkServer]] = []
+
+    def close(self) -> None:
+        self.spare.append(self)
+
+
 class BrokenBackend(LocalBackend):
     """Args:
     fault: One of FAULTS, or "" for a backend without a fault.
+    preload: Modules that a fork server has loaded, which is used again. By default the backend starts a server of its
+        own, which has a fault where one is asked for.
     """
 
-    def __init__(self, *, fault: str) -> None:
+    def __init__(self, *, fault: str, preload: Sequence[str] = ()) -> None:
         if fault and fault not in FAULTS:
             raise ConfigError(f"no fault {fault!r}")
         self.fault = fault
@@ -96,9 +112,17 @@ class BrokenBackend(LocalBackend):
         self._line = threading.Lock()
         self._kept: list[Place] = []
         with mock.patch("podium.backends.local.backend.command", partial(_command, fault)):
-            super().__init__(preload=(), echo=fault != "loses output", nodes=3 if "order" in fault else 1)
+            super().__init__(preload=preload, echo=fault != "loses output", nodes=3 if "order" in fault else 1)
         if fault == "ends at Ctrl-C" and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._interrupted)
+
+    def _new_server(self) -> ForkServer:
+        if not self._preload:
+            return super()._new_server()
+        kept = _KeptServer.spare.pop() if _KeptServer.spare else _KeptServer(self._preload, self.files.private)
+        self._tokens = _tokens
+        self.io.watch(kept.orders.fileno(), partial(self._on_server, kept))
+        return kept
 
     # -- nodes and reservations --------------------------------------------------------------------------------------
 
@@ -204,7 +228,7 @@ class BrokenBackend(LocalBackend):
         self._closes += 1
         if self.fault == "closes once" and self._closes == 2:
             raise RuntimeError("closed already")
-        if self.fault != "leaves processes at close" or self._closes > 1:
+        if self.fault != "leaves processes at close" or self._closes > 1 or not self.processes:
             super().close()
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:

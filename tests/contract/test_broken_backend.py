@@ -16,23 +16,34 @@ ROOT = Path(__file__).parents[2]
 METADATA = "Metadata-Version: 2.1\nName: podium-broken\nVersion: 0\n"
 ENTRY_POINTS = "[podium.backends]\nbroken = tests.contract.broken_backend:BrokenBackend\n"
 SUITE = """
+import podium
 import pytest
-from podium.testing import BackendContract, Target
+from podium.testing import BackendContract, Target, processes, scripts
+from podium.runtime.calls import ProcessCalls
 from tests.contract.broken_backend import FAULTS
+
+LOADED = ("podium.testing.workers", "torch")
+kill = ProcessCalls.kill
 
 @pytest.fixture(scope="module", params=["", *FAULTS], ids=lambda fault: fault or "no fault")
 def target(request):
-    return Target("broken", fault=request.param)
+    fault = request.param  # a test that waits for what a fault prevents waits as short as this machine allows
+    processes.START_S = 1.0
+    processes.SOON_S = scripts.GONE_S = 2.0 if fault else 20.0
+    TestBroken.limit_s = 4.0 if fault else 60.0
+    ProcessCalls.kill = lambda calls, seconds: kill(calls, min(seconds, 0.5)) if fault else kill(calls, seconds)
+    return Target("broken", fault=fault)
 
 class TestBroken(BackendContract):
-    limit_s = 10.0
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cluster(cls, target):
+        preload = () if target.options["fault"] == "leaves children" else LOADED
+        with podium.connect("broken", preload=preload, **target.options) as cluster:
+            yield cluster
 """
 SELECTION = """
-from podium.testing import processes, scripts
 from tests.contract.broken_backend import FAULTS
-
-processes.SOON_S = scripts.GONE_S = 4.0
-processes.START_S = 2.0
 
 def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if asked(item.originalname, item.callspec.params["target"])]

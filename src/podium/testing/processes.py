@@ -29,7 +29,7 @@ from podium.testing.workers import Counter, Sleeper
 __all__ = ["ProcessContract"]
 
 SOON_S = 20.0  # less than the minutes that a process would live, with room for a slow machine
-START_S = 4.0  # a limit for a start that does not end by itself
+START_S = 2.0  # a limit for a start that does not end by itself
 SITE = """
 import os, sys, time
 try:
@@ -51,6 +51,7 @@ class Started:
     def __init__(self, backend: Backend, count: int) -> None:
         self.backend = backend
         self.deaths: list[tuple[int, Death]] = []
+        self.replies = 0
         node, number = backend.nodes()[0].name, next(_numbers)
         self.token, places = backend.reserve([Place(node, {})] * count, False)
         specs = [
@@ -60,10 +61,16 @@ class Started:
         self.handles = backend.start_processes(specs, lambda rank, death: self.deaths.append((rank, death)))
 
     def ask(self, rank: int, method: str, **values: Any) -> Future[Reply]:
-        """Send a request to the process itself. A second reply makes the future raise."""
+        """Send a request to the process itself. A second reply counts, and is not in the future."""
         future: Future[Reply] = Future()
+
+        def done(reply: Reply) -> None:
+            self.replies += 1
+            if not future.done():
+                future.set_result(reply)
+
         request = Request(next(_numbers), "", method, self.backend.pack(values, 1))
-        self.handles[rank].invoke(request, future.set_result)
+        self.handles[rank].invoke(request, done)
         return future
 
     def answer(self, rank: int, method: str, **values: Any) -> Any:
@@ -180,6 +187,7 @@ class ProcessContract:
         need(cluster, "processes")
         with pytest.raises(WorkerStartError):
             cluster.start(Worker.bind(), cluster.pool([2]), env=_site(tmp_path, 0.0), start_timeout_s=SOON_S)
+        assert wait_for(lambda: bool(_written(tmp_path)), SOON_S)
         assert not all_gone(_written(tmp_path), SOON_S)
 
     def test_a_start_ends_at_its_limit_and_leaves_nothing(self, cluster: Cluster, tmp_path: Path) -> None:
@@ -204,7 +212,7 @@ class ProcessContract:
             for at, future in asked:
                 backend.wait(future.done, SOON_S)
                 assert backend.unpack(future.result(SOON_S).payload) == [at]
-            assert not started.deaths
+            assert (started.replies, started.deaths) == (40, [])
         finally:
             started.close()
 
@@ -235,10 +243,12 @@ class ProcessContract:
         over = threading.Event()
         waiter = threading.Thread(target=backend.wait, args=(over.is_set, None), daemon=True)
         waiter.start()
-        time.sleep(0.1)
-        assert not (waiter.is_alive() and backend.wait(lambda: False, 2 * SOON_S)), "one thread delivers for all"
-        over.set()
-        backend.wake()
+        try:
+            time.sleep(0.1)
+            assert not (waiter.is_alive() and backend.wait(lambda: False, 2 * SOON_S)), "one thread delivers for all"
+        finally:
+            over.set()
+            backend.wake()
         waiter.join(SOON_S)
         assert time.monotonic() - began < SOON_S
         need(cluster, "concurrent")
