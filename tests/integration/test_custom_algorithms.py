@@ -14,6 +14,7 @@ from podium.cli import main
 from podium.errors import ConfigError
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
+from tests.integration.rewards import two_parts
 from tests.integration.training import metrics_rows, tiny
 
 LOSS = """
@@ -46,11 +47,6 @@ def per_source(inputs, config):
     assert (inputs.entropy_N[inputs.mask_N] > 0).all()
     return AdvantageOutputs(advantages_N=inputs.spread(advantages_B))
 """
-
-
-def two_parts(completion: str, row: Any) -> dict[str, float]:
-    digits, length = sum(character.isdigit() for character in completion), len(completion)
-    return {"score": digits + 0.1 * length + len(row["source"]), "digits": float(digits), "length": float(length)}
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from podium.errors import ConfigError, DataError
 from podium.trainer import GRPOConfig, PPOTrainer, describe_plan
 from podium.trainer.preflight import check_given, names_of_given
 from podium.workers import RewardModel, char_tokenizer
+from tests.integration.rewards import minus_half
 from tests.integration.training import MODEL, metrics_rows, tiny
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }} {% endfor %}"
@@ -69,10 +70,6 @@ def test_a_run_trains_on_the_models_scores(tmp_path: Path, pools: Mapping[str, A
     assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 2]
     if not pools:
         assert main(["eval", str(run), "--backend", "inline"]) == 0
-
-
-def minus_half(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
-    return {"score": -0.5 * row["model_score"], "length": float(len(completion))}
 
 
 def test_a_reward_of_ones_own_reads_the_models_score(tmp_path: Path) -> None:

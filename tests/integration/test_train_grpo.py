@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from podium.runtime import concat, endpoint, first, only, shard
 from podium.telemetry import StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
 from podium.workers import Estimator, Policy
+from tests.integration.rewards import longer_is_better, unlucky
 from tests.integration.training import losses, metrics_rows, tiny
 
 LISTED = {  # the metrics of a step that every run reports
@@ -118,14 +118,6 @@ def test_a_reward_that_raises_ends_the_run_with_the_completions_on_disk(tmp_path
     table = pq.read_table(tmp_path / "runs" / "run" / "completions" / "step-000001.parquet").to_pydict()
     assert len(table["completion"]) == 16
     assert all(math.isnan(reward) for reward in table["reward"])
-
-
-def unlucky(completion: str, row: Mapping[str, Any]) -> float:
-    raise ValueError("no such luck")
-
-
-def longer_is_better(completion: str, row: Mapping[str, Any]) -> Mapping[str, float]:
-    return {"score": float(len(completion)), "length": float(len(completion))}
 
 
 @pytest.mark.parametrize("placement", [{"layout": "colocated"}, *SPLIT], ids=str)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -18,13 +16,10 @@ from podium.runtime import endpoint, first, shard
 from podium.telemetry import StageFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.workers import Policy
+from tests.integration.rewards import sevens
 from tests.integration.training import metrics_rows, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
-
-
-def sevens(completion: str, row: Mapping[str, Any]) -> float:
-    return completion.count("7") / 3
 
 
 @pytest.fixture

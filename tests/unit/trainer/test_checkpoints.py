@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,37 +93,50 @@ KILLED_IN = {
 }
 
 
-@pytest.mark.parametrize("moment", KILLED_IN)
-def test_killed_while_a_checkpoint_is_replaced(checkpoints: Checkpoints, moment: str) -> None:
-    function, count, expected = KILLED_IN[moment]
-    save(checkpoints, 5, text="older")
-    save(checkpoints, 10, text="old")
-    script = f"""
-import os, signal
+KILLED = """
+import os, signal, sys
 from pathlib import Path
 from podium.trainer.checkpoints import Checkpoints
-checkpoints = Checkpoints(Path({str(checkpoints.folder)!r}))
-owner, name = {function!r}.split(".")
-owner = {{"os": os, "Path": Path}}[owner]
-real, calls = getattr(owner, name), []
-def deadly(*args):
-    calls.append(args)
-    if len(calls) == {count}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args)
-with checkpoints.writing(10) as folder:
-    (folder / "model").mkdir()
-    (folder / "model" / "weights.bin").write_text("new")
-    setattr(owner, name, deadly)
+
+def write(folder, function, count):
+    checkpoints = Checkpoints(Path(folder))
+    owner, name = function.split(".")
+    owner = {"os": os, "Path": Path}[owner]
+    real, calls = getattr(owner, name), []
+    def deadly(*args):
+        calls.append(args)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+    with checkpoints.writing(10) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.bin").write_text("new")
+        setattr(owner, name, deadly)
+
+for folder, function, count in eval(sys.argv[1]):
+    if not (child := os.fork()):
+        write(folder, function, count)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, function
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    again = Checkpoints(checkpoints.folder)
-    latest = again.latest()
-    assert latest is not None
-    assert latest.name == "step-000010"
-    assert (latest / "model" / "weights.bin").read_text() == expected
-    assert {entry.name for entry in again.folder.iterdir()} == {"latest", "step-000005", "step-000010"}
+"""Each writer is a fork of one process, which has imported what takes long."""
+
+
+def test_killed_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    written = {moment: Checkpoints(tmp_path / moment / "checkpoints") for moment in KILLED_IN}
+    for checkpoints in written.values():
+        save(checkpoints, 5, text="older")
+        save(checkpoints, 10, text="old")
+    work = [(str(written[moment].folder), *KILLED_IN[moment][:2]) for moment in KILLED_IN]
+    done = subprocess.run([sys.executable, "-c", KILLED, repr(work)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for moment, (_, _, expected) in KILLED_IN.items():
+        again = Checkpoints(written[moment].folder)
+        latest = again.latest()
+        assert latest is not None, moment
+        assert latest.name == "step-000010", moment
+        assert (latest / "model" / "weights.bin").read_text() == expected, moment
+        assert {entry.name for entry in again.folder.iterdir()} == {"latest", "step-000005", "step-000010"}, moment
 
 
 @pytest.mark.parametrize("text", ["{", '{"step": 1}', '{"stepp": 1, "first": null, "last": null}'])

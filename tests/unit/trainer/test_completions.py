@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +20,7 @@ from podium.trainer import completions
 from podium.trainer.completions import CompletionsLog, ScoredBatch
 from podium.trainer.prompts import Prompt
 from podium.workers import char_tokenizer
+from tests.integration.rewards import length_and_worth
 
 
 def rollouts() -> Batch:
@@ -62,10 +61,6 @@ def test_metrics_of_completions() -> None:
         metrics.TRUNCATED: 0.25,
         metrics.TOKENS: 14.0,
     }
-
-
-def length_and_worth(completion: str, row: Mapping[str, Any]) -> float:
-    return len(completion) + row.get("worth", 0.0)
 
 
 @pytest.mark.parametrize("most", [1, 100])

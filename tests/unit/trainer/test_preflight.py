@@ -15,6 +15,7 @@ from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.preflight import check_given, check_lengths, names_of_given
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import longest_text
+from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, metrics_rows, tiny
 from tests.unit.workers.families import LONGROPE
 
@@ -52,12 +53,15 @@ def test_what_is_missing_is_named_unless_something_else_was_said() -> None:
 
 def test_a_run_with_a_function_is_not_resumed_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
-    PPOTrainer(config, cluster="inline", reward=longer, show=False).fit()
+    PPOTrainer(config, cluster="inline", reward=longer_is_better, show=False).fit()
     run = tmp_path / "runs" / "run"
     assert main(["train", "grpo", "--resume", str(run), "--run.steps", "2", "--backend", "inline"]) == 2
-    assert f"this run was given its own reward ({__name__}.longer) from Python" in capsys.readouterr().err
+    assert (
+        f"this run was given its own reward ({longer_is_better.__module__}.longer_is_better) from Python"
+        in capsys.readouterr().err
+    )
     again = tiny(GRPOConfig, tmp_path, run={"steps": 2, "resume": str(run)}, eval={"items": 0})
-    PPOTrainer(again, cluster="inline", reward=longer, show=False).fit()
+    PPOTrainer(again, cluster="inline", reward=longer_is_better, show=False).fit()
     assert [row["step"] for row in metrics_rows(run)] == [1, 2]
 
 

@@ -81,12 +81,30 @@ def test_what_a_failed_start_left_is_no_obstacle(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "run").close()
 
 
+OTHER_WRITER = """
+import sys
+from podium.errors import ConfigError
+from podium.trainer.run_dir import RunDirectory
+try:
+    RunDirectory(sys.argv[1], resume=True)
+except ConfigError as error:
+    print(error, flush=True)
+sys.stdin.readline()
+RunDirectory(sys.argv[1], resume=True)
+print("opened")
+"""
+
+
 def test_two_processes_cannot_write_to_one_run(run: RunDirectory) -> None:
-    script = f"from podium.trainer.run_dir import RunDirectory; RunDirectory({str(run.path)!r}, resume=True)"
-    refused = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert f"being written to by process {os.getpid()}" in refused.stderr
-    run.close()
-    subprocess.run([sys.executable, "-c", script], check=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER_WRITER, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None
+        assert f"being written to by process {os.getpid()}" in other.stdout.readline()
+        run.close()
+        assert other.communicate("go on\n")[0] == "opened\n"
+    assert other.returncode == 0
 
 
 def test_a_resumed_run_keeps_the_older_configuration_and_trace(run: RunDirectory) -> None:
