@@ -10,7 +10,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 from types import MappingProxyType
@@ -331,42 +332,27 @@ class Cluster:
             options=dict(options or {}),
             detached=detached,
         )
-        with self._names:
-            bounds = self._bounds(worker, name, into)
-            label = name or "+".join(bounds)
-            mine = {label, *bounds}
-            self._starting |= mine
-        own: ProcessSet | None = None
-        shared: ProcessSet | None = None
-        try:
-            if into is not None:
-                processes = shared = _processes_of(into, pool, how, self._backend)
-                meshes = _with_default(meshes, processes.size)
-                _check_profile(profile, bounds, processes.size)
-            else:
-                pool = pool if pool is not None else self.pool(detached=detached)
-                self._check(pool, how)
-                meshes = _with_default(meshes, len(pool))
-                _check_profile(profile, bounds, len(pool))
-                threads = self._threads(pool)
-                processes = own = ProcessSet(self._backend, self._watch, pool, label, threads, how)
+        with self._naming(worker, name, into) as (label, bounds):
+            shared = None if into is None else _processes_of(into, pool, how, self._backend)
+            slots = self._checked_pool(pool, how) if shared is None else shared.pool
+            meshes = _with_default(meshes, len(slots))
+            _check_profile(profile, bounds, len(slots))
+            processes = shared or ProcessSet(self._backend, self._watch, slots, label, self._threads(slots), how)
             handles: dict[str, WorkerHandle] = {}
-            for role_name, bound in bounds.items():
-                role = Role(bound, meshes, timeout_s, returns, int(seed), profile)
-                processes.construct(role_name, role, start_timeout_s, until)
-                handles[role_name] = self._add_group(processes, role_name, role)
-            if detached:
-                processes.keep_record()
-        except BaseException:
-            if own is not None:
-                own.close(0.0, stop_detached=True)
-            elif shared is not None:
-                for role_name in bounds:
-                    shared.forget(role_name)
-            raise
-        finally:
-            with self._names:
-                self._starting -= mine
+            try:
+                for role_name, bound in bounds.items():
+                    role = Role(bound, meshes, timeout_s, returns, int(seed), profile)
+                    processes.construct(role_name, role, start_timeout_s, until)
+                    handles[role_name] = self._add_group(processes, role_name, role)
+                if detached:
+                    processes.keep_record()
+            except BaseException:
+                if shared is None:
+                    processes.close(0.0, stop_detached=True)
+                else:
+                    for role_name in bounds:
+                        shared.forget(role_name)
+                raise
         several: type[Any] | None = worker.cls if issubclass(worker.cls, Colocated) else None
         return cast(T, several(handles) if several else next(iter(handles.values())))
 
@@ -451,6 +437,23 @@ class Cluster:
             self._watch.close()
             self._backend.close()
 
+    @contextmanager
+    def _naming(
+        self, worker: Bound[Any], name: str | None, into: object
+    ) -> Generator[tuple[str, Mapping[str, Bound[Any]]]]:
+        """Give the name of the processes, and the workers by their names. No other start takes these names during the
+        block."""
+        with self._names:
+            bounds = self._bounds(worker, name, into)
+            label = name or "+".join(bounds)
+            mine = {label, *bounds}
+            self._starting |= mine
+        try:
+            yield label, bounds
+        finally:
+            with self._names:
+                self._starting -= mine
+
     def _bounds(self, worker: Bound[Any], name: str | None, into: object) -> Mapping[str, Bound[Any]]:
         """The workers to start by their names, which nobody else has."""
         several = _is_colocated(worker)
@@ -485,8 +488,10 @@ class Cluster:
         self._groups[name] = WorkerGroup(processes, name, role)
         return WorkerHandle(self._groups[name])
 
-    def _check(self, pool: ResourcePool, options: StartOptions) -> None:
-        """Raises a ConfigError if a group cannot be started on ``pool`` with these options."""
+    def _checked_pool(self, pool: ResourcePool | None, options: StartOptions) -> ResourcePool:
+        """Return ``pool``, or a slot reserved in its place. Raises ConfigError if no group can be started there with
+        these options."""
+        pool = pool if pool is not None else self.pool(detached=options.detached)
         if not len(pool):
             raise ConfigError("cannot start a group on an empty pool")
         if any(reservation.released for reservation in pool.reservations):
@@ -507,6 +512,7 @@ class Cluster:
         held = [slot.reservation for slot in pool if slot.resources]
         if options.detached and not all(reservation.detached for reservation in held):
             raise ConfigError("start(detached=True): its pool holds resources, so reserve it with pool(detached=True)")
+        return pool
 
     def _threads(self, pool: ResourcePool) -> list[int]:
         """Number of threads for computing of each slot: its own cores, or its share of the node's. More threads than
