@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import podium
-from podium import Cluster, Worker, endpoint
+from podium import Cluster, Handle, Worker, endpoint
 from podium.errors import ConfigError, EndpointError
 
 
@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def echo(cluster: Cluster) -> Echo:
+def echo(cluster: Cluster) -> Handle[Echo]:
     return cluster.start(Echo.bind(), name="the_echo")
 
 
@@ -84,18 +84,18 @@ def test_a_limit_may_be_infinite(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("first", [0.5, 1.0, "1", float("nan"), 2, -1])
-def test_a_number_of_calls_to_wait_for(echo: Echo, first: Any) -> None:
+def test_a_number_of_calls_to_wait_for(echo: Handle[Echo], first: Any) -> None:
     with pytest.raises(ConfigError, match=r"wait\(first=.*a whole number from 0 to the 1 calls"):
         podium.wait([echo.echo.submit(1)], first=first)
 
 
-def test_what_is_no_call_cannot_be_waited_for(echo: Echo) -> None:
+def test_what_is_no_call_cannot_be_waited_for(echo: Handle[Echo]) -> None:
     with pytest.raises(ConfigError, match=r"int is no call; endpoint.submit\(\.\.\.\) returns one"):
         podium.wait([echo.echo.submit(1), 5])  # pyright: ignore[reportArgumentType] - the point
     assert len(podium.wait(echo.echo.submit(1) for _ in range(2))[0]) == 2  # pyright: ignore[reportArgumentType]
 
 
-def test_what_belongs_to_another_cluster(cluster: Cluster, echo: Echo) -> None:
+def test_what_belongs_to_another_cluster(cluster: Cluster, echo: Handle[Echo]) -> None:
     pool = cluster.pool(1, cpus=1)
     with podium.connect("inline") as other:
         for use in (lambda: other.release(pool), lambda: other.start(Echo.bind(), pool)):
@@ -110,7 +110,7 @@ def test_what_belongs_to_another_cluster(cluster: Cluster, echo: Echo) -> None:
     cluster.release(pool)
 
 
-def test_a_worker_that_would_wait_for_itself(cluster: Cluster, echo: Echo) -> None:
+def test_a_worker_that_would_wait_for_itself(cluster: Cluster, echo: Handle[Echo]) -> None:
     """In one thread that is a deadlock for ever, and no deadline ends it."""
     with pytest.raises(EndpointError, match=r"the_echo\.echo: a worker of the same processes called it"):
         echo.ask_itself(echo)
