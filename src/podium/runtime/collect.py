@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 from podium.data import Rows
 from podium.errors import ConfigError, DataError
 from podium.runtime.dispatch import RowPlan, Split
-from podium.runtime.rows import concat_rows, count_rows, kind_of, open_rows, slice_rows, take_rows
+from podium.runtime.rows import concat_rows, count_rows, is_scalar, kind_of, open_rows, slice_rows, take_rows
 
 __all__ = ["Collect", "concat", "first", "gather", "nothing", "reduce"]
 
@@ -59,6 +59,9 @@ class nothing(Collect[Any, None]):
 class concat(Collect[Any, Any]):
     """Results joined row-wise, in the caller's row order, without padding rows.
 
+    After ``shard`` an endpoint returns a row for every row that it got. With ``balance="rows"`` and without padding it
+    may return several for each, such as the completions of a prompt, if all ranks return as many.
+
     Args:
         scalars: How single values beside rows in a dict become one, such as ``reduce("mean")`` or ``gather()``. By
             default all ranks must return the same.
@@ -74,6 +77,8 @@ class concat(Collect[Any, Any]):
             if plan is not None and (any(plan.padding) or not plan.contiguous):
                 results = [self._unpadded(*part, plan, at) for at, part in enumerate(zip(names, results, strict=True))]
             joined = concat_rows(results, names, partial(self._join_scalars, method, split))
+            if plan is not None and plan.contiguous:
+                _check_counts(names, results, plan)
         except DataError as error:
             raise ConfigError(f"{method}: {error}; gather() returns a list with the result of every rank") from error
         return joined if plan is None or plan.contiguous else take_rows(joined, plan.back())
@@ -99,6 +104,27 @@ class concat(Collect[Any, Any]):
                 "endpoint returns a row for every row"
             )
         return slice_rows(part, 0, plan.sizes[at]) if plan.padding[at] else part
+
+
+def _check_counts(names: Sequence[str], results: Sequence[Any], plan: RowPlan) -> None:
+    """Raises a DataError unless each part has come back with the same whole number of rows for every row."""
+    if kind_of(results[0].__class__) == "dict":
+        if is_scalar(results[0]):
+            return
+        results = [open_rows(result, name) for name, result in zip(names, results, strict=True)]
+    counts, sizes = [count_rows(result) for result in results], plan.sizes
+    if counts == sizes:
+        return
+    parts = [*zip(names, counts, sizes, strict=True)]
+    other, first_got, first_sent = next((part for part in parts if part[2]), parts[0])
+    each = max(1, first_got // max(1, first_sent))
+    for name, got, sent in parts:
+        if got != each * sent:
+            beside = f", and {other} has {first_got} for its {first_sent}" if name != other else ""
+            raise DataError(
+                f"{name} has {got} rows for the {sent} rows that it got{beside}; an endpoint returns a row for every "
+                "row, or the same number of rows for every row on all ranks"
+            )
 
 
 class reduce(Collect[Any, Any]):

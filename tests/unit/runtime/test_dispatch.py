@@ -137,6 +137,13 @@ def test_what_cannot_be_reduced_is_named() -> None:
         reduce("mean", weight="tokens").collect("w.m", [1.0, 2.0], split(shard(), 2, x=[1, 2]))
 
 
+def test_an_endpoint_may_return_several_rows_for_every_row() -> None:
+    parts = split(shard(), 3, x=[1, 2])
+    assert concat().collect("w.m", [[], [1, 1, 1], [2, 2, 2]], parts) == [1, 1, 1, 2, 2, 2]
+    assert concat().collect("w.m", [[], [], []], split(shard(), 3, x=[])) == []
+    assert concat().collect("w.m", [{"loss": 1.0}] * 3, parts) == {"loss": 1.0}
+
+
 def test_what_cannot_be_joined_is_named() -> None:
     parts = split(shard(balance="tokens"), 2, x=Jagged.from_rows([torch.ones(3), torch.ones(1), torch.ones(1)]))
     with pytest.raises(ConfigError, match=r"w\.m: the result of rank 1 has 1 rows for the 2 rows that it got"):
@@ -145,6 +152,16 @@ def test_what_cannot_be_joined_is_named() -> None:
         concat().collect("w.m", [[1], torch.ones(2)], parts)
     with pytest.raises(ConfigError, match=r"rank 0 has 1 rows for the 2 rows that it got; with pad=True"):
         concat().collect("w.m", [[1], [2, 3]], split(shard(pad=True), 2, x=[1, 2, 3]))
+    with pytest.raises(
+        ConfigError, match=r"w\.m: the result of rank 1 has 1 rows for the 2 rows that it got, .* for its 2"
+    ):
+        concat().collect("w.m", [[1, 2], [3]], split(shard(), 2, x=[1, 2, 3, 4]))
+    with pytest.raises(ConfigError, match=r"rank 1 has 2 rows for the 2 rows that it got, .* rank 0 has 4 for its 2"):
+        concat().collect("w.m", [[1, 1, 2, 2], [3, 4]], split(shard(), 2, x=[1, 2, 3, 4]))
+    with pytest.raises(ConfigError, match=r"rank 0 has 1 rows for the 0 rows that it got"):
+        concat().collect("w.m", [[9], [1]], split(shard(), 2, x=[1]))
+    with pytest.raises(ConfigError, match=r"rank 0 has entries with unequal numbers of rows: {'a': 2, 'b': 1}"):
+        concat().collect("w.m", [{"a": [1, 2], "b": [1]}] * 2, split(shard(), 2, x=[1, 2, 3, 4]))
     with pytest.raises(ConfigError, match=r"rank 0 and the result of rank 1 differ in their entries.*'[ab]'"):
         concat().collect("w.m", [{"a": [1]}, {"b": [1]}], split(shard(), 2, x=[1, 2]))
 
