@@ -7,6 +7,8 @@ import os
 import pickle
 import re
 import secrets
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +33,7 @@ __all__ = ["START_LIMIT_S", "GradingProcesses", "Pending"]
 START_LIMIT_S: Final = 300.0  # for the dispatcher to import the reward
 
 _MOST_PROCESSES: Final = 8
+_LOOKS_S: Final = 1.0  # after which a silent dispatcher is told to go on
 _SLICE: Final = 256  # items that are sent at once
 _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -175,7 +178,7 @@ class GradingProcesses:
         buffer = b""
         error: RewardError | None = None
         try:
-            while data := self._connection.recv(1 << 18):
+            while data := self._received():
                 *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
                     digits, _, text = line.partition(b" ")
@@ -191,6 +194,15 @@ class GradingProcesses:
         self._error = error or self._ended()
         self._connection.close()
         self._settle_all(self._error)
+
+    def _received(self) -> bytes:
+        """The next bytes from the dispatcher; none at the end. If its reward has stopped the dispatcher, which runs as
+        the same user, the dispatcher goes on within a second."""
+        incoming = select.poll()  # select() cannot take a descriptor above 1023
+        incoming.register(self._connection, select.POLLIN)
+        while not incoming.poll(1000 * _LOOKS_S):
+            self._process.send_signal(signal.SIGCONT)
+        return self._connection.recv(1 << 18)
 
     def _settle_all(self, error: RewardError) -> None:
         with suppress(KeyError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -105,17 +106,36 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
 
 
 def _refuse_code_of(run: Path, config: PPOConfig | SFTConfig) -> None:
-    """Refuse functions in files of the run: a user who resumes the run of a stranger takes only data from there."""
+    """Refuse functions in files of the run: a user who resumes the run of a stranger takes only data from there.
+    Refuse those of Python's own library too, such as ``builtins:exec``, which runs as code what it should grade."""
     names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
     if isinstance(config, PPOConfig):
         names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
     for key, name in names.items():
-        file = name.rpartition(":")[0]
-        if file.endswith(".py") and Path(file).expanduser().resolve().is_relative_to(run.resolve()):
+        file = _file_of(name.rpartition(":")[0])
+        path = Path(file).expanduser().resolve()
+        own = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
+        if own or file in ("built-in", "frozen"):
+            raise ConfigError(
+                f"{key} = {name!r} is a function of Python's own library, which runs as no part of a run that is "
+                f"resumed: give another one with --{key}"
+            )
+        if file and path.is_relative_to(run.resolve()):
             raise ConfigError(
                 f"{key} = {name!r} is code in the directory of the run that is resumed, and nothing there is run as "
                 f"code: read {file}, move it elsewhere, and give its new place with --{key}"
             )
+
+
+def _file_of(place: str) -> str:
+    """The file that ``place`` of a function is, or that holds the module or package; "" for one that is not found."""
+    if not place or place.endswith(".py"):
+        return place
+    try:
+        spec = find_spec(place.partition(".")[0])
+    except ValueError:  # a module without a specification, such as __main__
+        return ""
+    return "" if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), "")
 
 
 def check_reward(reward: RewardConfig, *, given: bool) -> None:

@@ -94,8 +94,8 @@ class RunDirectory:
     """Creates the directory at ``path``, or with ``resume`` opens the existing one. Holds it until ``close()``.
 
     Raises:
-        ConfigError: ``path`` holds another run (and ``resume`` is False), no run (and it is True), foreign files, or a
-            run that another process is writing to.
+        ConfigError: ``path`` holds another run (and ``resume`` is False), no run (and it is True), foreign files, a run
+            that another process is writing to, or links that would lead what is written elsewhere.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -127,6 +127,9 @@ class RunDirectory:
         if resume and not is_run:
             raise ConfigError(f"no run to resume at {self.path}: it has no config.yaml; give the directory of a run")
         if resume:
+            for file in (self.config_path, self.metrics_path, self.summary_path, *self.logs.glob("*")):
+                if file.is_symlink() or not (file.is_file() or file.is_dir() or not file.exists()):
+                    raise ConfigError(f"{file} is a link, or no regular file: remove it to resume")
             return
         if is_run:
             state = "a finished run" if self.summary_path.exists() else "an unfinished run"

@@ -41,6 +41,8 @@ def check_manifest(folder: Path, *, part: int = 0, parts: int = 1, others: Itera
     Raises:
         CheckpointError: There is no manifest, or a file is missing, additional or not as it was written.
     """
+    if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():  # to read a pipe or a device may never end
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: it is no regular file")
     try:
         content: Any = json.loads((folder / MANIFEST).read_bytes())
         sums: dict[str, Any] = {str(name): (one["bytes"], one["sha256"]) for name, one in content["files"].items()}
@@ -63,7 +65,7 @@ def check_manifest(folder: Path, *, part: int = 0, parts: int = 1, others: Itera
         )
     for number, (name, (size, digest)) in enumerate(sorted(sums.items())):
         file = folder / name
-        if file.stat().st_size != size or (number % parts == part and _sha256(file) != digest):
+        if not file.is_file() or file.stat().st_size != size or (number % parts == part and _sha256(file) != digest):
             raise CheckpointError(
                 f"{file} is damaged: its content is not what was written; resume from another checkpoint"
             )

@@ -34,6 +34,7 @@ def misbehave(completion: str, row: Row) -> Any:
         "exit": lambda: os._exit(3),
         "sys.exit": lambda: sys.exit(4),
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "stop the dispatcher": lambda: (os.kill(os.getppid(), signal.SIGSTOP), time.sleep(0.1)),
         "grandchild": lambda: subprocess.run([*SLEEPER, row["tag"]], check=False),
         "orphan": lambda: (subprocess.Popen([*SLEEPER, row["tag"]]), os._exit(3)),
         "leave a child": lambda: subprocess.Popen([*SLEEPER, row["tag"]]),

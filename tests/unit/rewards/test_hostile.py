@@ -220,6 +220,11 @@ def test_a_process_that_cannot_answer_is_that_items_failure(grader: Grader, word
     assert [grade.error for grade in grades] == [None, cause, None]
 
 
+def test_a_dispatcher_that_its_reward_has_stopped_goes_on(grader: Grader) -> None:
+    graded = [grader.submit(word, {}) for word in ("ok", "stop the dispatcher", "ok")]
+    assert [future.result(timeout=10.0).score for future in graded] == [1.0, 1.0, 1.0]
+
+
 # -- what a reward starts ends with it --------------------------------------------------------------------------------
 
 

@@ -109,7 +109,9 @@ def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:
         longest_text(ModelConfig(path=str(tmp_path / "absent")))
 
 
-def test_code_in_the_directory_of_a_resumed_run_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_the_directory_of_a_resumed_run_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
     (run / "code.py").write_text(f"open({str(tmp_path / 'code was run')!r}, 'w')\ndef score(text, row): return 1.0\n")
@@ -122,4 +124,12 @@ def test_code_in_the_directory_of_a_resumed_run_is_not_run(tmp_path: Path, capsy
         assert f"{key} = " in (said := capsys.readouterr().err)
         assert "is code in the directory of the run that is resumed" in " ".join(said.split())
         assert main(["train", "grpo", "--resume", str(run), "--dry-run"]) == 2
+    monkeypatch.syspath_prepend(str(run))  # as for a user who works in that directory
+    (run / "code.py").rename(run / "sneaky.py")
+    own = "is a function of Python's own library"
+    whys = {"sneaky:score": "is code in the directory of the run", "builtins:exec": own, "runpy:run_path": own}
+    for name, why in whys.items():
+        (run / "config.yaml").write_text(config_to_yaml(tiny(GRPOConfig, tmp_path, reward={"name": name})))
+        assert main(["train", "grpo", "--resume", str(run), "--dry-run"]) == 2
+        assert why in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "code was run").exists()

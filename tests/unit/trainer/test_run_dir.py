@@ -66,6 +66,18 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.parametrize("name", ["logs/controller.log", "logs/policy-0.log", "metrics.jsonl"])
+def test_a_link_in_place_of_a_file_that_grows_is_refused(run: RunDirectory, tmp_path: Path, name: str) -> None:
+    """A stranger's run would add lines to any file of the user's, such as one that a shell reads at its start."""
+    run.config_path.write_text("")
+    run.close()
+    mine = tmp_path / "mine"
+    (run.path / name).symlink_to(mine)
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} is a link, or no regular file: remove it to resume"):
+        RunDirectory(run.path, resume=True)
+    assert not mine.exists()
+
+
 def test_foreign_files_and_files_in_the_way_are_named(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(ConfigError, match=r"holds other files \(thesis\.tex\)"):

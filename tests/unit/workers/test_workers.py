@@ -316,6 +316,11 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content[: len(content) // 2])
         with pytest.raises(CheckpointError, match=file.name):
             policy.load(str(folder))
+        file.unlink()
+        file.symlink_to("/dev/zero")  # it has no end, so whoever reads it never returns
+        with pytest.raises(CheckpointError, match=file.name):
+            policy.load(str(folder))
+        file.unlink()
         file.write_bytes(content)
 
 
