@@ -5,7 +5,6 @@ A line is data alone, so that whoever reads it runs no code of the reward's.
 
 import faulthandler
 import json
-import math
 import os
 import pickle
 import socket
@@ -27,6 +26,7 @@ REPLACE: Final = 75  # exit code of a process that earlier items have filled wit
 
 _MOST_LEFT: Final = 32  # processes that a reward may leave behind in one grading process
 _CHECKED_ITEMS: Final = 64  # the processes left behind are counted after this many items
+_LARGEST: Final = 3.4028234663852886e38  # of float32, in which rewards train
 _PROBLEM: Final = 2_000  # characters; the line of a result stays under the dispatcher's limit
 _TRACEBACK: Final = 20_000
 _NO_PARTS: Final[Mapping[str, float]] = MappingProxyType({})
@@ -69,7 +69,7 @@ def decode(data: bytes) -> Result:
     except (ValueError, RecursionError):
         plain = None
     match plain:
-        case float(score) if math.isfinite(score):
+        case float(score) if _is_finite(score):
             return Result(score)
         case {"score": float(score), **others} as parts if all(map(_is_finite, (score, *others.values()))):
             return Result(score, parts)
@@ -80,7 +80,7 @@ def decode(data: bytes) -> Result:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+    return isinstance(value, float) and abs(value) <= _LARGEST
 
 
 def grade_items(sock: socket.socket, reward: RewardFn, memory_bytes: int | None) -> int:
@@ -151,14 +151,14 @@ def judge(reward: RewardFn, completion: str, row: Mapping[str, Any]) -> Result:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite float, or None if ``value`` is not a finite number."""
+    """Return a float that is finite in float32 too, or None if ``value`` is no such number."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)  # pyright: ignore[reportArgumentType] - it has __float__
     except Exception:  # noqa: BLE001 - tensors of many elements, overflow, a user's own class: no number, whatever it says
         return None
-    return number if math.isfinite(number) else None
+    return number if _is_finite(number) else None
 
 
 def _shown(value: object) -> str:

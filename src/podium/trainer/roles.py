@@ -93,13 +93,14 @@ class Roles:
             steps, skipped, _ = ranks[0]
             if 0 < steps == skipped:
                 raise PodiumError(
-                    f"each of the {steps} optimizer steps of the {role} was skipped, because its gradient was not "
-                    "finite; nothing was learned, and no model is written: look at the data and the loss "
+                    f"each of the {steps} optimizer steps of the {role} was skipped, because its loss or gradient was "
+                    "not finite; nothing was learned, and no model is written: look at the data and the loss "
                     "(algorithm.loss), or lower the learning rate; with optim.non_finite = error a run ends at the "
                     "first such step"
                 )
             if skipped:
-                emit(Note(f"{skipped} of the {steps} optimizer steps of the {role} were skipped: no finite gradient"))
+                why = "loss or gradient was not finite"
+                emit(Note(f"{skipped} of the {steps} optimizer steps of the {role} were skipped: {why}"))
 
     def _progress(self) -> dict[str, list[Progress]]:
         """By trained role, the progress of each rank."""

@@ -80,6 +80,8 @@ def interference(
     try:
         with torch.enable_grad(), autocast(device, precision):
             alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(rows))]
+            if not all(bool(states.isfinite().all()) for states in alone):
+                raise ConfigError(f"{type(inner).__name__} computes NaN or infinity for usual text{_not_finite(inner)}")
             try:
                 together, foreign = _pass(model, rows, packed=packed)
             except ConfigError as error:
@@ -93,6 +95,11 @@ def interference(
     if not same_within_rounding(together, torch.cat(alone), precision, next(inner.parameters()).dtype):
         return "what it computes for a row is not what the row gives alone"
     return ""
+
+
+def _not_finite(model: nn.Module) -> str:
+    wrong = next((name for name, parameter in model.named_parameters() if not parameter.isfinite().all()), None)
+    return "" if wrong is None else f": its parameter {wrong} is not finite; copy its files again"
 
 
 def _rows(vocabulary: int, lengths: Sequence[int]) -> Batch:

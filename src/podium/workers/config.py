@@ -132,7 +132,7 @@ class OptimConfig:
     total_steps: int = Field(default=0, ge=0, le=10**9)
     """The learning rate reaches 0 at this optimizer step. 0 means at the end of the run."""
     non_finite: Literal["skip", "error"] = "skip"
-    """A step with a NaN or infinite gradient is skipped and counted, or raises an error that ends the run."""
+    """A step with a NaN or infinite loss or gradient is skipped and counted, or raises an error that ends the run."""
 
     def __post_init__(self) -> None:
         if self.lr_schedule != "constant" and 0 < self.total_steps <= self.warmup_steps:

@@ -38,9 +38,9 @@ class StepResult:
 
     Attributes:
         loss: The loss of the global minibatch.
-        grad_norm: The global norm before clipping; NaN or infinite where the step was skipped.
+        grad_norm: The global norm before clipping.
         learning_rate: The learning rate of this step.
-        skipped: Whether the gradients were not finite, so that the parameters stayed as they were.
+        skipped: Whether the loss or its gradient was not finite, so that the parameters stayed as they were.
         metrics: Means and maxima over the global minibatch, by name.
     """
 
@@ -132,7 +132,8 @@ class TrainEngine:
 
         Raises:
             DataError: The loss reports other metrics in one micro-batch than in another.
-            PodiumError: A gradient is not finite and ``optim.non_finite`` is "error"; or the engine has no optimizer.
+            PodiumError: Loss or gradient is not finite and ``optim.non_finite`` is "error"; or the engine has no
+                optimizer.
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates")
@@ -153,9 +154,13 @@ class TrainEngine:
         self.model.eval()
         norm = float(self.parallel.reduce())
         rate = self.optim.learning_rate(self.step_count)
-        skipped = not math.isfinite(norm)
+        total, metrics = self._gather(parts)
+        skipped = not (math.isfinite(norm) and math.isfinite(total))
         if skipped and self.optim.non_finite == "error":
-            raise PodiumError(f"the gradients of step {self.step_count} are not finite (norm {norm})")
+            what = f"the loss of step {self.step_count} is not finite ({total})"
+            if not math.isfinite(norm):
+                what = f"the gradients of step {self.step_count} are not finite (norm {norm})"
+            raise PodiumError(what)
         if not skipped:
             if self.optim.grad_clip and norm > self.optim.grad_clip:
                 for gradient in self.parallel.gradients():
@@ -163,7 +168,6 @@ class TrainEngine:
             self.optimizer.update(rate, self.step_count)
         self.step_count += 1
         self.skipped_count += skipped
-        total, metrics = self._gather(parts)
         return StepResult(total, norm, rate, skipped, metrics)
 
     def _micro_batches(self, batch: Batch, columns: Sequence[str]) -> Iterator[MicroBatch]:

@@ -148,6 +148,11 @@ class Learner(Worker):
             )
         wanted = {name: value for name, value in state.items() if name in stored}
         for name, value in wanted.items():
+            if stored[name].size != value.shape:
+                raise CheckpointError(
+                    f"the checkpoint {path} is of another model: it holds {name} as {list(stored[name].size)}, and "
+                    f"this run as {list(value.shape)}"
+                )
             dtype = stored[name].properties.dtype
             if dtype != value.dtype:  # torch would round without a word
                 raise CheckpointError(

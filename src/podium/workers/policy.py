@@ -4,6 +4,7 @@ import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -185,13 +186,25 @@ class Policy(Learner):
         start = sum(int(lengths.sum()) for _, lengths in every[: self.ctx.rank])
         found: dict[str, Jagged] = {}
         with torch.no_grad():
-            for name, figure_M in figures(whole, self.algorithm).items():
-                if figure_M.shape != whole.logprobs_N.shape:
-                    raise DataError(
-                        f"loss {self.algorithm.loss!r}: its minibatch function returned {name} of shape "
-                        f"{list(figure_M.shape)}; expected one value a token, {list(whole.logprobs_N.shape)}"
-                    )
+            for name, figure_M in _checked(figures(whole, self.algorithm), whole, batch, self.algorithm.loss).items():
                 values_N = torch.zeros(len(chosen_N), dtype=figure_M.dtype)
                 values_N[chosen_N] = figure_M[start : start + int(chosen_N.sum())].cpu()
                 found[name] = mask.like(values_N)
         return found
+
+
+def _checked(figures: object, whole: LossInputs, batch: Batch, loss: str) -> Mapping[str, Tensor]:
+    """Return the ``figures`` of a loss. Raises DataError if they are not one value a token by names of their own."""
+    who, expected = f"loss {loss!r}: its minibatch function", list(whole.logprobs_N.shape)
+    if not isinstance(figures, Mapping):
+        raise DataError(f"{who} returned {type(figures).__name__}; expected tensors by name")
+    named = cast("Mapping[str, object]", figures)
+    for name, figure_M in named.items():
+        if not isinstance(figure_M, Tensor) or list(figure_M.shape) != expected:
+            found = (
+                f"of shape {list(figure_M.shape)}" if isinstance(figure_M, Tensor) else f"as {type(figure_M).__name__}"
+            )
+            raise DataError(f"{who} returned {name} {found}; expected one value a token, {expected}")
+        if name in batch:
+            raise DataError(f"{who} returned {name!r}, which is a column of the batch: choose another name")
+    return cast("Mapping[str, Tensor]", named)

@@ -297,6 +297,12 @@ def a_metric_of_rows(inputs, config):
 def a_number(inputs, config):
     return TokenLoss(-inputs.logprobs_N, {"mean": 0.5})
 
+def a_metric_of_podium(inputs, config):
+    return TokenLoss(-inputs.logprobs_N, {"loss": inputs.advantages_N})
+
+def no_metrics(inputs, config):
+    return TokenLoss(-inputs.logprobs_N, None)
+
 def detached(inputs, config):
     return TokenLoss(-inputs.old_logprobs_N * inputs.advantages_N)
 """
@@ -310,6 +316,8 @@ def detached(inputs, config):
         ("by_row", r"returned loss_N of shape \[1\]"),
         ("a_metric_of_rows", r"returned rows of shape \[1\]"),
         ("a_number", "returned mean as float; expected a tensor of one value a token"),
+        ("a_metric_of_podium", "returned metrics with 'loss', which Podium itself reports"),
+        ("no_metrics", "returned metrics as NoneType; expected tensors by name"),
         ("detached", r"loss_N without a gradient: it must be computed from inputs\.logprobs_N"),
     ],
 )

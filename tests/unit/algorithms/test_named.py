@@ -56,6 +56,13 @@ def by_row(inputs, config):
 def unmasked(inputs, config):
     return AdvantageOutputs(advantages_N=torch.ones(3))
 
+def listed(inputs, config):
+    return AdvantageOutputs(advantages_N=[0.0] * 3)
+
+@Declaration(needs_values=True)
+def without_returns(inputs, config):
+    return AdvantageOutputs(advantages_N=torch.zeros(3))
+
 def infinite(inputs, config):
     return AdvantageOutputs(advantages_N=inputs.spread(torch.tensor([0.0, float("nan")])))
 """
@@ -233,6 +240,8 @@ def test_a_wrong_name_is_told_with_the_key_and_the_nearest() -> None:
         ("by_row", r"advantages_N of shape \[2\]; expected one value a token, \[3\]"),
         ("unmasked", "not 0 outside mask_N"),
         ("infinite", "not finite, first in row 1"),
+        ("listed", "returned advantages_N as list; expected a tensor"),
+        ("without_returns", "returned no returns_N, which the critic is to learn"),
     ],
 )
 def test_wrong_results_are_refused_by_name(name: str, message: str, module: str) -> None:

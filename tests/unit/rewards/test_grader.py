@@ -78,6 +78,7 @@ def test_numpy_and_torch_scalars_are_numbers() -> None:
     [
         (math.nan, r"returned nan \(float\)"),
         (-math.inf, r"returned -inf \(float\)"),
+        (1e39, r"returned 1e\+39 \(float\)"),
         (None, r"returned None \(NoneType\)"),
         ("1.0", r"returned '1.0' \(str\)"),
         ([1.0], r"returned \[1.0\] \(list\)"),

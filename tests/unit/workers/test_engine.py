@@ -12,6 +12,7 @@ from podium.algorithms import TokenLoss
 from podium.data import Batch
 from podium.errors import ConfigError, DataError, PodiumError
 from podium.workers import OptimConfig, ParallelConfig, StepResult, TrainEngine, load_model
+from podium.workers.apart import choose_batching
 from podium.workers.config import ModelConfig
 from podium.workers.micro_batches import MicroBatch
 from podium.workers.scoring import score_tokens
@@ -88,6 +89,22 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted() -> None:
     assert engine.skipped_count == 1
     with pytest.raises(PodiumError, match="not finite"):
         sft_step(make_engine(OptimConfig(non_finite="error")), recorded(), scale=math.inf)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_although_its_gradient_is() -> None:
+    engine, batch = make_engine(), recorded()
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    lost = engine.step(batch, lambda micro: TokenLoss(math.nan - score_tokens(engine.model, batch, micro).logprobs))
+    assert lost.skipped and math.isfinite(lost.grad_norm)
+    assert engine.skipped_count == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+
+
+def test_parameters_that_are_not_finite_are_named_at_the_start() -> None:
+    model = load_model(TINY)
+    model.get_parameter("model.layers.1.mlp.up_proj.weight").data[0, 0] = math.nan
+    with pytest.raises(ConfigError, match=r"its parameter model\.layers\.1\.mlp\.up_proj\.weight is not finite"):
+        choose_batching(model, ParallelConfig(), torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("batching", ["padded", "packed"])

@@ -324,6 +324,42 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content)
 
 
+def test_a_checkpoint_of_another_shape_is_one_line(tmp_path: Path) -> None:
+    Policy(TINY, OPTIM).save(str(tmp_path / "policy"))
+    wider = Policy(replace(TINY, config={**TINY.config, "vocab_size": 17}), OPTIM)
+    with pytest.raises(CheckpointError, match=r"holds model\.\S+ as \[16, 32\], and this run as \[17, 32\]$"):
+        wider.load(str(tmp_path / "policy"))
+
+
+FIGURES = """
+from podium.algorithms import Declaration, TokenLoss
+
+def with_figures(figures):
+    return Declaration(minibatch=figures)(lambda inputs, config: TokenLoss(-inputs.logprobs_N))
+
+a_list = with_figures(lambda inputs, config: [1])
+lists = with_figures(lambda inputs, config: {"f": [1]})
+scalar = with_figures(lambda inputs, config: {"f": inputs.logprobs_N[0]})
+taken = with_figures(lambda inputs, config: {"advantages": inputs.logprobs_N})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a_list", "minibatch function returned list; expected tensors by name"),
+        ("lists", "returned f as list; expected one value a token"),
+        ("scalar", r"returned f of shape \[\]; expected one value a token"),
+        ("taken", "returned 'advantages', which is a column of the batch"),
+    ],
+)
+def test_figures_of_a_minibatch_are_checked(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "figures.py").write_text(FIGURES)
+    policy = Policy(TINY, OPTIM, algorithm=AlgorithmConfig(loss=f"{tmp_path}/figures.py:{name}"))
+    with pytest.raises(DataError, match=message):
+        policy.update(recorded())
+
+
 def test_a_checkpoint_of_another_data_type_is_refused(tmp_path: Path) -> None:
     Policy(TINY, OPTIM).save(str(tmp_path / "policy"))
     state = Policy(TINY, OPTIM)

@@ -2,8 +2,10 @@
 
 from typing import cast
 
+from torch import Tensor
+
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.named import resolve_advantage
+from podium.algorithms.named import advantage_declaration, resolve_advantage
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.errors import DataError
 
@@ -21,10 +23,17 @@ def compute_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adva
     who = f"advantage estimator {config.advantage!r}"
     if not isinstance(outputs, AdvantageOutputs):
         raise DataError(f"{who} returned {type(outputs).__name__}; expected AdvantageOutputs")
-    for name, values_N in (("advantages_N", outputs.advantages_N), ("returns_N", outputs.returns_N)):
-        if values_N is None:
+    if outputs.returns_N is None and advantage_declaration(config.advantage).needs_values:
+        raise DataError(f"{who} returned no returns_N, which the critic is to learn")
+    columns: dict[str, object] = {"advantages_N": outputs.advantages_N, "returns_N": outputs.returns_N}
+    for name, values_N in columns.items():
+        if values_N is None and name == "returns_N":
             continue
         tokens = len(inputs.mask_N)
+        if not isinstance(values_N, Tensor):
+            raise DataError(
+                f"{who} returned {name} as {type(values_N).__name__}; expected a tensor of one value a token"
+            )
         if values_N.shape != (tokens,):
             raise DataError(
                 f"{who} returned {name} of shape {list(values_N.shape)}; expected one value a token, [{tokens}]"

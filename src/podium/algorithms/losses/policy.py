@@ -1,6 +1,7 @@
 """The loss of a policy: what the configuration names, importance weights, KL divergence and entropy bonus."""
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +12,18 @@ from podium.algorithms.named import resolve_loss
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.errors import DataError
-from podium.telemetry.metrics import ENTROPY, KL, MISMATCH_MAX, MISMATCH_MEAN, RATIO_MAX, RATIO_MEAN
+from podium.telemetry.metrics import (
+    ENTROPY,
+    GRAD_NORM,
+    KL,
+    LEARNING_RATE,
+    LOSS,
+    MISMATCH_MAX,
+    MISMATCH_MEAN,
+    RATIO_MAX,
+    RATIO_MEAN,
+    SKIPPED_STEPS,
+)
 
 __all__ = ["policy_loss", "truncated_weights"]
 
@@ -20,6 +32,8 @@ APPROX_KL: Final = "policy/approx_kl"  # KL(policy before the update || policy) 
 MISMATCH_KL: Final = "mismatch/kl"  # KL(generator || trainer) by k3
 IMPORTANCE_MEAN: Final = "mismatch/weight_mean"  # mean of the truncated importance weights
 IMPORTANCE_CAPPED: Final = "mismatch/weight_capped"  # share of tokens whose importance weight was cut to the cap
+
+_RESERVED: Final = frozenset({LOSS, GRAD_NORM, LEARNING_RATE, SKIPPED_STEPS})  # of the step, not of a token
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -99,6 +113,11 @@ def _check(loss: object, inputs: LossInputs, who: str) -> None:
     if not isinstance(loss, TokenLoss):
         raise DataError(f"{who} returned {type(loss).__name__}; expected TokenLoss")
     expected = inputs.logprobs_N.shape
+    for name, given in (("metrics", loss.metrics), ("maxima", loss.maxima)):
+        if not isinstance(cast("object", given), Mapping):
+            raise DataError(f"{who} returned {name} as {type(given).__name__}; expected tensors by name")
+        if own := sorted(_RESERVED & given.keys()):
+            raise DataError(f"{who} returned {name} with {own[0]!r}, which Podium itself reports: choose another name")
     columns: dict[str, object] = {"loss_N": loss.loss_N, **loss.metrics, **loss.maxima}
     for name, column_N in columns.items():
         if not isinstance(column_N, Tensor):
