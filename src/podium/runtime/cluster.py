@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints, overload
 
 from podium.errors import ConfigError, PlacementError
 from podium.functions import nearest
@@ -65,7 +65,7 @@ def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bou
 
     Raises:
         ConfigError: There is no worker, a name is that of a method of :class:`Colocated`, or ``kind`` declares other
-            workers.
+            workers, or handles of other classes.
     """
     if not workers:
         raise ConfigError(
@@ -78,7 +78,24 @@ def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bou
         raise ConfigError(
             f"colocate({kind.__name__}, ...): it declares {sorted(declared)}; given are {sorted(workers)}"
         )
+    for name, cls in _declared_classes(kind).items():
+        bound = workers[name]
+        if isinstance(bound, Bound) and not issubclass(bound.cls, cls):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"colocate({kind.__name__}, ...): it declares {name} as Handle[{cls.__name__}]; given is "
+                f"{bound.cls.__name__}.bind(...)"
+            )
     return Bound(kind, (), workers)
+
+
+def _declared_classes(kind: type[Colocated]) -> dict[str, type]:
+    """The classes of the handles that ``kind`` declares, by name, as far as its annotations can be read."""
+    try:
+        hints = get_type_hints(kind)
+    except NameError:  # an annotation is a text that names a class of a function
+        return {}
+    classes = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is WorkerHandle}
+    return {name: cls for name, cls in classes.items() if isinstance(cls, type)}
 
 
 def backends() -> dict[str, EntryPoint]:

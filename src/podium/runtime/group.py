@@ -307,8 +307,12 @@ class WorkerHandle:
             )
         cls = self.group.cls.__name__
         hint = nearest(name, endpoints)
-        if callable(getattr(self.group.cls, name, None)) and not name.startswith("__"):
-            hint = f"; the method {cls}.{name} is not marked: put @endpoint before it, or call group.run({cls}.{name})"
+        if hasattr(self.group.cls, name) and name != "bind" and not name.startswith("__"):
+            hint = f"; {cls}.{name} is no method: group.run(lambda worker: worker.{name}) reads it"
+            if callable(getattr(self.group.cls, name)):
+                hint = (
+                    f"; the method {cls}.{name} is not marked: put @endpoint before it, or call group.run({cls}.{name})"
+                )
         raise AttributeError(f"{name!r} is no endpoint of {cls}; its endpoints are {endpoints}{hint}")
 
     def __reduce__(self) -> tuple[Any, ...]:
