@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.algorithms import flat_groups
 from podium.data import Batch, Jagged, fields
 from podium.rewards import Grade, Grader
+from podium.rollout.tasks.examples import template_messages
 from podium.runtime import Handle
 from podium.telemetry import Sample, metrics as names
 from podium.trainer.files import step_name
@@ -88,7 +89,9 @@ class ScoredBatch:
         written = {group: prompt.example.prompt for group, prompt in prompts.items()}
         columns: dict[str, list[Any]] = {
             "messages": [
-                [{"role": "user", "content": text}] if isinstance(text := written[group], str) else list(text)
+                [{"role": "user", "content": text}]
+                if isinstance(text := written[group], str)
+                else template_messages(text)
                 for group in groups
             ],
             "prompt": [prompts[group].text for group in groups],

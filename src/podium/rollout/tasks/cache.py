@@ -26,7 +26,7 @@ __all__ = ["cached"]
 
 _logger = logging.getLogger(__name__)
 
-_FORM: Final = 1  # of the files; another one makes all earlier files unused
+_FORM: Final = 2  # of the files; another one makes all earlier files unused
 _FROM: Final = 2000  # examples; fewer are encoded in less time than a tokenizer is compared
 
 

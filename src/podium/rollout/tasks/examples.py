@@ -13,6 +13,7 @@ import heapq
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
@@ -32,7 +33,7 @@ from podium.rollout.tasks.rows import (
 )
 from podium.telemetry import Note, emit
 
-__all__ = ["Example", "Messages", "answer_text", "check_data", "load_examples"]
+__all__ = ["Example", "Messages", "answer_text", "check_data", "load_examples", "template_messages"]
 
 Messages = list[dict[str, Any]]
 """A conversation: each entry has "role", and "content", "tool_calls" or both."""
@@ -42,6 +43,8 @@ _SPECS: Final = "expected a .jsonl or .parquet file, a dataset, or reasoning_gym
 _MESSAGES: Final = "messages"  # the column that holds a whole conversation where the data have no prompt
 _COMPLETION: Final = "completion"  # the column that holds the answer where the data have no other
 _TEXT_OR_MESSAGES: Final = 'text, or a list of messages such as [{"role": "user", "content": "…"}]'
+_WRITTEN_OUT: Final = re.compile(r"""\s*\[\s*\{(?=.*['"]role['"]\s*:).*['"]content['"]\s*:""", re.DOTALL)
+"""Messages as the text of JSON or of Python."""
 _PATIENCE: Final = 200  # a task is exhausted when this many problems of a side bring no new one
 
 
@@ -192,8 +195,7 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
             raise DataError(f"{place}: no column {column!r} for the {part}; {hint}; set data.{part}_column{none}")
     answer = None if answer_column is None else _value(row[answer_column])
     prompt = _fill(config.template, row, place) if config.template else row[prompt_column]
-    if not isinstance(prompt, str):
-        _check_messages(place, prompt_column, prompt)
+    _check_columns(place, (prompt_column, answer_column), prompt, answer)
     if _is_conversation(answer):
         _check_messages(place, answer_column, answer)
         if answer[-1]["role"] != "assistant":
@@ -202,7 +204,7 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
                 "the assistant's"
             )
         example = _example(prompt, answer, row, turns=answer)
-    elif _ends_with_answer(prompt) and (answer is None or prompt_column == _MESSAGES):
+    elif _ends_with_answer(prompt):
         *before, last = prompt
         if not before:
             raise DataError(f"{place}: column {prompt_column!r} holds no message before the assistant's, which answers")
@@ -210,6 +212,33 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
         example = _example(before, answer, row, turns=[last], whole=True)
     else:
         example = _example(prompt, answer, row)
+    _check_characters(place, example)
+    return example
+
+
+def _check_columns(place: str, columns: tuple[str, str | None], prompt: object, answer: object) -> None:
+    """Raise DataError for a prompt that is neither text nor messages, and for what would be written as another thing.
+
+    Args:
+        columns: The columns of ``prompt`` and ``answer``, which errors name.
+    """
+    for column, value in zip(columns, (prompt, answer), strict=True):
+        if isinstance(value, str) and _WRITTEN_OUT.match(value):
+            raise DataError(
+                f"{place}: column {column!r} holds a conversation as text, {value[:60]!r}; expected a list of "
+                "messages, which JSON Lines and Parquet can hold and CSV cannot"
+            )
+    if not isinstance(prompt, str):
+        _check_messages(place, columns[0], prompt)
+    if columns[0] != _MESSAGES and answer is not None and _ends_with_answer(prompt):
+        raise DataError(
+            f"{place}: column {columns[0]!r} ends with the assistant's turn, and column {columns[1]!r} has an answer "
+            "too, so that the model would speak twice: take the last message out of the prompt, or set "
+            "data.answer_column to null, so that it is the answer"
+        )
+
+
+def _check_characters(place: str, example: Example) -> None:
     messages = [*(example.prompt if isinstance(example.prompt, list) else ()), *example.turns]
     for text in (example.prompt, example.answer, *map(message_text, messages)):
         if isinstance(text, str) and (at := half_pair(text)) is not None:
@@ -217,7 +246,6 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
                 f"{place}: character {at + 1} of {text[:40]!r} is half of a surrogate pair, which is no text; "
                 "repair the row"
             )
-    return example
 
 
 def _value(entry: Any) -> Any:
@@ -279,6 +307,22 @@ def message_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message, whose parts are joined."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return messages as every chat template can write them: the content is text, and no entry is None but a content.
+
+    A template that expects text writes a list of parts as Python shows it. An entry of None is one that a Parquet row
+    lacks.
+    """
+    return [
+        {
+            name: message_text(message) if name == "content" and isinstance(entry, list) else entry
+            for name, entry in message.items()
+            if entry is not None or name == "content"
+        }
+        for message in messages
+    ]
 
 
 def answer_text(answer: object) -> str | None:

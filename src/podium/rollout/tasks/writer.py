@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
 from podium.rollout.tasks.config import DataConfig
-from podium.rollout.tasks.examples import Example, Messages, half_pair
+from podium.rollout.tasks.examples import Example, Messages, half_pair, message_text, template_messages
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -87,9 +87,7 @@ class Writer:
     def cut(self, example: Example, tokens: list[int] | None) -> tuple[str | Messages, list[int]] | None:
         """Cut the prompt's own text, or the last message's, from the front until it fits. None: nothing is left."""
         prompt, most = example.prompt, self.config.max_prompt_tokens
-        text = prompt if isinstance(prompt, str) else prompt[-1].get("content")
-        if not isinstance(text, str):
-            return None
+        text = prompt if isinstance(prompt, str) else message_text(prompt[-1])
         if tokens is None:
             text = text[-self._most_characters :]
         (ids,) = self._encode([text])
@@ -169,8 +167,10 @@ class Writer:
         return [f"{system}\n\n{prompt}" if system else str(prompt) for prompt, _ in prompts]
 
     def _messages(self, prompt: str | Messages) -> Messages:
-        """The prompt as messages, with the system prompt. An entry of None is one that a Parquet row lacks."""
-        messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _without_none(prompt)
+        """The prompt as messages, with the system prompt."""
+        messages: Messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else template_messages(prompt)
+        )
         if self.config.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
         return messages
@@ -217,7 +217,7 @@ class Writer:
         this turn to what it writes to open it, up to the end of the turn.
         """
         tools, before = self._tools(example), self._messages(prompt)
-        messages = [*before, *_without_none(example.turns)]
+        messages = [*before, *template_messages(example.turns)]
         first = 0 if example.whole else len(before)
         if _GENERATION.search(self._template or ""):
             return self._marked(messages, tools, 0 if example.whole else len(ids))
@@ -347,10 +347,6 @@ def _opened_otherwise(opening: str, remedy: str) -> ConfigError:
 
 def _differs_at(text: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
-
-
-def _without_none(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    return [{name: one for name, one in m.items() if one is not None or name == "content"} for m in messages]
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str | None:

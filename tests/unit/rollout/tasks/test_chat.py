@@ -175,6 +175,17 @@ def test_parquet_rows_have_no_arguments_of_other_rows_tools(tmp_path: Path) -> N
     assert examples[0].row["about"] == {"left": 1, "text": None}  # a reward finds the columns as the file has them
 
 
+def test_a_template_for_text_gets_parts_as_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
+    written = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    examples = load(tmp_path, [{"messages": [{"role": "user", "content": parts}, LAST]}])
+    prompts = encode_prompts(examples, tokenizer := tokenizer_of(written), DataConfig())
+    assert tokenizer.decode(prompts.token_ids[0]) == "the fox"
+    ((ids, _),) = encode_pairs(examples, tokenizer, DataConfig())
+    assert tokenizer.decode(ids, skip_special_tokens=True) == f"the fox{LAST['content']}"
+    assert examples[0].row["prompt"] == [{"role": "user", "content": parts}]  # a reward gets the row as it is
+
+
 # -- the examples ----------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +212,15 @@ def test_conversations_are_prompts_with_answers_for_rewards_too(tmp_path: Path) 
         ({"messages": [MODEL]}, "line 1: column 'messages' holds no message before the assistant's"),
         ({"messages": [USER]}, "line 1: no column 'answer' for the answer"),
         ({"messages": "hello"}, "no column 'answer'"),
+        (
+            {"messages": json.dumps([USER, LAST]), "answer": "x"},
+            "line 1: column 'messages' holds a conversation as text, .* JSON Lines and Parquet can hold",
+        ),
+        ({"prompt": str([USER]), "answer": "x"}, "line 1: column 'prompt' holds a conversation as text"),
+        (
+            {"prompt": [USER, MODEL], "answer": "x"},
+            "column 'prompt' ends with the assistant's turn, and column 'answer'",
+        ),
         ({"prompt": [USER], "completion": [USER]}, "column 'completion' ends with a message of the role 'user'"),
         ({"messages": [USER, {"role": "assistant", "content": 5}]}, r"message 2 of column 'messages' .*'5' \(int\)"),
         (
