@@ -17,8 +17,8 @@ from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumEr
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.workers import Generator, Policy
-from tests.integration.training import losses, metrics_rows, tiny
+from podium.workers import Generator, Policy, load_tokenizer
+from tests.integration.training import losses, metrics_rows, tiny, write_copy_task
 
 WRONG_LOSSES = """
 from podium.algorithms import TokenLoss
@@ -249,6 +249,20 @@ def test_a_finished_run_without_its_checkpoints_keeps_metrics_and_completions(tm
     (run / "summary.json").rename(run / "kept.json")
     train(again)
     assert [row["step"] for row in metrics_rows(run)] == [1, 2, 3]
+    with pytest.raises(
+        ConfigError, match=r"run\.steps = 2, and the latest checkpoint of .* is of step 3: raise run\.st"
+    ):
+        train(tiny(GRPOConfig, tmp_path, run={"resume": str(run), "steps": 2}, eval={"items": 0}))
+    assert [row["step"] for row in metrics_rows(run)] == [1, 2, 3]
+
+
+def test_the_model_has_the_chat_template_that_it_was_trained_with(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}0{{ message.content }}{% endfor %}1")
+    data = {"chat_template": str(template), "train": str(write_copy_task(tmp_path)), "holdout": 0.2}
+    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 1}, data=data, eval={"items": 0}))
+    tokenizer = load_tokenizer(str(run / "model"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "7="}], tokenize=False) == "07=1"
 
 
 def test_a_checkpoint_comes_by_time_and_changes_no_result(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,6 +142,15 @@ class RowPlan:
     def sizes(self) -> list[int]:
         """For each part, how many rows it has without padding."""
         return [len(rows) - short for rows, short in zip(self.rows, self.padding, strict=True)]
+
+    def fault(self) -> str:
+        """What is wrong in a plan that a user wrote, by which rows would change places; empty if nothing is."""
+        if len(self.padding) != len(self.rows):
+            return f"has padding for {len(self.padding)} of {len(self.rows)} parts"
+        sent = [row for rows, size in zip(self.rows, self.sizes, strict=True) for row in rows[:size]]
+        if self.contiguous and sent != sorted(sent):
+            return f"is contiguous=True, and sends rows in another order: {reprlib.repr(sent)}"
+        return ""
 
     def back(self) -> list[int]:
         """Where each of the caller's rows is, once the parts are joined without their padding."""
@@ -369,6 +379,8 @@ class Checked(Dispatch):
             wrong = f"collects from ranks {sorted(odd)}, which it does not call"
         elif split.plan is not None and len(split.plan.rows) != len(split.collectors):
             wrong = f"plans rows for {len(split.plan.rows)} parts and collects from {len(split.collectors)} ranks"
+        elif split.plan is not None and (fault := split.plan.fault()):
+            wrong = f"has a RowPlan that {fault}"
         else:
             return split
         raise ConfigError(f"{arguments.method}: the Split of {type(self._inner).__name__} {wrong}")

@@ -302,6 +302,8 @@ class DispatchContract:
             ("own", r"has 1 entries in own= for 3 ranks; it needs one for each"),
             ("collectors", r"collects from ranks \[1\], which it does not call"),
             ("plan", "plans rows for 1 parts and collects from 3 ranks"),
+            ("order", r"has a RowPlan that is contiguous=True, and sends rows in another order: \[0, 3, 1, 2\]"),
+            ("padding", "has a RowPlan that has padding for 1 of 3 parts"),
         ],
     )
     def test_a_users_dispatch_that_splits_wrongly_is_named(self, probe: Handle[Probe], wrong: str, says: str) -> None:

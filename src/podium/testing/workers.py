@@ -49,6 +49,8 @@ class Wrong(Dispatch):
             "own": Split(every, values, [{}], every),
             "collectors": Split([0], values, None, [1]),
             "plan": Split(every, values, None, every, RowPlan(([0],), (0,), True)),
+            "order": Split(every, values, None, every, RowPlan(([0, 3], [1], [2]), (0, 0, 0), True)),
+            "padding": Split(every, values, None, every, RowPlan(([0], [1], [2]), (0,), False)),
         }
         return wrong[arguments.values["value"]]  # pyright: ignore[reportReturnType] - the point
 

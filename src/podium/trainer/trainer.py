@@ -15,10 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar
 
+from transformers.utils.hub import CHAT_TEMPLATE_FILE
+
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
+from podium.rollout.tasks.writer import chat_template
 from podium.runtime import Cluster, Handle, backend_class, connect
 from podium.telemetry import EvalFinished, Note, PhaseStarted, emit
 from podium.telemetry.sinks.console import terminal
@@ -146,8 +149,13 @@ class Trainer(ABC, Generic[C, E, R]):
         stack.callback(self.directory.close)
         self._checkpoint = self.directory.checkpoints.latest() if config.run.resume else None
         if config.run.resume:
-            # Before a sink opens the files that this cuts.
-            self.directory.rewind(None if self._checkpoint is None else step_of(self._checkpoint.name))
+            step = None if self._checkpoint is None else step_of(self._checkpoint.name)
+            if step is not None and step > config.run.steps:
+                raise ConfigError(
+                    f"run.steps = {config.run.steps}, and the latest checkpoint of {self.directory.path} is of step "
+                    f"{step}: raise run.steps, or remove later checkpoints to go on from an earlier one"
+                )
+            self.directory.rewind(step)  # before a sink opens the files that this cuts
         stack.enter_context(self.directory.controller_log())
         self._console = terminal() if self._show else None
         for sink in self.directory.sinks(config, self._console):
@@ -158,6 +166,7 @@ class Trainer(ABC, Generic[C, E, R]):
             cluster = stack.enter_context(connect(cluster, hints=hints, **self._backend_options))
         self._stop = stack.enter_context(listen_for_stop())
         self.tokenizer = load_tokenizer(config.model.tokenizer_source)
+        self._template = chat_template(self.tokenizer, config.data)
         self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer, config.data)
         self.stream = self.load_data()
         self.held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
@@ -280,6 +289,8 @@ class Trainer(ABC, Generic[C, E, R]):
         aside = final.with_name(".model.tmp")
         remove(aside)
         self.roles.policy.save_pretrained(str(aside.absolute()))
+        if self._template is not None:
+            (aside / CHAT_TEMPLATE_FILE).write_text(self._template, encoding="utf-8")
         remove(final)
         aside.rename(final)
         return final

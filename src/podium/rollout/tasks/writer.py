@@ -22,7 +22,7 @@ from podium.telemetry import Note, emit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "chat_template"]
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Writer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self._tokenizer = tokenizer
         self.config = config
-        self._template = _template(tokenizer, config)
+        self._template = chat_template(tokenizer, config)
         self._options = _template_options(tokenizer, config, self._template)
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
@@ -349,7 +349,7 @@ def _differs_at(text: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str | None:
+def chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str | None:
     """Return the Jinja text of the chat template, or None for plain text."""
     if config.chat_template == "none":
         return None
