@@ -123,7 +123,7 @@ class GradingProcesses:
         try:
             loading.result(START_LIMIT_S)
         except BaseException as error:
-            self.stop()
+            self.stop(_LOOKS_S)  # while it imports, the dispatcher does not hear
             if not isinstance(error, TimeoutError):
                 raise
             raise RewardError(
@@ -247,13 +247,13 @@ class GradingProcesses:
             "was killed for memory, set reward.processes or reward.memory_gib lower"
         )
 
-    def stop(self) -> None:
-        """End all processes and wait for them. Items without a result get an error."""
+    def stop(self, limit_s: float = 10.0) -> None:
+        """End all processes and wait for them, by force after ``limit_s``. Items without a result get an error."""
         self._stopping = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # the dispatcher's signal to end all processes and itself
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -376,19 +376,20 @@ class Cluster:
     def start_replicas(
         self, worker: Bound[H], count: int, slots: Sequence[int] | int = 1, *, name: str | None = None,
         cpus: float = 0, gpus: float = 0, memory: float = 0, resources: Mapping[str, float] | None = None,
-        wait_s: float = 0.0, **how: Any,
+        wait_s: float = 0.0, seed: int = 0, **how: Any,
     ) -> Replicas[H]:  # fmt: skip
         """Start ``count`` independent groups of one worker, ``NAME-0`` and so on, each on a pool of its own.
 
         Args:
             slots, cpus, gpus, memory, resources, wait_s: As in :meth:`pool`, for each replica.
+            seed: Seed of the first replica. The next ones have the numbers that follow.
             how: Further arguments of :meth:`start`, for each replica.
 
         Raises:
             PlacementError, WorkerStartError, ConfigError: A replica could not be started. What had started is ended.
         """
-        if count < 1:
-            raise ConfigError(f"start_replicas(count={count}): at least one")
+        if not hasattr(count, "__index__") or count < 1:
+            raise ConfigError(f"start_replicas(count={count}): a whole number from 1 up")
         base = name or self._free_name(worker)
         pools: list[ResourcePool] = []
         handles: list[H] = []
@@ -397,7 +398,7 @@ class Cluster:
                 own = self.pool(slots, cpus=cpus, gpus=gpus, memory=memory, resources=resources, wait_s=wait_s)
                 pools.append(own)  # all are placed before the first one starts
             for number, pool in enumerate(pools):
-                handles.append(self.start(worker, pool, name=f"{base}-{number}", **how))
+                handles.append(self.start(worker, pool, name=f"{base}-{number}", seed=seed + number, **how))
         except BaseException:
             for handle in handles:
                 handle.group.close()

@@ -339,8 +339,11 @@ class Among(Dispatch):
     def __init__(self, inner: Dispatch, ranks: Ranks, size: int, group: str) -> None:
         every = range(size)
         chosen: Any = every[ranks] if isinstance(ranks, slice) else ranks
+        one = hasattr(chosen, "__index__") and not getattr(chosen, "shape", ())  # an array has __index__ too
         try:
-            self.ranks: list[int] = [every[rank] for rank in ([chosen] if hasattr(chosen, "__index__") else chosen)]
+            if any(isinstance(rank, bool) for rank in ([chosen] if one else chosen)):
+                raise TypeError
+            self.ranks: list[int] = [every[rank] for rank in ([chosen] if one else chosen)]
         except (IndexError, TypeError):
             raise ConfigError(f"on({ranks!r}) in {group}, which has {size} ranks: a rank, a slice or a list") from None
         if not self.ranks or len({*self.ranks}) < len(self.ranks):

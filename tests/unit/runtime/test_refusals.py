@@ -110,6 +110,29 @@ def test_what_belongs_to_another_cluster(cluster: Cluster, echo: Handle[Echo]) -
     cluster.release(pool)
 
 
+def test_replicas_draw_from_seeds_of_their_own(cluster: Cluster) -> None:
+    def seeds(**how: Any) -> list[int]:
+        replicas = cluster.start_replicas(Echo.bind(), 2, **how)
+        drawn = [handle.group.run_on(0, lambda worker: worker.ctx.seed) for handle in replicas]
+        replicas.close()
+        return drawn
+
+    assert len({*seeds(), *seeds(seed=5)}) == 4
+    assert seeds(seed=5) == seeds(seed=5)
+    with pytest.raises(ConfigError, match=r"start_replicas\(count=1\.0\): a whole number from 1 up"):
+        cluster.start_replicas(Echo.bind(), 1.0)  # pyright: ignore[reportArgumentType] - the point
+
+
+def test_a_mask_is_no_choice_of_ranks(echo: type[Echo]) -> None:
+    """True and False are whole numbers to Python: a mask would choose the ranks 1 and 0."""
+    ranks: list[Any] = [np.array([0]), np.int64(-1)]
+    assert [echo.group.on(some).echo(3) for some in ranks] == [[3], [3]]
+    masks: list[Any] = [[False], False, np.array([True])]
+    for mask in masks:
+        with pytest.raises(ConfigError, match=r"on\(.*: a rank, a slice or a list"):
+            echo.group.on(mask)
+
+
 def test_a_worker_that_would_wait_for_itself(cluster: Cluster, echo: Handle[Echo]) -> None:
     """In one thread that is a deadlock for ever, and no deadline ends it."""
     with pytest.raises(EndpointError, match=r"the_echo\.echo: a worker of the same processes called it"):

@@ -206,8 +206,9 @@ class Writer:
         except Exception as error:  # templates raise what they like, and Jinja's own errors besides
             system = self.config.system_prompt
             raise ConfigError(
-                f"the chat template cannot write {str(messages)[:120]}: {error}; set data.chat_template to another, or "
-                "to none for plain text" + ("; it may not know system prompts" if system else "")
+                f"the chat template cannot write {str(messages)[:120]}: {str(error) or type(error).__name__}; set "
+                "data.chat_template to another, or to none for plain text"
+                + ("; it may not know system prompts" if system else "")
             ) from error
 
     def _conversation(self, example: Example, prompt: str | Messages, ids: list[int]) -> tuple[list[int], list[bool]]:
