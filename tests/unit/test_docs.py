@@ -49,7 +49,7 @@ def test_a_script_of_the_docs_runs_as_printed(script: str, tmp_path: Path) -> No
 
 def test_there_are_scripts_to_run_on_every_page() -> None:
     assert {name.rpartition("-")[0] for name, _ in _scripts()} == {page.name for page in PAGES}
-    assert len(_scripts()) == 8
+    assert len(_scripts()) == 9
 
 
 @pytest.mark.ray

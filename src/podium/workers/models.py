@@ -87,6 +87,7 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
     Raises:
         ConfigError: There is no such model, it has other than one output, or its files lack tensors.
     """
+    _look_at(path)
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if settings.num_labels != 1:

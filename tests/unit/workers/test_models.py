@@ -150,3 +150,13 @@ def test_code_in_a_models_directory_is_not_run(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(ConfigError, match="Python code of its own, which Podium does not run"):
             load(config)
     assert not mark.exists()
+
+
+def test_a_reward_model_that_is_no_directory_is_looked_for_on_the_hub_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would try again for half a minute, in silence, where there is no hub."""
+    asked: list[str] = []
+    monkeypatch.setattr("podium.workers.models.look_for_hub", asked.append)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"reward\.path = 'nobody/nothing' cannot be loaded"):
+        load_scorer("nobody/nothing")
+    assert asked == ["nobody/nothing"]

@@ -15,8 +15,8 @@ class DataConfig:
     """The data, its columns, and how a prompt is written for the model."""
 
     train: str = ""
-    """Training examples come from this .jsonl or .parquet file or glob, directory, hub dataset, or
-    reasoning_gym:TASK."""
+    """Training examples come from this file or glob (.jsonl, .json, .csv, .parquet, .arrow), directory, hub dataset,
+    or reasoning_gym:TASK."""
     eval: str = ""
     """Held-out examples come from this place, named as in data.train. An empty value means the share data.holdout of
     the training data, or the split data.eval_split of a hub dataset."""

@@ -39,7 +39,7 @@ Messages = list[dict[str, Any]]
 """A conversation: each entry has "role", and "content", "tool_calls" or both."""
 
 GENERATED_ITEMS: Final = 10_000  # training examples of a generated task, unless data.train_items says otherwise
-_SPECS: Final = "expected a .jsonl or .parquet file, a dataset, or reasoning_gym:TASK"
+_SPECS: Final = "expected a .jsonl, .json, .csv, .parquet or .arrow file, a dataset, or reasoning_gym:TASK"
 _MESSAGES: Final = "messages"  # the column that holds a whole conversation where the data have no prompt
 _COMPLETION: Final = "completion"  # the column that holds the answer where the data have no other
 _TEXT_OR_MESSAGES: Final = 'text, or a list of messages such as [{"role": "user", "content": "…"}]'
