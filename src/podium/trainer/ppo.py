@@ -25,7 +25,7 @@ from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
 from podium.trainer.config import PPOConfig
-from podium.trainer.preflight import check_answers, check_columns, check_lengths
+from podium.trainer.preflight import check_answers, check_columns, check_lengths, check_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
@@ -267,8 +267,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if self._reward is None:
             check_answers(prompts.examples, config.reward)
         check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
+        check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
         check_lengths(config.model, self.sampling.max_new_tokens, "training", max(prompts.token_ids.lengths))
-        return PromptStream(prompts, seed)
+        return PromptStream(prompts, seed, prompts.digest)
 
     def prepare(self, stack: ExitStack) -> None:
         super().prepare(stack)

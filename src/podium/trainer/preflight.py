@@ -46,6 +46,7 @@ __all__ = [
     "check_placement",
     "check_reward",
     "check_settings",
+    "check_tokens",
     "describe_plan",
     "load_schedule",
     "memory_gib",
@@ -220,6 +221,21 @@ def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, longest: i
             f"the longest {what} prompt has {longest} tokens, which with sampling.max_new_tokens = {max_new_tokens} is "
             f"more than the model's {most} positions{why}: lower sampling.max_new_tokens"
             + (shorter if room > 0 else "")
+        )
+
+
+def check_tokens(model: ModelConfig, what: str, largest: int) -> None:
+    """Check that the model knows the tokens of the ``what`` data, of which ``largest`` is the largest.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    from podium.workers.models import vocabulary_size
+
+    if largest >= (known := vocabulary_size(model)):
+        raise ConfigError(
+            f"the {what} data have the token {largest}, and the model has a vocabulary of {known} tokens: the "
+            "tokenizer is not the model's own; set model.tokenizer"
         )
 
 

@@ -40,6 +40,7 @@ class Prompts(Sequence[Prompt]):
     ) -> None:
         self.examples = [examples[place] for place in encoded.kept]
         self.token_ids = encoded.token_ids
+        self.digest = encoded.digest
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from podium.data import Batch, Jagged, fields
 from podium.rollout.tasks import PromptStream, encode_pairs, load_examples
 from podium.telemetry import metrics as names
 from podium.trainer.config import SFTConfig
-from podium.trainer.preflight import check_examples
+from podium.trainer.preflight import check_examples, check_tokens
 from podium.trainer.trainer import Trainer
 
 __all__ = ["Examples", "SFTTrainer"]
@@ -70,5 +70,6 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
     def load_data(self) -> PromptStream[Pair]:
         data, seed = self.config.data, self.config.run.seed
         pairs = encode_pairs(load_examples(data.train, data, "train", seed), self.tokenizer, data)
+        check_tokens(self.config.model, "training", int(pairs.token_ids.values.max()))
         check_examples(self.config.model, pairs.token_ids.lengths)
-        return PromptStream(pairs, seed)
+        return PromptStream(pairs, seed, pairs.digest)

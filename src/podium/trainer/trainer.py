@@ -34,6 +34,7 @@ from podium.trainer.preflight import (
     check_given,
     check_lengths,
     check_settings,
+    check_tokens,
     load_schedule,
     names_of_given,
     with_stop_tokens,
@@ -172,6 +173,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self.held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
         if self.held_out is not None:
             longest = max(len(prompt.token_ids) for prompt in self.held_out)
+            check_tokens(config.model, "held-out", max(int(prompt.token_ids.max()) for prompt in self.held_out))
             check_lengths(config.model, self.sampling.max_new_tokens, "held-out", longest)
             if self._reward is None:
                 check_answers((prompt.example for prompt in self.held_out), config.reward)

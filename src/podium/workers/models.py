@@ -45,6 +45,7 @@ __all__ = [
     "plain_model",
     "rotary_turn",
     "save_pretrained",
+    "vocabulary_size",
     "with_adapters",
 ]
 
@@ -169,17 +170,25 @@ def longest_text(config: ModelConfig, *, generated: bool = False) -> int | None:
     Raises:
         ConfigError: There is no such model, ``model_type`` or field.
     """
-    if config.config:
-        settings = _architecture(config)
-    else:
-        _look_at(config.path)
-        try:
-            settings = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
-        except Exception as error:
-            raise _unreadable(config, "its configuration cannot be read", error) from error
+    settings = _settings(config)
     most = getattr(settings.get_text_config(), "max_position_embeddings", None)
     turn = rotary_turn(settings) if generated else None
     return most if turn is None else min(turn, most or turn)
+
+
+def vocabulary_size(config: ModelConfig) -> int:
+    """Return the number of tokens that the model knows. Raises ConfigError as :func:`longest_text` does."""
+    return _settings(config).get_text_config().vocab_size
+
+
+def _settings(config: ModelConfig) -> PretrainedConfig:
+    if config.config:
+        return _architecture(config)
+    _look_at(config.path)
+    try:
+        return AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    except Exception as error:
+        raise _unreadable(config, "its configuration cannot be read", error) from error
 
 
 def rotary_turn(settings: PretrainedConfig) -> int | None:

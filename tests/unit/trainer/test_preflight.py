@@ -10,8 +10,8 @@ import pytest
 
 from podium.cli import main
 from podium.config import config_to_yaml
-from podium.errors import ConfigError
-from podium.trainer import GRPOConfig, PPOTrainer
+from podium.errors import CheckpointError, ConfigError
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from podium.trainer.preflight import check_given, check_lengths, names_of_given
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import longest_text
@@ -89,6 +89,26 @@ def test_a_prompt_that_the_model_has_no_room_for_is_found_before_anything_starts
     with pytest.raises(ConfigError, match=message):
         PPOTrainer(config, cluster="inline", show=False).fit()
     assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("recipe", [GRPOConfig, SFTConfig])
+def test_tokens_that_the_model_does_not_know_are_found_before_anything_starts(tmp_path: Path, recipe: Any) -> None:
+    config = tiny(recipe, tmp_path, model={**MODEL, "config": {**MODEL["config"], "vocab_size": 13}})  # type: ignore[dict-item]
+    trainer: Any = PPOTrainer if recipe is GRPOConfig else SFTTrainer
+    with pytest.raises(ConfigError, match=r"the training data have the token 14, and the model has a vocabulary of 13"):
+        trainer(config, cluster="inline", show=False).fit()
+    assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
+
+
+def test_a_run_is_not_resumed_with_another_tokenizer(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    PPOTrainer(config, cluster="inline", show=False).fit()
+    resume = {"steps": 2, "resume": str(tmp_path / "runs" / "run")}
+    other = tiny(
+        GRPOConfig, tmp_path, run=resume, model={**MODEL, "tokenizer": "chars:9876543210= "}, eval={"items": 0}
+    )
+    with pytest.raises(CheckpointError, match="of other data, whose prompts have other tokens"):
+        PPOTrainer(other, cluster="inline", show=False).fit()
 
 
 def test_generation_beyond_a_turn_of_rotary_factors_is_refused() -> None:

@@ -5,10 +5,11 @@ examples ─▶ text, by the chat template if there is one ─▶ token ids, in 
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, cast, overload
 
 import torch
 from torch import Tensor
@@ -62,6 +63,14 @@ class TokenRows(Sequence[list[int]]):
         """Length of each row."""
         return self.offsets.diff().tolist()
 
+    @property
+    def digest(self) -> str:
+        """A short text that other rows do not have."""
+        values, offsets = cast("tuple[Any, Any]", (self.values.numpy(), self.offsets.numpy()))
+        found = hashlib.blake2b(values, digest_size=16)
+        found.update(offsets)
+        return found.hexdigest()
+
 
 @dataclass(frozen=True)
 class EncodedPrompts:
@@ -72,20 +81,27 @@ class EncodedPrompts:
         kept: The index of each kept prompt's example.
         dropped: Number of examples that were left out for their length.
         cut: Number of examples whose text was shortened.
+        digest: A short text that other prompts do not have; "" where the same ones are written otherwise tomorrow.
     """
 
     token_ids: TokenRows
     kept: list[int]
     dropped: int
     cut: int
+    digest: str = ""
 
 
 class EncodedPairs(Sequence[tuple[list[int], list[bool]]]):
-    """Prompts with their answers: item i is ``(token_ids[i], loss_mask[i])``, two lists of equal length."""
+    """Prompts with their answers: item i is ``(token_ids[i], loss_mask[i])``, two lists of equal length.
 
-    def __init__(self, token_ids: TokenRows, loss_mask: TokenRows) -> None:
+    Attributes:
+        digest: As that of :class:`EncodedPrompts`.
+    """
+
+    def __init__(self, token_ids: TokenRows, loss_mask: TokenRows, digest: str = "") -> None:
         self.token_ids = token_ids
         self.loss_mask = loss_mask
+        self.digest = digest
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -126,7 +142,8 @@ def encode_prompts(
     found = cached(encode, "prompts", tokenizer, writer.settings, map(_content, examples), count)
     _check_unknown(writer, examples, found)
     dropped, cut = found["counts"].tolist()
-    return EncodedPrompts(TokenRows(found["values"], found["offsets"]), found["kept"].tolist(), dropped, cut)
+    rows = TokenRows(found["values"], found["offsets"])
+    return EncodedPrompts(rows, found["kept"].tolist(), dropped, cut, rows.digest if writer.is_lasting else "")
 
 
 def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> EncodedPairs:
@@ -167,8 +184,9 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     dropped, cut = found["counts"].tolist()
     if dropped or cut:
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}"))
-    offsets = found["offsets"]
-    return EncodedPairs(TokenRows(found["values"], offsets), TokenRows(found["learned"].view(torch.bool), offsets))
+    rows = TokenRows(found["values"], found["offsets"])
+    mask = TokenRows(found["learned"].view(torch.bool), found["offsets"])
+    return EncodedPairs(rows, mask, rows.digest if writer.is_lasting else "")
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> int | None:

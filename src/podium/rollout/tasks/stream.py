@@ -16,16 +16,22 @@ class PromptStream(Generic[T]):
 
     Every example comes once an epoch. The examples of one :meth:`take` may belong to two epochs.
 
+    Args:
+        examples: What is taken.
+        seed: Determines the order.
+        digest: A short text that other examples do not have. With "" they are known by their number alone.
+
     >>> stream = PromptStream("abc", seed=0)
     >>> sorted(stream.take(3)), len(stream.take(7))
     (['a', 'b', 'c'], 7)
     """
 
-    def __init__(self, examples: Sequence[T], seed: int) -> None:
+    def __init__(self, examples: Sequence[T], seed: int, digest: str = "") -> None:
         if not len(examples):
             raise ConfigError("a stream needs at least one example")
         self._examples = examples
         self._seed = seed
+        self._digest = digest
         self._go_to(0, 0)
 
     def __len__(self) -> int:
@@ -50,18 +56,24 @@ class PromptStream(Generic[T]):
 
     def state(self) -> dict[str, Any]:
         """Return the stream's place as values that JSON can hold."""
-        return {"seed": self._seed, "items": len(self), "epoch": self._epoch, "position": self._position}
+        place = {"epoch": self._epoch, "position": self._position}
+        return {"seed": self._seed, "items": len(self), "digest": self._digest, **place}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state` was taken, in that stream's order.
 
         Raises:
-            CheckpointError: That stream had another number of examples.
+            CheckpointError: That stream had other examples.
         """
         if state["items"] != len(self):
             raise CheckpointError(
                 f"the checkpoint was at example {state['position']} of {state['items']}, and the data have {len(self)} "
                 "now; go on with the data (and data.* settings) that the run began with"
+            )
+        if self._digest and state.get("digest", self._digest) not in ("", self._digest):
+            raise CheckpointError(
+                f"the checkpoint was at example {state['position']} of other data, whose prompts have other tokens: go "
+                "on with the data, the tokenizer and the data.* settings that the run began with"
             )
         self._seed = state["seed"]
         self._go_to(state["epoch"], state["position"])

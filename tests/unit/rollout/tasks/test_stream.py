@@ -57,5 +57,10 @@ def test_other_data_are_refused() -> None:
     state = PromptStream(range(10), seed=0).state()
     with pytest.raises(CheckpointError, match="of 10, and the data have 11"):
         PromptStream(range(11), seed=0).restore(state)
+    with pytest.raises(CheckpointError, match="of other data, whose prompts have other tokens: go on with the data"):
+        PromptStream(range(10), 0, "one").restore(PromptStream(range(10), 0, "another").state())
+    PromptStream(range(10), 0, "one").restore(state)  # of a template that writes the date, or of an older version
+    del state["digest"]
+    PromptStream(range(10), 0, "one").restore(state)
     with pytest.raises(ConfigError, match="at least one"):
         PromptStream([], seed=0)
