@@ -187,11 +187,12 @@ class EndpointMethod(Generic[P, Own, Out]):
 if TYPE_CHECKING:
     Method = Callable[Concatenate[Any, P], Ret]
     Later = Coroutine[Any, Any, Ret]
-    Drops = Callable[[Method[P, Ret]], EndpointMethod[P, Ret, None]]
 
     class Unknown:
         """Only Any is assignable to this class. The overloads that take it are those of methods that return Any, which
         would fit those of async methods too."""
+
+    # The decorators that endpoint(collect=...) returns. Their overloads tell the results of async methods from others.
 
     class Gathers(Protocol):
         @overload
@@ -217,6 +218,9 @@ if TYPE_CHECKING:
         @overload
         def __call__(self, method: Method[P, Ret], /) -> EndpointMethod[P, Ret, Ret]: ...
 
+    class Drops(Protocol):
+        def __call__(self, method: Method[P, Ret], /) -> EndpointMethod[P, Ret, None]: ...
+
     class Collects(Protocol[Ret, Out]):  # pyright: ignore[reportInvalidTypeVarUse]
         @overload
         def __call__(self, method: Method[P, Unknown], /) -> EndpointMethod[P, Any, Out]: ...
@@ -239,7 +243,7 @@ def endpoint(*, dispatch: Dispatch = ..., collect: concat, **how: Unpack[_How]) 
 @overload
 def endpoint(*, dispatch: Dispatch = ..., collect: first | reduce, **how: Unpack[_How]) -> Reduces: ...
 @overload
-def endpoint(*, dispatch: Dispatch = ..., collect: nothing, **how: Unpack[_How]) -> Drops[P, Ret]: ...
+def endpoint(*, dispatch: Dispatch = ..., collect: nothing, **how: Unpack[_How]) -> Drops: ...
 @overload
 def endpoint(*, dispatch: Dispatch = ..., collect: Collect[Ret, Out], **how: Unpack[_How]) -> Collects[Ret, Out]: ...
 def endpoint(
