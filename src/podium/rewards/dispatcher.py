@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
 from podium.rewards.child import ITEM, REPLACE, Result, encode, grade_items
-from podium.rewards.resolve import RewardFn, resolve_reward
+from podium.rewards.resolve import RewardFn, check_arguments, resolve_reward
 from podium.supervisor import Supervisor, describe_exit
 
 __all__ = ["MAX_LINE_BYTES", "Settings", "main"]
@@ -65,7 +65,9 @@ def main(fd: int) -> None:
 
 def _load(source: str | bytes) -> tuple[RewardFn | None, Result]:
     try:
-        return (resolve_reward(source) if isinstance(source, str) else pickle.loads(source)), Result(0.0)
+        reward = resolve_reward(source) if isinstance(source, str) else pickle.loads(source)
+        check_arguments(reward)
+        return reward, Result(0.0)
     except ConfigError as error:
         return None, Result(problem=str(error), limit="configuration")
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported

@@ -1,11 +1,13 @@
 """The rewards that have names, and the search for the function that a configuration names."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from podium.errors import ConfigError
 from podium.functions import load_function
 
-__all__ = ["NAMED_REWARDS", "READS_ANSWER", "RewardFn", "resolve_reward"]
+__all__ = ["NAMED_REWARDS", "READS_ANSWER", "RewardFn", "check_arguments", "resolve_reward"]
 
 RewardFn = Callable[[str, Any], float | Mapping[str, float]]  # Any: a row may be declared as dict or Mapping
 """``reward(completion, row)`` takes the completion's text and the row, which has "prompt" and "answer" beside the
@@ -33,3 +35,19 @@ def resolve_reward(spec: str) -> RewardFn:
             installed. What the module itself raises while it is imported passes through.
     """
     return load_function(spec, key="reward.name", known=NAMED_REWARDS)
+
+
+def check_arguments(reward: RewardFn) -> None:
+    """Raise ConfigError unless ``reward`` can be called with a completion and its row."""
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # Some functions that are not written in Python have no signature.
+        return
+    try:
+        signature.bind("", {})
+    except TypeError as error:
+        name = getattr(reward, "__qualname__", type(reward).__name__)
+        raise ConfigError(
+            f"the reward {name} is called with two positional arguments, (completion, row), and its signature is "
+            f"{signature}: {error}"
+        ) from None

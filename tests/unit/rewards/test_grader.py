@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -429,3 +430,15 @@ def test_the_cost_of_a_cheap_item_is_small() -> None:
         return sum(b.ru_utime + b.ru_stime - a.ru_utime - a.ru_stime for a, b in zip(before, after, strict=True))
 
     assert (spent_s(3) - spent_s(1)) / (2 * count) < 100e-6, "seconds an item; 25e-6 in the main"
+
+
+def test_a_reward_with_other_arguments_is_named_before_the_first_completion() -> None:
+    def of_trl(completions: Any, **columns: Any) -> Any:
+        return [1.0 for _ in completions]
+
+    reward: Any = of_trl
+    with (
+        Grader(reward=reward) as grader,
+        pytest.raises(ConfigError, match=r"of_trl is called with .*\(completion, row"),
+    ):
+        grader.start()
