@@ -15,15 +15,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 from unittest import mock
+
+import numpy as np
 
 from podium import supervisor
 from podium.backends.local import LocalBackend, server
 from podium.backends.local.backend import ForkServer
 from podium.backends.local.process import LocalProcess
 from podium.backends.process import Surroundings, command
-from podium.errors import ConfigError, SerializationError
+from podium.data import Block, BlockInfo, MemoryStore
+from podium.data.store import Bytes, PlainBlock
+from podium.errors import ConfigError, PlacementError, SerializationError
 from podium.runtime import Death, Node, Place, ProcessHandle, ProcessSpec, Reply, Request
 from podium.runtime.messages import OnDeath
 
@@ -35,6 +39,7 @@ FAULTS: dict[str, str] = {
     "expects another machine": "test_what_is_expected_without_a_start_is_what_there_is",
     "mixes up places": "test_a_reservation_has_the_places_asked_for_and_a_token_that_pickles",
     "token does not pickle": "test_a_reservation_has_the_places_asked_for_and_a_token_that_pickles",
+    "holds what cannot be had": "test_a_reservation_that_cannot_be_had_holds_nothing",
     "keeps what is released": "test_what_cannot_be_placed_is_refused_at_once_and_says_why",
     "one rendezvous for all": "test_a_rendezvous_is_a_new_one_each_time",
     "shows all devices": "test_devices_of_a_slot_and_no_others_are_visible",
@@ -61,9 +66,19 @@ FAULTS: dict[str, str] = {
     "waits in line": "test_waiting_ends_when_it_is_asked_to",
     "does not wake": "test_waiting_ends_when_it_is_asked_to",
     "packs with errors of its own": "test_an_unpicklable_constructor_argument_is_named",
+    "unpacks with errors of its own": "test_a_result_that_does_not_unpickle_fails_its_call_alone",
+    "takes back what it unpacked": "test_results_outlive_the_calls_after_them",
+    "loses what is put": "test_what_is_put_is_passed_on_by_reference_and_freed_with_the_last_one",
     "loses shutdown": "test_closing_a_group_calls_its_workers_close_and_refuses_calls",
     "sends late": "test_what_the_caller_changes_after_submitting_is_not_seen",
     # -- ends
+    "attaches in another order": "test_a_detached_group_is_found_by_name_and_stopped",
+    "finds what is not there": "test_a_detached_group_is_found_by_name_and_stopped",
+    "ends what it lets go": "test_a_detached_group_is_found_by_name_and_stopped",
+    "ends detached processes at close": "test_a_detached_group_outlives_its_controller_and_its_end_is_heard",
+    "hears no end of what it attached to": "test_a_detached_group_outlives_its_controller_and_its_end_is_heard",
+    "kills once": "test_kill_returns_when_the_end_was_reported",
+    "sees all as stopped": "test_kill_returns_when_the_end_was_reported",
     "kills later": "test_kill_returns_when_the_end_was_reported",
     "reports ends twice": "test_kill_returns_when_the_end_was_reported",
     "reports no end": "test_an_end_is_reported_without_a_call_and_with_its_cause",
@@ -95,12 +110,38 @@ class _KeptServer(ForkServer):
         self.spare.append(self)
 
 
+class _Detached:
+    """The processes of a detached group, and who hears of their ends now. They belong to a backend that stays."""
+
+    found: ClassVar[dict[str, _Detached]] = {}
+    home: ClassVar[LocalBackend | None] = None
+
+    def __init__(self, specs: Sequence[ProcessSpec], on_death: OnDeath) -> None:
+        self.on_death = on_death
+        _Detached.home = _Detached.home or LocalBackend(preload=(), echo=False)
+        self.processes = _Detached.home.start_processes(specs, lambda rank, death: self.on_death(rank, death))
+        self.found[specs[0].detached] = self
+
+    @property
+    def left(self) -> list[ProcessHandle]:
+        return [process for process in self.processes if not cast(LocalProcess, process).ended.is_set()]
+
+
+class _Store(MemoryStore):
+    """A store that keeps nothing but the size."""
+
+    def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
+        return PlainBlock(np.zeros(info.nbytes, dtype=np.uint8), info)
+
+
 class BrokenBackend(LocalBackend):
     """Args:
     fault: One of FAULTS, or "" for a backend without a fault.
     preload: Modules that a fork server has loaded, which is used again. By default the backend starts a server of its
         own, which has a fault where one is asked for.
     """
+
+    capabilities = dataclasses.replace(LocalBackend.capabilities, detached=True)
 
     def __init__(self, *, fault: str, preload: Sequence[str] = ()) -> None:
         if fault and fault not in FAULTS:
@@ -109,6 +150,7 @@ class BrokenBackend(LocalBackend):
         self._rendezvous = ""
         self._thread = threading.get_ident()
         self._closes = 0
+        self._unpacked: Any = None
         self._line = threading.Lock()
         self._kept: list[Place] = []
         with mock.patch("podium.backends.local.backend.command", partial(_command, fault)):
@@ -140,6 +182,10 @@ class BrokenBackend(LocalBackend):
         return nodes
 
     def reserve(self, places: Sequence[Place], detached: bool) -> tuple[Any, Sequence[Place]]:
+        asked = sum(place.resources.get("cpu", 0.0) for place in [*places, *self._kept])
+        if asked > sum(node.resources["cpu"] for node in super().nodes()):
+            self._kept += places[: self.fault == "holds what cannot be had"]
+            raise PlacementError(f"asked for {asked:g} cpu")
         token = threading.Lock() if self.fault == "token does not pickle" else places
         return token, places[::-1] if self.fault == "mixes up places" else places
 
@@ -161,10 +207,39 @@ class BrokenBackend(LocalBackend):
         if self.fault == "belongs to one thread" and threading.get_ident() != self._thread:
             raise RuntimeError("not my thread")
         specs = [self._spoiled(spec) for spec in specs]
+        if specs[0].detached:
+            found = _Detached(specs, self._and_wake(on_death)).processes
+            return [BrokenProcess(process, self.fault, self.wake) for process in found]
         with self._while_starting():
             processes = super().start_processes(specs, partial(self._died, on_death))
         broken = [BrokenProcess(process, self.fault) for process in processes]
         return broken[:1] * len(broken) if self.fault == "one process for two ranks" else broken
+
+    def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
+        detached = _Detached.found.get(name)
+        left = detached.left if detached is not None else []
+        if not left and self.fault == "finds what is not there":
+            left = [process for other in _Detached.found.values() for process in other.processes]
+        if detached is not None and self.fault != "hears no end of what it attached to":
+            detached.on_death = self._and_wake(on_death)
+        found = [BrokenProcess(process, self.fault, self.wake) for process in left]
+        return found[::-1] if self.fault == "attaches in another order" else found
+
+    def _and_wake(self, on_death: OnDeath) -> OnDeath:
+        """What another backend reports is heard in a thread of that one."""
+
+        def heard(rank: int, death: Death) -> None:
+            on_death(rank, death)
+            self.wake()
+
+        return heard
+
+    def let_go(self, processes: Sequence[ProcessHandle]) -> None:
+        for detached in _Detached.found.values():
+            if {*detached.processes} & {process.real for process in processes if isinstance(process, BrokenProcess)}:
+                detached.on_death = lambda rank, death: None
+        for process in processes if self.fault == "ends what it lets go" else ():
+            process.kill()
 
     def _spoiled(self, spec: ProcessSpec) -> ProcessSpec:
         match self.fault:
@@ -216,6 +291,22 @@ class BrokenBackend(LocalBackend):
         except SerializationError as error:
             raise TypeError if self.fault == "packs with errors of its own" else error from error
 
+    def unpack(self, payload: Any) -> Any:
+        try:
+            value = super().unpack(payload)
+        except SerializationError as error:
+            if self.fault == "unpacks with errors of its own":
+                raise ValueError(str(error)) from error
+            raise
+        if self.fault == "takes back what it unpacked":
+            if hasattr(self._unpacked, "zero_"):
+                self._unpacked.zero_()
+            self._unpacked = value
+        return value
+
+    def store(self) -> Any:
+        return _Store() if self.fault == "loses what is put" else super().store()
+
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
         with self._line if self.fault == "waits in line" else contextlib.nullcontext():
             return super().wait(ended, None if self.fault == "waits too long" else timeout_s)
@@ -226,6 +317,9 @@ class BrokenBackend(LocalBackend):
 
     def close(self) -> None:
         self._closes += 1
+        if self.fault == "ends detached processes at close":
+            for process in [process for detached in _Detached.found.values() for process in detached.processes]:
+                process.kill()
         if self.fault == "closes once" and self._closes == 2:
             raise RuntimeError("closed already")
         if self.fault != "leaves processes at close" or self._closes > 1 or not self.processes:
@@ -238,19 +332,22 @@ class BrokenBackend(LocalBackend):
 
 
 class BrokenProcess(ProcessHandle):
-    """A process of ``local``, and a fault."""
+    """A process of ``local``, and a fault. ``wake`` is called after each reply."""
 
-    def __init__(self, real: ProcessHandle, fault: str) -> None:
+    def __init__(self, real: ProcessHandle, fault: str, wake: Callable[[], None] = lambda: None) -> None:
+        self._wake = wake
         self.pid = 0 if fault == "forgets process ids" else real.pid
-        self._real = real
+        self.real = real
         self._fault = fault
         self._last: Reply | None = None
+        self._kills = 0
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
         replied = threading.Event()
 
         def heard(reply: Reply) -> None:
             self._pass_on(reply, done)
+            self._wake()
             replied.set()
 
         match self._fault:
@@ -259,14 +356,14 @@ class BrokenProcess(ProcessHandle):
             case "runs all in order":
                 request = dataclasses.replace(request, concurrent=False)
             case "overtakes" if not request.concurrent and request.target and request.number % 2:
-                threading.Timer(0.05, self._real.invoke, (request, heard)).start()
+                threading.Timer(0.05, self.real.invoke, (request, heard)).start()
                 return
             case "sends late" if request.target:
-                threading.Timer(0.2, self._real.invoke, (request, heard)).start()
+                threading.Timer(0.2, self.real.invoke, (request, heard)).start()
                 return
             case "loses shutdown" if request.method == "shutdown":
                 return
-        self._real.invoke(request, heard)
+        self.real.invoke(request, heard)
         if self._fault == "waits in invoke" and request.target:
             replied.wait()
 
@@ -284,13 +381,18 @@ class BrokenProcess(ProcessHandle):
         done(reply)
 
     def kill(self) -> None:
+        self._kills += 1
+        if self._fault == "kills once" and self._kills == 2:
+            raise RuntimeError("killed already")
         if self._fault == "kills later":
-            threading.Timer(0.3, self._real.kill).start()
+            threading.Timer(0.3, self.real.kill).start()
         else:
-            self._real.kill()
+            self.real.kill()
 
     def stopped(self) -> bool:
-        return self._fault != "does not see what is stopped" and self._real.stopped()
+        if self._fault == "sees all as stopped":
+            return True
+        return self._fault != "does not see what is stopped" and self.real.stopped()
 
 
 # -- in the fork server ------------------------------------------------------------------------------------------------

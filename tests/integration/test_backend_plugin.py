@@ -73,7 +73,7 @@ def test_it_passes_the_public_contract_suite(site: Path, tmp_path: Path) -> None
     passed = re.search(r"^(\d+) passed, (\d+) skipped in", out, re.MULTILINE)
     assert passed is not None, out
     assert int(passed[1]) >= 190, out
-    assert int(passed[2]) <= 3, "what processes have not, collectives have not, and detached groups"
+    assert int(passed[2]) <= 4, "what processes have not, collectives have not, and detached groups (2)"
 
 
 def test_it_imports_only_what_the_docs_call_stable() -> None:

@@ -110,8 +110,8 @@ class Backend(ABC):
         """The value of a reply's payload, for the caller to keep. Called at most once. Raises SerializationError."""
 
     def store(self) -> "TensorStore":
-        """A new store in the controller's process, for ``Cluster.put``. The blocks of the default one travel with each
-        message that refers to them."""
+        """The store in the controller's process, for ``Cluster.put``, which asks for it once. The blocks of the default
+        one travel with each message that refers to them."""
         from podium.data import MemoryStore  # numpy with it, which a script may do without
 
         return MemoryStore()

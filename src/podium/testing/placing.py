@@ -1,6 +1,7 @@
 """Contract: pools and slots, meshes, the worker's context, colocation, names."""
 
 import logging
+import os
 import re
 import socket
 import threading
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerStartError
+from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Colocated, Handle, Mesh, Profile, Worker, colocate, endpoint
 from podium.telemetry import WorkerLost, WorkerStarted, subscribe
-from podium.testing.target import need, refuses
+from podium.testing.target import Target, need, refuses
 from podium.testing.workers import Counter, Keeper, Place, Probe, RaisesOn, Sleeper
 
 __all__ = ["PlacingContract"]
@@ -172,6 +173,7 @@ class PlacingContract:
         mine.group.close()
         theirs = cluster.attach("standing")
         assert theirs.add(1) == [3, 3]
+        assert theirs.group.run(lambda worker: worker.ctx.rank) == [0, 1]
         for refused in (theirs.group.restart, lambda: cluster.start(Keeper.bind(), into=theirs)):
             refuses(ConfigError, "another controller's", refused)
         theirs.group.close()
@@ -182,6 +184,20 @@ class PlacingContract:
         refuses(ConfigError, "no detached group 'standing'", cluster.attach, "standing")
         unsubscribe()
         assert not lost, "it was stopped, not lost"
+
+    def test_a_detached_group_outlives_its_controller_and_its_end_is_heard(
+        self, target: Target, cluster: Cluster
+    ) -> None:
+        need(cluster, "detached")
+        with target.connect() as other:
+            pool = other.pool([2], detached=True)
+            other.start(Counter.bind(1), pool, name="orphan", detached=True, distributed=False)
+        theirs = cluster.attach("orphan")
+        assert theirs.add(1) == [2, 2]
+        refuses(WorkerDied, "rank 1 of orphan", theirs.group.run_on, 1, lambda worker: os._exit(3))
+        refuses(ConfigError, "'orphan' has lost 1 of its 2 ranks", cluster.attach, "orphan")
+        cluster.stop("orphan")
+        refuses(ConfigError, "no detached group 'orphan'", cluster.attach, "orphan")
 
     def test_without_detached_groups_the_error_says_where_there_are_some(self, cluster: Cluster) -> None:
         if cluster.capabilities.detached:

@@ -18,7 +18,7 @@ import pytest
 
 import podium
 from podium import telemetry
-from podium.errors import CallCancelled, DeadlineExceeded, PodiumError, WorkerDied, WorkerStartError
+from podium.errors import CallCancelled, DeadlineExceeded, PlacementError, PodiumError, WorkerDied, WorkerStartError
 from podium.runtime import Backend, Cluster, Place, ProcessSpec, Reply, Request, Worker, backend_class, endpoint, first
 from podium.runtime.collect import nothing
 from podium.runtime.messages import Capabilities, Death
@@ -120,6 +120,16 @@ class ProcessContract:
         pickle.loads(pickle.dumps(token))
         backend.release(token)
 
+    def test_a_reservation_that_cannot_be_had_holds_nothing(self, backend: Backend) -> None:
+        """As where another controller was first. A backend that leaves the counting to the runtime refuses nothing."""
+        node = backend.nodes()[0]
+        whole = Place(node.name, {"cpu": node.resources["cpu"]})
+        try:
+            token, _ = backend.reserve([whole, whole], False)
+        except PlacementError:
+            token, _ = backend.reserve([whole], False)
+        backend.release(token)
+
     def test_a_rendezvous_is_a_new_one_each_time(self, cluster: Cluster, backend: Backend) -> None:
         need(cluster, "collectives")
         started = Started(backend, 2)
@@ -187,7 +197,7 @@ class ProcessContract:
         need(cluster, "processes")
         with pytest.raises(WorkerStartError):
             cluster.start(Worker.bind(), cluster.pool([2]), env=_site(tmp_path, 0.0), start_timeout_s=SOON_S)
-        assert wait_for(lambda: bool(_written(tmp_path)), SOON_S)
+        wait_for(lambda: bool(_written(tmp_path)), SOON_S)
         assert not all_gone(_written(tmp_path), SOON_S)
 
     def test_a_start_ends_at_its_limit_and_leaves_nothing(self, cluster: Cluster, tmp_path: Path) -> None:
@@ -273,6 +283,7 @@ class ProcessContract:
         started = Started(backend, 2)
         try:
             assert started.answer(1, "record", record="here") == "here"
+            assert not any(handle.stopped() for handle in started.handles)
             started.handles[0].kill()
             assert [rank for rank, _ in started.deaths] == [0]
             assert not all_gone([started.handles[0].pid], SOON_S)

@@ -237,6 +237,11 @@ class ValueContract:
             assert isinstance(caught.value.__cause__, SerializationError)
         assert echo.rank() == [0, 1]
 
+    def test_a_result_that_does_not_unpickle_fails_its_call_alone(self, echo: type[Probe]) -> None:
+        for _ in range(2):
+            refuses(SerializationError, "(?s)does not unpickle.*not on this side", echo.group.run, _homesick)
+        assert echo.rank() == [0, 1]
+
     @pytest.mark.parametrize("kind", STRANGE)
     def test_an_exception_arrives_whatever_its_class_does(self, echo: Handle[Probe], kind: str) -> None:
         with pytest.raises(EndpointError, match=re.escape(kind)) as caught:
@@ -265,6 +270,10 @@ class _Homesick:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _refuse, ()
+
+
+def _homesick(worker: Probe) -> _Homesick:
+    return _Homesick()
 
 
 def _refuse() -> None:
