@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SUITE = "(inline or local) and not ray and (shard or broadcast or restart or collectives)"
+SUITE = "(inline or local) and not ray and (broadcast_reaches or restart_makes or collectives_work_in)"
 
 
 @pytest.fixture
