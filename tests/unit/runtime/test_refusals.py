@@ -10,7 +10,7 @@ import pytest
 
 import podium
 from podium import Cluster, Handle, Worker, endpoint
-from podium.errors import ConfigError, EndpointError
+from podium.errors import CallCancelled, ConfigError, EndpointError
 
 
 class Echo(Worker):
@@ -131,6 +131,12 @@ def test_a_mask_is_no_choice_of_ranks(echo: type[Echo]) -> None:
     for mask in masks:
         with pytest.raises(ConfigError, match=r"on\(.*: a rank, a slice or a list"):
             echo.group.on(mask)
+
+
+def test_a_group_that_is_closed_while_a_call_is_sent(cluster: Cluster) -> None:
+    pair = cluster.start(Echo.bind(), cluster.pool(2), name="pair")
+    with pytest.raises(CallCancelled, match="group pair was closed while this call was in flight"):
+        pair.group.run(lambda worker, pair: pair.group.close(), pair)
 
 
 def test_a_worker_that_would_wait_for_itself(cluster: Cluster, echo: Handle[Echo]) -> None:

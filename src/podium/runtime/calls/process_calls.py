@@ -165,6 +165,9 @@ class ProcessCalls:
 
     def _send_to_all(self, flight: InFlight, shared: Packed, own: Sequence[Packed] | None, concurrent: bool) -> None:
         common: dict[bool, Request] = {}
+        handles = self.handles
+        if not handles:  # another thread has closed the group, and with it failed the call
+            return
         for place, rank in enumerate(flight.split.ranks):
             wants = rank in flight.wanted
             request = common.get(wants) if own is None else None
@@ -172,7 +175,7 @@ class ProcessCalls:
                 mine = None if own is None else own[place]
                 request = Request(flight.number, flight.target, flight.method, shared, mine, wants, concurrent)
                 common[wants] = request
-            self.handles[rank].invoke(request, partial(self._on_reply, flight, rank))
+            handles[rank].invoke(request, partial(self._on_reply, flight, rank))
 
     def _pack_own(self, own: Sequence[Mapping[str, Any]]) -> list[Packed]:
         packed: dict[int, Packed] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
