@@ -326,7 +326,8 @@ def _unreadable(config: ModelConfig, what: str, error: Exception, remedy: str = 
 
 
 def _look_at(path: str) -> None:
-    """Look for the hub if ``path`` is no path. Raises ConfigError for a config.json with too many layers."""
+    """Look for the hub if ``path`` is no path. Raises ConfigError for a config.json with too many layers, or with a
+    kernel of the hub."""
     look_for_hub(path)
     try:
         fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
@@ -337,8 +338,13 @@ def _look_at(path: str) -> None:
 
 
 def _check_layers(fields: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for a number of layers of which transformers would make lists until memory is full."""
+    """Raise ConfigError for a number of layers of which transformers would make lists until memory is full, and for
+    code that transformers would fetch."""
     for name, value in fields.items():
+        if str(name).endswith("_implementation") and "/" in json.dumps(value):
+            raise ConfigError(
+                f"{where}{name} = {value!r} names a kernel of the hub, whose code Podium does not run: remove the entry"
+            )
         if isinstance(value, Mapping):
             _check_layers(cast("Mapping[str, Any]", value), f"{where}{name}.")
         elif isinstance(value, int) and value > _MOST_LAYERS and str(name).endswith(("layer", "layers")):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,15 @@ def test_a_reward_model_that_is_no_directory_is_looked_for_on_the_hub_once(monke
     with pytest.raises(ConfigError, match=r"reward\.path = 'nobody/nothing' cannot be loaded"):
         load_scorer("nobody/nothing")
     assert asked == ["nobody/nothing"]
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("value", ["someone/kernel", {"text_config": "someone/kernel@v1"}])
+def test_a_kernel_of_the_hub_is_not_fetched(tmp_path: Path, name: str, value: Any) -> None:
+    load_model(TINY).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, name: value}))
+    with pytest.raises(ConfigError, match=rf"config\.json: {name} = .* names a kernel of the hub"):
+        load_model(ModelConfig(path=str(tmp_path), tokenizer="chars:0123"))
+    with pytest.raises(ConfigError, match="names a kernel of the hub"):
+        load_scorer(str(tmp_path))
