@@ -188,6 +188,13 @@ def _open(spec: str, config: DataConfig, held_out: bool) -> tuple[Iterator[Place
 def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
     prompt_column, answer_column = _columns(row, config)
     wanted = {"answer": answer_column, "prompt": None if config.template else prompt_column}
+    for column in wanted.values():
+        value = None if column is None else row.get(column)
+        if isinstance(value, str) and _WRITTEN_OUT.match(value):
+            raise DataError(
+                f"{place}: column {column!r} holds a conversation as text, {value[:60]!r}; expected a list of "
+                "messages, which JSON Lines and Parquet can hold and CSV cannot"
+            )
     for part, column in wanted.items():
         if column is not None and column not in row:
             none = " (null if there is no answer)" if part == "answer" else ""
@@ -217,17 +224,11 @@ def _map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example
 
 
 def _check_columns(place: str, columns: tuple[str, str | None], prompt: object, answer: object) -> None:
-    """Raise DataError for a prompt that is neither text nor messages, and for what would be written as another thing.
+    """Raise DataError for a prompt that is neither text nor messages, or is answered twice.
 
     Args:
         columns: The columns of ``prompt`` and ``answer``, which errors name.
     """
-    for column, value in zip(columns, (prompt, answer), strict=True):
-        if isinstance(value, str) and _WRITTEN_OUT.match(value):
-            raise DataError(
-                f"{place}: column {column!r} holds a conversation as text, {value[:60]!r}; expected a list of "
-                "messages, which JSON Lines and Parquet can hold and CSV cannot"
-            )
     if not isinstance(prompt, str):
         _check_messages(place, columns[0], prompt)
     if columns[0] != _MESSAGES and answer is not None and _ends_with_answer(prompt):

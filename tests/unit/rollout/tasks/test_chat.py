@@ -213,7 +213,7 @@ def test_conversations_are_prompts_with_answers_for_rewards_too(tmp_path: Path) 
         ({"messages": [USER]}, "line 1: no column 'answer' for the answer"),
         ({"messages": "hello"}, "no column 'answer'"),
         (
-            {"messages": json.dumps([USER, LAST]), "answer": "x"},
+            {"messages": json.dumps([USER, LAST])},
             "line 1: column 'messages' holds a conversation as text, .* JSON Lines and Parquet can hold",
         ),
         ({"prompt": str([USER]), "answer": "x"}, "line 1: column 'prompt' holds a conversation as text"),
