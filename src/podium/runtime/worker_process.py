@@ -153,7 +153,7 @@ class WorkerProcess:
     # -- running requests ----------------------------------------------------------------------------------------
 
     def execute(self, number: int, target: str, method: str, values: Values) -> Outcome:
-        """Run one request to its end in this thread. Only a KeyboardInterrupt of the controller itself is raised."""
+        """Run one request to its end in this thread. Only KeyboardInterrupt in the main thread is raised."""
         started = time.monotonic_ns()
         if number in self._cancelled:
             self._cancelled.discard(number)
@@ -173,7 +173,7 @@ class WorkerProcess:
         except BaseException as error:  # the boundary: everything a worker raises is translated
             if isinstance(error, asyncio.CancelledError) and running.cancelled:
                 return Outcome("cancelled", None, started, time.monotonic_ns())
-            if isinstance(error, KeyboardInterrupt) and not self._ships_exceptions and _in_main_thread():
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
             return Outcome("error", self._failure(error), started, time.monotonic_ns())
         finally:
@@ -433,10 +433,6 @@ class WorkerProcess:
         if isinstance(error, RuntimeError):
             secondary = secondary or any(hint in message or hint in text for hint in _OF_COLLECTIVES)
         return Failure(kind.__name__, message, text, _pickled(error) if self._ships_exceptions else error, secondary)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 async def _done(value: Any) -> Any:

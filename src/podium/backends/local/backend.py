@@ -145,6 +145,7 @@ class LocalBackend(Backend):
         until = time.monotonic() + specs[0].timeout_s
         with self._serving:
             if not self._server.alive():
+                self._server.close()
                 self._server = self._new_server()
         processes: list[LocalProcess] = []
         try:
