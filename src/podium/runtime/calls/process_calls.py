@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from podium import telemetry
 from podium.errors import (
@@ -55,7 +56,7 @@ def _take_number() -> int:
         return next(_new_numbers)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class InFlight:
     """A call on its way."""
 
@@ -376,7 +377,7 @@ class ProcessCalls:
         asked = set(flight.open)
         if len(flight.split.ranks) > 1:
             self._unsettled.add(flight)
-            _later(STATUS_S, self._settle, flight)
+            _later(STATUS_S, _settle_late, ref(self), ref(flight))  # which keeps no arguments of the call
 
         def heard(rank: int, reply: Reply) -> None:
             if rank in flight.open and reply.status == "ok" and self._backend.unpack(reply.payload):
@@ -460,6 +461,11 @@ class ProcessCalls:
         for ender in enders:
             ender.join()
         self.handles = ()
+
+
+def _settle_late(calls: "ref[ProcessCalls]", flight: "ref[InFlight]") -> None:
+    if (there := calls()) is not None and (found := flight()) is not None:
+        there._settle(found)  # pyright: ignore[reportPrivateUsage]
 
 
 def _later(delay_s: float, action: Callable[..., object], *args: Any) -> None:
