@@ -19,6 +19,7 @@ ADVANTAGES: Final = "advantages"  # token column, float32
 RETURNS: Final = "returns"  # token column, float32: the critic's targets
 LOSS_WEIGHTS: Final = "loss_weights"  # token column, float32: loss = sum(weights * per-token loss) over all ranks
 VERSIONS: Final = "versions"  # token column, int64: version of the weights that sampled the token
+VERSION_RANGE: Final = "version_range"  # int64 [B, 2]: the oldest and the newest version of the row's sampled tokens
 REWARDS: Final = "rewards"  # float32 [B]: score of the completion
 GROUP: Final = "group"  # int64 [B]: completions of one prompt share it
 SEED: Final = "seed"  # int64 [B] or [B, n]: the sampler's seed for each completion

@@ -48,6 +48,7 @@ class TrainerState:
         first, last: Evaluations, which may be the same one.
         wall_s: Seconds of training so far.
         stage_s, stage_tokens: Totals by stage, for the speeds in the summary.
+        ledger: Length of the ledger's file in bytes; 0 for checkpoints from before there was one.
         given: Names of the functions and classes that a script gave the run beside its configuration.
     """
 
@@ -59,6 +60,7 @@ class TrainerState:
     wall_s: float = 0.0
     stage_s: Mapping[str, float] = field(default_factory=dict)
     stage_tokens: Mapping[str, float] = field(default_factory=dict)
+    ledger: int = 0
     given: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod

@@ -43,8 +43,8 @@ class ScoredBatch:
 
     Attributes:
         step: The training step that they are for.
-        batch: The generator's columns for B rows. ``group`` is fetched, and ``rewards`` once graded; the other tensors
-            are references.
+        batch: The generator's columns for B rows. ``group`` and ``version_range`` are fetched, and ``rewards`` once
+            graded; the other tensors are references.
         prompts: The step's prompts. Row i answers prompt ``group[i]``.
         tokenizer: The decoder of completions whose generator sent no text.
         grades: One for each row; None until ``graded``.
@@ -103,6 +103,16 @@ class ScoredBatch:
     def groups(self) -> list[int]:
         """The prompt of each row, as its place in ``prompts``."""
         return self.batch.dense(fields.GROUP).tolist()
+
+    def versions(self) -> list[tuple[int, int]]:
+        """The oldest and the newest version of the weights that drew each prompt's tokens; [] where it is not known."""
+        if fields.VERSION_RANGE not in self.batch:
+            return []
+        found: dict[int, tuple[int, int]] = {}
+        for group, (oldest, newest) in zip(self.groups, self.batch.dense(fields.VERSION_RANGE).tolist(), strict=True):
+            low, high = found.get(group, (oldest, newest))
+            found[group] = min(low, oldest), max(high, newest)
+        return [found[group] for group in sorted(found)]
 
     @property
     def rewards_B(self) -> Tensor:

@@ -82,10 +82,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         stage = partial(self.clock.stage, step=step, half="collect")
         with stage("prompts"):
             prompts = self.stream.take(self.config.batch.prompts)
+            self.ledger.take(step, self.stream.number)
         with stage("generate"):
             batch = self.generate(prompts, step)
         with stage("score"):
-            return self.score(batch, prompts, step)
+            scored = self.score(batch, prompts, step)
+            self.ledger.move(step, "graded")
+            return scored
 
     def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
         """Train on the completions of a step, and send the new weights to the generator.
@@ -125,7 +128,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Grade the completions. If the reward fails, they are written before the error ends the run."""
-        ungraded = ScoredBatch(step=step, batch=batch.fetch(fields.GROUP), prompts=prompts, tokenizer=self.tokenizer)
+        rows = [name for name in (fields.GROUP, fields.VERSION_RANGE) if name in batch]
+        ungraded = ScoredBatch(step=step, batch=batch.fetch(*rows), prompts=prompts, tokenizer=self.tokenizer)
+        self.ledger.move(step, "rolled_out", versions=ungraded.versions())
         try:
             scored = ungraded.graded(self.grader, self._declared.data, self.roles.reward)
         except RewardError:

@@ -39,7 +39,9 @@ from podium.trainer.files import free_name, lock_directory, step_of, write_atomi
 __all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "run_path"]
 
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
-_OURS: Final = re.compile(r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|metrics\.jsonl|completions|logs|checkpoints|\..*")
+_OURS: Final = re.compile(
+    r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|completions|logs|checkpoints|\..*"
+)
 
 
 def library_versions() -> dict[str, str]:
@@ -68,6 +70,8 @@ class Summary:
     tokens_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
     finished: bool = True
     model_path: str | None = None  # in Hugging Face format
+    prompts: Mapping[str, int] = field(default_factory=dict)  # number of prompts in each state of the ledger
+    dropped: Mapping[str, int] = field(default_factory=dict)  # number of prompts that were dropped, by reason
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
 
@@ -102,6 +106,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
+        self.ledger_path = self.path / "ledger.jsonl"
         self.summary_path = self.path / "summary.json"
         self.curve_path = self.path / "curve.png"
         self.completions = self.path / "completions"

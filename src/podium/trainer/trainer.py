@@ -29,6 +29,7 @@ from podium.trainer.checkpoints import TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import score_held_out
 from podium.trainer.files import remove, step_of
+from podium.trainer.ledger import Ledger
 from podium.trainer.preflight import (
     check_answers,
     check_given,
@@ -63,6 +64,7 @@ class Trainer(ABC, Generic[C, E, R]):
     steps: Steps
     stream: PromptStream[E]
     directory: RunDirectory
+    ledger: Ledger
 
     def __init__(
         self,
@@ -126,6 +128,8 @@ class Trainer(ABC, Generic[C, E, R]):
             # Only now is it a run: what failed until here leaves its directory free for the next attempt.
             self.directory.write_config(config_to_yaml(self.config))
             first = self.resume() + 1
+            self.ledger = Ledger(self.directory.ledger_path, self.stream.number, self.state.ledger)
+            stack.callback(self.ledger.close)
             self._began = time.monotonic()
             emit(PhaseStarted(self.recipe, self.config.run.steps, first))
             self.steps = Steps(self, first, self._stop, self._threads)
@@ -211,6 +215,7 @@ class Trainer(ABC, Generic[C, E, R]):
             self.state,
             step=step,
             prompts=self.steps.place,
+            ledger=self.ledger.sync(),
             wall_s=self.state.wall_s + spent,
             stage_s=dict(self.clock.totals_s),
             stage_tokens=dict(self.clock.totals_tokens),
@@ -248,6 +253,7 @@ class Trainer(ABC, Generic[C, E, R]):
             self.evaluate(done)  # a run that was stopped after its last step, and resumed
         if finished:
             self.roles.check_learned()
+            self.ledger.drop("the run ended")
         self.state = self.remember(done)
         model = self._write_model() if self.config.save.model and finished else None
         first, last = self.state.first, self.state.last
@@ -260,6 +266,8 @@ class Trainer(ABC, Generic[C, E, R]):
             accuracy_after=last.accuracy if last and last.step == done else None,
             items=last.items if last else 0,
             tokens_per_s=self.clock.tokens_per_s(),
+            prompts=self.ledger.states.counts(),
+            dropped=self.ledger.states.reasons,
             finished=finished,
             model_path=str(model) if model else None,
         )

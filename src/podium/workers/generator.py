@@ -74,6 +74,7 @@ def _as_batch(
             fields.LOSS_MASK: tokens.like(sampled),
             fields.ROLLOUT_LOGPROBS: tokens.like(logprobs),
             fields.VERSIONS: tokens.like(versions),
+            fields.VERSION_RANGE: torch.tensor([_range(c.versions) for c in drawn], dtype=torch.int64).view(-1, 2),
             fields.GROUP: group,
             fields.FINISH_REASON: [c.finish_reason for c in drawn],
         },
@@ -87,3 +88,7 @@ def _as_batch(
         sizes[sampled] = torch.cat([one.offsets.diff() for one in kept])
     ids = Jagged.from_rows([one.ids for one in kept])
     return batch.with_columns({fields.KEPT_SIZES: tokens.like(sizes), fields.KEPT_IDS: ids})
+
+
+def _range(versions: Tensor) -> tuple[int, int]:
+    return (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)

@@ -32,7 +32,7 @@ class Recorder:
         self.calls: list[str] = []
         self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
         self.clock = StageClock()
-        self.stream = self
+        self.stream = self.ledger = self
         self.config: Any = SimpleNamespace(
             run=SimpleNamespace(steps=last, schedule="mine.py:mine"),
             eval=SimpleNamespace(every=eval_every),
@@ -44,6 +44,16 @@ class Recorder:
 
     def state(self) -> Mapping[str, Any]:
         return {"taken": self.taken}
+
+    @property
+    def number(self) -> int:
+        return self.taken
+
+    def take(self, step: int, until: int) -> None:
+        assert until == self.taken
+
+    def move(self, step: int, state: str) -> None:
+        assert state == "trained"
 
     def collect(self, step: int) -> Taken:
         self.calls.append(f"collect {step}")

@@ -43,6 +43,11 @@ class PromptStream(Generic[T]):
         """The epoch of the next example, from 0."""
         return self._epoch + (self._position == len(self._order))
 
+    @property
+    def number(self) -> int:
+        """The number of the next example, counted from 0 through all epochs."""
+        return self._epoch * len(self) + self._position
+
     def take(self, count: int) -> list[T]:
         """Return the next ``count`` examples."""
         taken: list[T] = []

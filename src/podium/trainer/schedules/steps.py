@@ -141,6 +141,7 @@ class Steps:
         """Take prompts, draw completions and grade them. Raises what a stage raises."""
         with self._half("collect", step):
             rollout: Rollout = self._trainer.collect(step)
+            self._trainer.ledger.take(step, self._trainer.stream.number)
             self._places[step] = self._trainer.stream.state()
         return rollout
 
@@ -164,6 +165,7 @@ class Steps:
             raise self._refusal(f"learn takes what collect returned; it got a {found}")
         with self._half("learn", step):
             metrics = trainer.learn(rollout)
+            trainer.ledger.move(step, "trained")
             self.place = self._places.pop(step, self.place)
         emit(StepFinished(step, {**metrics, **trainer.clock.finish(step, trainer.stage_tokens(metrics))}))
 
