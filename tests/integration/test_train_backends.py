@@ -19,6 +19,7 @@ from podium import Cluster
 from podium.cli import main
 from podium.telemetry import WorkerStarted, subscribe
 from podium.trainer import PRELOAD, GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, config_to_yaml
+from podium.trainer.ledger import read_ledger
 from tests.integration.processes import all_gone, wait_for
 from tests.integration.training import losses, metrics_rows, tiny
 
@@ -195,6 +196,7 @@ def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(place: Place, 
     assert f"stopped after step {done}; podium train sft --resume {first.path} {words}".strip() in out
     rows = timeless(first.path)
     assert [row["step"] for row in rows] == list(range(1, done + 1))
+    assert read_ledger(first.path / "ledger.jsonl").counts() == {"trained": 8 * done}  # each example once
     (tmp_path / "whole").mkdir()
     whole = tiny(
         SFTConfig, tmp_path / "whole", run={"steps": done}, eval={"items": 0}, save={"model": False},

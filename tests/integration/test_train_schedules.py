@@ -1,4 +1,4 @@
-"""A schedule in one file, as docs/schedules.md prints it, run for real."""
+"""The schedule that is one step off, Podium's own and as docs/schedules.md prints it, run for real."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from podium.cli import main
 from podium.data import Batch
 from podium.errors import ConfigError
 from podium.runtime import endpoint, first, shard
 from podium.telemetry import StageFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.ledger import read_ledger
 from podium.workers import Policy
 from tests.integration.rewards import sevens
 from tests.integration.training import metrics_rows, tiny
@@ -26,9 +28,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
 def schedule(tmp_path: Path) -> str:
     """The schedule of the documentation, as ``run.schedule`` names it."""
     codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (code,) = [code for code in codes if code.startswith("# one_step_off.py")]
-    (tmp_path / "one_step_off.py").write_text(code)
-    return f"{tmp_path}/one_step_off.py:one_step_off"
+    (code,) = [code for code in codes if code.startswith("# mine.py")]
+    (tmp_path / "mine.py").write_text(code)
+    return f"{tmp_path}/mine.py:one_step_off"
 
 
 def versions(run: Path) -> list[set[int]]:
@@ -46,9 +48,11 @@ class Slow(Policy):
         return super().update(batch)
 
 
-def test_rollouts_of_the_next_step_run_while_a_step_is_learned(tmp_path: Path, schedule: str) -> None:
+def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny(
-        GRPOConfig, tmp_path, run={"steps": 4, "schedule": schedule}, placement={"layout": "split"},
+        GRPOConfig, tmp_path, run={"steps": 4, "schedule": "one_step_off"}, placement={"layout": "split"},
         save={"every": 1}, eval={"items": 0},
     )  # fmt: skip
     stages: list[StageFinished] = []
@@ -76,7 +80,7 @@ def test_rollouts_of_the_next_step_run_while_a_step_is_learned(tmp_path: Path, s
         "learn": [1, 2, 3, 4],
     }
     resumed = tiny(
-        GRPOConfig, tmp_path, run={"steps": 5, "schedule": schedule, "resume": str(run)},
+        GRPOConfig, tmp_path, run={"steps": 5, "schedule": "one_step_off", "resume": str(run)},
         placement={"layout": "split"}, eval={"items": 0},
     )  # fmt: skip
     PPOTrainer(resumed, cluster="local", workers={"policy": Slow}, show=False).fit()
@@ -84,6 +88,14 @@ def test_rollouts_of_the_next_step_run_while_a_step_is_learned(tmp_path: Path, s
     prompts = [pq.read_table(file)["prompt"].to_pylist()[::4] for file in sorted((run / "completions").iterdir())]
     taken = [prompt for step in prompts for prompt in step]
     assert len(set(taken)) == len(taken) == 20  # of one epoch: none twice, and the resumed run left none out
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    drawn = {
+        line["step"]: {tuple(own) for own in line["versions"]} for line in lines if line.get("state") == "rolled_out"
+    }
+    assert drawn == {1: {(0, 0)}, 2: {(0, 0)}, 3: {(1, 1)}, 4: {(2, 2)}, 5: {(4, 4)}}
+    assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 20}
+    assert main(["runs", str(run.parent)]) == 0
+    assert capsys.readouterr().out.strip() == f"{run}  finished at step 5, 20 prompts trained"
 
 
 def test_it_learns(tmp_path: Path, schedule: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field
 
@@ -60,9 +60,9 @@ class AlgorithmConfig:
     counts the same (sequence-mean), or sums over completions are divided by a constant (sequence-sum-constant)."""
     entropy_coef: float = Field(default=0.0, ge=-1e6, le=1e6)
     """The policy's entropy, times this coefficient, is subtracted from the loss."""
-    importance_cap: float | None = Field(default=None, gt=1, le=1e9)
-    """Weights that correct for differences between generator and trainer are capped at this value. 2 is usual; null
-    means no such weights."""
+    importance_cap: Annotated[float, Field(gt=1, le=1e9)] | Literal["auto"] | None = "auto"
+    """Weights that correct for differences between generator and trainer are capped at this value. null means no such
+    weights, and auto means 2 where run.schedule runs ahead, so that older weights draw completions, and null else."""
     max_mismatch: float | None = Field(default=0.5, gt=0, le=1e9)
     """The run ends if the generator's and the trainer's log-probabilities of a step's tokens differ by more than this
     many nats on average. null never ends the run."""
@@ -89,6 +89,11 @@ class AlgorithmConfig:
                 f"algorithm.kl_target = {self.kl_target} with kl_in = {self.kl_in!r} and kl_coef = {self.kl_coef}: "
                 "expected kl_in = 'reward' and a positive kl_coef to start from"
             )
+
+    @property
+    def weight_cap(self) -> float | None:
+        """The cap of importance weights, or None without them. What "auto" means is up to the recipe."""
+        return None if self.importance_cap == "auto" else self.importance_cap
 
     @property
     def needs_reference(self) -> bool:

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft"),
     "eval": ("inference", "score the model of a run, or any other, on held-out prompts"),
     "sample": ("inference", "print completions of a run's model, or of any other"),
+    "runs": ("runs", "list runs: steps, accuracy, and what became of each prompt"),
     "backends": ("backends", "list the installed backends, and what each can do"),
 }
 

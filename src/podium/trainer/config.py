@@ -40,7 +40,11 @@ __all__ = [
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator"]
-SCHEDULES: Final = {"sync": "podium.trainer.schedules.sync:sync"}
+SCHEDULES: Final = {
+    "sync": "podium.trainer.schedules.sync:sync",
+    "one_step_off": "podium.trainer.schedules.one_step_off:one_step_off",
+}
+_CAP_AHEAD: Final = 2.0  # of importance weights where older weights draw completions
 
 
 @section("run")
@@ -56,8 +60,8 @@ class RunConfig:
     steps: int = Field(default=200, ge=0, le=10**9)
     """The run ends after this many training steps. Steps before a resume count."""
     schedule: str = "sync"
-    """This function arranges the two halves of steps, collect and learn, in time: sync, module:function, or
-    path/file.py:function."""
+    """This function arranges the two halves of steps, collect and learn, in time: sync, one_step_off, module:function,
+    or path/file.py:function."""
     resume: str = ""
     """The run in this directory is resumed from its latest checkpoint."""
     timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
@@ -321,6 +325,13 @@ class PPOConfig(_TrainingConfig):
                 "sampling.temperature = 0.0: expected above 0, because learning needs samples that differ "
                 "(evaluation has its own, eval.temperature)"
             )
+
+    @property
+    def resolved_algorithm(self) -> AlgorithmConfig:
+        """``algorithm`` with the cap of importance weights that "auto" means under this schedule."""
+        if self.algorithm.importance_cap != "auto":
+            return self.algorithm
+        return replace(self.algorithm, importance_cap=None if self.run.schedule == "sync" else _CAP_AHEAD)
 
     def check_roles(self, *, load: bool = False) -> None:
         """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.

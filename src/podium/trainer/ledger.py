@@ -53,7 +53,8 @@ class Ledger:
         data = path.read_bytes()[:size] if size and path.exists() else b""
         if len(data) < size:
             raise CheckpointError(
-                f"{path} has {len(data)} bytes, and had {size} when the checkpoint was made: put the run's own file back"
+                f"{path} has {len(data)} bytes, and had {size} when the checkpoint was made: put the run's own file "
+                "back"
             )
         self.states.read(data, path)
         self._file = path.open("ab")

@@ -197,7 +197,10 @@ def render(
     """Print the report. Completions are shown as text, whatever they contain, and ``paths`` in their order."""
     width = min(console.width, 120)
     console.print()
-    heading = Text.assemble((title, "bold"), f"  {summary.steps} steps in {duration(summary.wall_s)}")
+    trained = f" on {summary.prompts['trained']:,} prompts" if "trained" in summary.prompts else ""
+    heading = Text.assemble((title, "bold"), f"  {summary.steps} steps{trained} in {duration(summary.wall_s)}")
+    for reason, count in summary.dropped.items():
+        heading.append(f", {count:,} dropped: {reason}", "yellow")
     console.print(Rule(heading, align="left", style="dim", characters="─"), width=width)
     console.print()
     if first is not None and last is not None:

@@ -214,7 +214,7 @@ def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
 def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
     """The arguments of a role's constructor."""
     sft = isinstance(config, SFTConfig)
-    algorithm = AlgorithmConfig(loss="cross_entropy") if sft else config.algorithm
+    algorithm = AlgorithmConfig(loss="cross_entropy") if sft else config.resolved_algorithm
     match role:
         case "generator" | "reward":
             return _inference_arguments(role, config)

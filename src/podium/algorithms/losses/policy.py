@@ -68,11 +68,11 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
             gap_N = kl_estimate(inputs.rollout_logprobs_N, old_N, "k3")
             metrics |= {MISMATCH_MEAN: difference_N, MISMATCH_KL: gap_N}
             maxima[MISMATCH_MAX] = difference_N
-    if config.importance_cap is not None:
+    if config.weight_cap is not None:
         _require(inputs, "rollout_logprobs", "algorithm.importance_cap is set")
-        weights_N = truncated_weights(old_N, inputs.rollout_logprobs_N, config.importance_cap)
+        weights_N = truncated_weights(old_N, inputs.rollout_logprobs_N, config.weight_cap)
         loss_N = loss_N * weights_N
-        capped_N = (weights_N >= config.importance_cap).to(weights_N.dtype)
+        capped_N = (weights_N >= config.weight_cap).to(weights_N.dtype)
         metrics |= {IMPORTANCE_MEAN: weights_N, IMPORTANCE_CAPPED: capped_N}
     if config.kl_in == "loss":
         _require(inputs, "ref_logprobs", "algorithm.kl_in = 'loss'")
