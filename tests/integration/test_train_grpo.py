@@ -82,7 +82,7 @@ def test_a_run_resumed_at_the_boundary_of_an_epoch_still_trains(tmp_path: Path) 
     rows = 16
     data = {"train_items": rows}
     run = train(tiny(GRPOConfig, tmp_path, run={"steps": 2}, batch={"prompts": rows // 2}, data=data))
-    again = {"steps": 3, "resume": str(run)}
+    again = {"steps": 3, "resume": "auto"}
     train(tiny(GRPOConfig, tmp_path, run=again, batch={"prompts": rows // 2}, data=data))
     assert [row["step"] for row in metrics_rows(run)] == [1, 2, 3]
     assert len(pq.read_table(run / "completions" / "step-000003.parquet")) == 4 * rows // 2

@@ -65,7 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", choices=tuple(RECIPES), help="GRPO, PPO with a critic, or supervised fine-tuning")
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
-    parser.add_argument("--resume", metavar="RUN", help="resume the run in this directory, with its settings")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="resume the run in this directory, with its settings; auto: that of run.name, if it is there",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print settings and plan; start nothing")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -76,6 +80,8 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
     cls = RECIPES[recipe]
     if resume is None and path is None:  # --run.resume without a file means the same
         resume = dict(parse_overrides(cls, overrides)).get("run.resume") or None
+    if resume == "auto":  # the trainer looks for the run
+        return load_config(cls, path, [*overrides, "--run.resume", resume])
     if resume is not None:
         if path is not None:
             raise ConfigError("--resume uses the run's own settings: leave out --config; give single settings")

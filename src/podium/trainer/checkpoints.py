@@ -17,7 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -99,14 +99,15 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         self._tidy()
 
-    def save(self, state: TrainerState, roles: Roles, *, keep: int) -> None:
-        """Write a checkpoint of ``state.step``, then remove all but the ``keep`` newest. 0 removes none.
+    def save(self, state: TrainerState, roles: Roles, *, keep: int, keep_best: int = 0) -> None:
+        """Write a checkpoint of ``state.step``, then remove all but the ``keep`` newest and the ``keep_best`` best.
+        ``keep`` of 0 removes none.
 
         Raises:
             CheckpointError: A worker on another machine wrote to a disk that this process does not see.
             OSError: The disk refuses.
         """
-        with self.writing(state.step, keep=keep) as folder:
+        with self.writing(state.step, keep=keep, keep_best=keep_best) as folder:
             whole = folder.absolute()  # a worker has a working directory of its own
             for name, worker in roles.learners.items():
                 worker.save(str(whole / name))
@@ -119,7 +120,7 @@ class Checkpoints:
             write_manifest(folder, file_sums([folder / _STATE]))
 
     @contextmanager
-    def writing(self, step: int, *, keep: int = 0) -> Iterator[Path]:
+    def writing(self, step: int, *, keep: int = 0, keep_best: int = 0) -> Iterator[Path]:
         """Give a folder to write the checkpoint of ``step`` into, which is complete and ``latest`` after the block.
 
         If the block raises, nothing remains of the folder.
@@ -135,8 +136,9 @@ class Checkpoints:
         final = self.folder / step_name(step)
         _commit(aside, final)
         emit(CheckpointSaved(step, str(final)))
+        kept = {final, *self._ranked()[:keep_best]}
         for old in self.all()[:-keep] if keep > 0 else []:
-            if old != final:
+            if old not in kept:
                 remove(old)
 
     def all(self) -> list[Path]:
@@ -154,6 +156,20 @@ class Checkpoints:
                 return named
             _logger.warning("%s points at %s, which is gone; using %s", link, named, newest)
         return newest
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the highest held-out accuracy, the newest of equals; None if none was measured."""
+        return next(iter(self._ranked()), None)
+
+    def _ranked(self) -> list[Path]:
+        """The checkpoints whose step was evaluated, the best first."""
+        found: list[tuple[float, int, Path]] = []
+        for path in self.all():
+            with suppress(CheckpointError):
+                state = TrainerState.read(path / _STATE)
+                if state.last is not None and state.last.step == state.step:
+                    found.append((state.last.accuracy, state.step, path))
+        return [path for *_, path in sorted(found, reverse=True)]
 
     def _tidy(self) -> None:
         """Remove what a process that was killed in the middle of a checkpoint left."""

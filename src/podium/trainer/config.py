@@ -63,7 +63,8 @@ class RunConfig:
     """This function arranges the two halves of steps, collect and learn, in time: sync, one_step_off, module:function,
     or path/file.py:function."""
     resume: str = ""
-    """The run in this directory is resumed from its latest checkpoint."""
+    """The run in this directory is resumed from its latest checkpoint. auto resumes the run of run.name if it is there,
+    and begins it otherwise."""
     timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
     """A call to workers fails when it takes longer than this many seconds."""
     profile: tuple[str, ...] = ()
@@ -221,6 +222,9 @@ class SaveConfig:
     off."""
     keep: int = Field(default=2, ge=0, le=10**9)
     """The run keeps this many of its newest checkpoints. 0 keeps all."""
+    keep_best: int = Field(default=0, ge=0, le=10**9)
+    """The run also keeps this many checkpoints of those with the highest held-out accuracy, where their step was
+    evaluated."""
     model: bool = True
     """The run writes the model and its tokenizer at its end, in the format of transformers."""
 

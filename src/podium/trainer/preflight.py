@@ -26,6 +26,7 @@ from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runtime import Bound, Capabilities, Node, backend_class
 from podium.telemetry import Note, emit
 from podium.trainer.config import SCHEDULES, PPOConfig, SFTConfig
+from podium.trainer.run_path import resolve_resume
 from podium.workers import ModelConfig
 from podium.workers.weight_files import replaced_heads, stored_tensors
 
@@ -375,7 +376,7 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
             hold the worker processes, or the model's configuration cannot be read.
         DataError: A file of the data is missing.
     """
-    cls = backend_class(backend, options)
+    cls, config = backend_class(backend, options), resolve_resume(config)
     nodes = cls.expected_nodes(options or {})
     check_settings(config)
     if hasattr(cls, "capabilities"):

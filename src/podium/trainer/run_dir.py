@@ -2,6 +2,7 @@
 
     runs/2026-11-21-grpo/
       config.yaml                       the resolved configuration; config.1.yaml, … are from before a resume
+      ledger.jsonl                      what became of each prompt
       metrics.jsonl                     a row for each step and each evaluation
       completions/step-000012.parquet   the completions of a step and their rewards
       trace.json                        for https://ui.perfetto.dev; trace-1.json, … after a resume
@@ -13,7 +14,6 @@
 A file that is replaced is written aside and renamed over the old one, so that it stays whole when the run is killed.
 """
 
-import datetime
 import itertools
 import json
 import logging
@@ -36,7 +36,7 @@ from podium.trainer.checkpoints import Checkpoints
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.files import free_name, lock_directory, step_of, write_atomically
 
-__all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "run_path"]
+__all__ = ["RunDirectory", "Summary", "library_versions", "read_rows"]
 
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 _OURS: Final = re.compile(
@@ -70,28 +70,10 @@ class Summary:
     tokens_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
     finished: bool = True
     model_path: str | None = None  # in Hugging Face format
+    best_checkpoint: str | None = None  # the one with the highest held-out accuracy of those that are kept
     prompts: Mapping[str, int] = field(default_factory=dict)  # number of prompts in each state of the ledger
     dropped: Mapping[str, int] = field(default_factory=dict)  # number of prompts that were dropped, by reason
     versions: Mapping[str, str] = field(default_factory=library_versions)
-
-
-def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
-    """Return the directory of the run that ``config`` resumes or names. A run without a name has one that is free.
-
-    Raises:
-        ConfigError: The name leads out of ``run.dir``.
-    """
-    if config.run.resume:
-        return Path(config.run.resume)
-    if name := config.run.name:
-        if ".." in Path(name).parts or not Path(name).parts or Path(name).is_absolute():
-            raise ConfigError(
-                f"run.name = {name!r} names no directory inside run.dir = {config.run.dir!r}: choose a plain name, and "
-                "set run.dir to store the run elsewhere"
-            )
-        return Path(config.run.dir) / name
-    stamp = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-{recipe}"
-    return free_name(Path(config.run.dir) / stamp)
 
 
 class RunDirectory:

@@ -43,7 +43,8 @@ from podium.trainer.preflight import (
 from podium.trainer.prompts import load_held_out
 from podium.trainer.report import report
 from podium.trainer.roles import PRELOAD, Roles, RoleWorkers, started_roles
-from podium.trainer.run_dir import RunDirectory, Summary, run_path
+from podium.trainer.run_dir import RunDirectory, Summary
+from podium.trainer.run_path import resolve_resume, run_path
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
 from podium.workers import Generator, load_tokenizer
 
@@ -143,7 +144,7 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def prepare(self, stack: ExitStack) -> None:
         """Open all parts of the run and put them on ``stack``. Workers come last, so that other mistakes are quick."""
-        config = self.config
+        self.config = config = resolve_resume(self.config)
         check_settings(config, reward=self._reward is None)
         self._schedule = load_schedule(config.run.schedule)
         if isinstance(self._cluster, str):
@@ -244,7 +245,8 @@ class Trainer(ABC, Generic[C, E, R]):
         """Write a checkpoint from which the run goes on at ``step + 1``."""
         self.roles.check_parameters()
         self.state = self.remember(step)
-        self.directory.checkpoints.save(self.state, self.roles, keep=self.config.save.keep)
+        keep = self.config.save
+        self.directory.checkpoints.save(self.state, self.roles, keep=keep.keep, keep_best=keep.keep_best)
 
     def finish(self, done: int) -> Summary:
         """Write model, summary and report of a run whose last step was ``done``."""
@@ -266,6 +268,7 @@ class Trainer(ABC, Generic[C, E, R]):
             accuracy_after=last.accuracy if last and last.step == done else None,
             items=last.items if last else 0,
             tokens_per_s=self.clock.tokens_per_s(),
+            best_checkpoint=str(best) if (best := self.directory.checkpoints.best()) else None,
             prompts=self.ledger.states.counts(),
             dropped=self.ledger.states.reasons,
             finished=finished,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from podium.errors import CheckpointError
 from podium.runtime import endpoint, nothing
 from podium.telemetry import CheckpointSaved, Event, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.checkpoints import Checkpoints, load_checkpoint
+from podium.trainer.checkpoints import Checkpoints, TrainerState, load_checkpoint
+from podium.trainer.evaluate import Evaluation
 from podium.workers import Policy
 from podium.workers.manifest import file_sums, write_manifest
 from tests.integration.training import tiny
@@ -43,6 +46,15 @@ def test_a_checkpoint_is_complete_before_latest_moves(checkpoints: Checkpoints) 
     assert (checkpoints.folder / "latest" / "weights.bin").read_text() == "half"
     assert [one.name for one in checkpoints.all()] == ["step-000010", "step-000020"]
     assert events == [CheckpointSaved(10, str(first)), CheckpointSaved(20, str(checkpoints.folder / "step-000020"))]
+
+
+def test_the_best_are_kept_beside_the_newest(checkpoints: Checkpoints) -> None:
+    for step, correct in ((1, 3), (2, 5), (3, 5), (4, None), (5, 1)):
+        with checkpoints.writing(step, keep=1, keep_best=1) as folder:
+            last = Evaluation(step=step if correct else 3, correct=correct or 9, items=9, reward_mean=0.0)
+            (folder / "trainer.json").write_text(json.dumps(asdict(TrainerState(step=step, last=last))))
+    assert [path.name for path in checkpoints.all()] == ["step-000003", "step-000005"]
+    assert checkpoints.best() == checkpoints.folder / "step-000003"
 
 
 def test_a_checkpoint_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:

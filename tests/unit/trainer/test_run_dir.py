@@ -20,9 +20,10 @@ from podium.errors import ConfigError
 from podium.rewards import Grade
 from podium.telemetry import EvalFinished, PhaseStarted, StepFinished, emit, metrics
 from podium.telemetry.sinks import JsonlSink
-from podium.trainer import GRPOConfig
+from podium.trainer import GRPOConfig, config_to_yaml
 from podium.trainer.completions import CompletionsLog
-from podium.trainer.run_dir import RunDirectory, Summary, library_versions, run_path
+from podium.trainer.run_dir import RunDirectory, Summary, library_versions
+from podium.trainer.run_path import resolve_resume, run_path
 from tests.integration.training import tiny
 from tests.unit.trainer.test_completions import rollouts, scored
 
@@ -58,6 +59,23 @@ def test_a_name_that_leads_out_of_the_runs_is_refused(tmp_path: Path, name: str)
     config = tiny(GRPOConfig, tmp_path, run={"name": name})
     with pytest.raises(ConfigError, match=r"run\.name = .* names no directory inside run\.dir"):
         run_path(config, "grpo")
+
+
+def test_auto_resumes_the_run_that_is_there_with_the_settings_that_it_learns_by(tmp_path: Path) -> None:
+    asked = {"resume": "auto", "name": "one", "steps": 7}
+    config = tiny(GRPOConfig, tmp_path, run=asked, save={"every": 3})
+    assert resolve_resume(config).run.resume == ""
+    path = tmp_path / "runs" / "one"
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(config_to_yaml(tiny(GRPOConfig, tmp_path, run={"name": "one"})))
+    assert resolve_resume(config).run.resume == str(path)
+    other = tiny(GRPOConfig, tmp_path, run={**asked, "seed": 1}, optim={"lr": 0.5})
+    with pytest.raises(
+        ConfigError, match=r"other settings:\n  optim\.lr = 0\.5, and the run has 0\.01\n  run\.seed = 1, "
+    ):
+        resolve_resume(other)
+    with pytest.raises(ConfigError, match=r"run\.resume = 'auto' .*: set run\.name"):
+        resolve_resume(tiny(GRPOConfig, tmp_path, run={**asked, "name": ""}))
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:
