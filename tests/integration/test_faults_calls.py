@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -17,6 +18,7 @@ import podium
 from podium import Cluster, Handle, telemetry
 from podium.errors import CallCancelled, DeadlineExceeded, EndpointError, PodiumError, WorkerDied
 from podium.runtime import colocate
+from podium.runtime.calls import process_calls
 from tests.integration.fault_workers import Faulty, Slow
 from tests.integration.processes import alive, all_gone, parent_of, wait_for
 
@@ -240,8 +242,43 @@ def _sleep(_: Faulty, seconds: float) -> None:
 
 
 def test_a_deadline_passes_although_the_interpreter_is_held(faulty: Handle[Faulty]) -> None:
-    with pytest.raises(DeadlineExceeded, match="holds the interpreter's lock"):
-        faulty.hold_the_interpreter.within(timeout_s=0.3)(3)
+    with pytest.raises(
+        DeadlineExceeded, match=r"holds the interpreter's lock, at\n +Faulty\.hold_the_interpreter \(fault_workers"
+    ):
+        faulty.hold_the_interpreter.within(timeout_s=0.3)(8)
+
+
+def test_at_half_its_deadline_a_report_says_where_a_call_is(
+    faulty: Handle[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_calls, "REPORT_S", 0.0)
+    events: list[telemetry.Event] = []
+    unsubscribe = telemetry.subscribe(events.append)
+    try:
+        stuck = faulty.sleep_or_gather.within(timeout_s=3.0).submit(1)
+        queued = faulty.rank.submit()
+        with pytest.raises(DeadlineExceeded, match=r"\[0, 2\] wait in all_gather; ranks \[1\] have not entered it"):
+            stuck.result()
+    finally:
+        unsubscribe()
+    (report,) = [event.report for event in events if isinstance(event, telemetry.Stalled) and event.report]
+    assert re.match(r"faulty\.sleep_or_gather has waited [12] s of its 3 s; 3 of 3 ranks have not answered:", report)
+    for said in ("time.sleep(600)", "ranks [0, 2] wait in all_gather", "behind it: faulty.rank"):
+        assert said in report
+    assert not queued.done()
+
+
+def test_the_stack_of_a_process_that_a_signal_stopped(faulty: Handle[Faulty]) -> None:
+    slow = faulty.sleep_or_gather.within(timeout_s=1.5).submit(1)
+    time.sleep(0.5)
+    os.kill(faulty.group.processes.pids[1], signal.SIGSTOP)
+    try:
+        with pytest.raises(
+            DeadlineExceeded, match=r"signal has stopped process \d+: .*, at\n +Faulty\.sleep_or_gather \(fault_"
+        ):
+            slow.result()
+    finally:
+        os.kill(faulty.group.processes.pids[1], signal.SIGCONT)
 
 
 def test_colocated_workers_and_their_process_group_restart_together(local: Cluster) -> None:

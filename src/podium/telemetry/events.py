@@ -55,12 +55,16 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """A call has been waiting for ``seconds``; ``waiting_for`` are the ranks that have not answered."""
+    """A call has been waiting for ``seconds``; ``waiting_for`` are the ranks that have not answered.
+
+    ``report`` is not empty once half of the call's deadline has passed. It says what each of these ranks runs.
+    """
 
     role: str
     method: str
     waiting_for: tuple[int, ...]
     seconds: float
+    report: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from textwrap import indent
 from typing import Any
 from weakref import ref
 
@@ -25,6 +26,7 @@ from podium.errors import (
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.call import Call, Watch, refuse_in_a_fork
 from podium.runtime.calls.relay import Relay, travelled
+from podium.runtime.calls.stacks import collective_of, outside_stack
 from podium.runtime.collect import Collect, gather
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
@@ -39,7 +41,8 @@ WAITS_FOR_ITSELF = (
 BREAK_S = 0.2
 SETTLE_S = 1.0
 STATUS_S = 1.0
-STALL_S = 60.0
+STALL_S, REPORT_S = 60.0, 2.0
+SHOWN = 5  # calls that wait behind another one
 NAP_S = 0.005  # between two offers to deliver replies for the backend
 
 _log = logging.getLogger("podium")
@@ -77,6 +80,7 @@ class InFlight:
     dropped: set[int] = field(default_factory=set[int])  # the ranks that dropped it
     breaking: bool = False  # a rank that raised is destroying its process groups
     next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
+    reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
 
 
 class ProcessCalls:
@@ -342,6 +346,9 @@ class ProcessCalls:
             if now >= call.deadline and not flight.expired:
                 flight.expired = True
                 _later(0.0, self._expire, flight)
+            elif waited > max(call.timeout_s / 2, REPORT_S) and not flight.reported and not flight.expired:
+                flight.reported = True
+                _later(0.0, self._report, flight, waited)
             elif waited > flight.next_stall:
                 flight.next_stall *= 2
                 ranks = tuple(sorted(flight.open))
@@ -350,25 +357,51 @@ class ProcessCalls:
                     telemetry.Stalled(role=self.name, method=flight.method, waiting_for=ranks, seconds=waited)
                 )
 
-    def _expire(self, flight: InFlight) -> None:
-        stuck, call = sorted(flight.open), flight.call
-        answers = self._ask_all(stuck, "status", STATUS_S)
+    def _report(self, flight: InFlight, waited_s: float) -> None:
+        """Say where a call is that has used half of its time."""
+        ranks, call = tuple(sorted(flight.open)), flight.call
+        where = self._where(flight, ranks)
         if call.done():
             return
-        lines = [f"  rank {rank} ({self._node(rank)}): {self._status(rank, answers.get(rank))}" for rank in stuck]
-        message = (
-            f"{call.label} passed its deadline of {call.timeout_s:g} s; "
-            f"{len(stuck)} of {len(flight.split.ranks)} ranks have not answered:\n" + "\n".join(lines)
-        )
-        if call.fail(DeadlineExceeded(message, method=flight.method, running=stuck)):
+        report = f"{call.label} has waited {waited_s:.0f} s of its {call.timeout_s:g} s; {where}"
+        _log.warning("%s", report)
+        telemetry.emit(telemetry.Stalled(self.name, flight.method, ranks, waited_s, report))
+
+    def _expire(self, flight: InFlight) -> None:
+        ranks, call = tuple(sorted(flight.open)), flight.call
+        message = f"{call.label} passed its deadline of {call.timeout_s:g} s; {self._where(flight, ranks)}"
+        if call.fail(DeadlineExceeded(message, method=flight.method, running=ranks)):
             self._tell_cancelled(flight)
+
+    def _where(self, flight: InFlight, ranks: Sequence[int]) -> str:
+        """Who has not answered, what each runs, who waits for whom in a collective, and which calls wait behind."""
+        answers = self._ask_all(ranks, "status", STATUS_S)
+        statuses = {rank: self._status(rank, answers.get(rank)) for rank in ranks}
+        lines = [f"{len(ranks)} of {len(flight.split.ranks)} ranks have not answered:"]
+        lines += [f"  rank {rank} ({self._node(rank)}): {status}" for rank, status in statuses.items()]
+        if collective := collective_of(statuses):
+            lines.append(f"  {collective}")
+        behind = [
+            other.call.label
+            for other in list(self._in_flight.values())
+            if other.call_id > flight.call_id and other.open & flight.open and not other.call.done()
+        ]
+        if behind:
+            more = f" and {len(behind) - SHOWN} more" if len(behind) > SHOWN else ""
+            lines.append(f"  behind it: {', '.join(behind[:SHOWN])}{more}")
+        return "\n".join(lines)
 
     def _status(self, rank: int, answer: Reply | None) -> str:
         if answer is not None and answer.status == "ok":
             return self._backend.unpack(answer.payload)
-        if rank < len(self.handles) and self.handles[rank].stopped():
-            return f"a signal has stopped process {self.handles[rank].pid}: kill -CONT lets it go on"
-        return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock"
+        if rank >= len(self.handles):
+            return "it has ended"
+        process = self.handles[rank]
+        stack = outside_stack(process.pid)
+        place = f", at\n{indent(stack, ' ' * 6)}" if stack else ""
+        if process.stopped():
+            return f"a signal has stopped process {process.pid}: kill -CONT lets it go on{place}"
+        return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock{place}"
 
     def _tell_cancelled(self, flight: InFlight) -> None:
         """Have the ranks drop the call. If some drop it and others run it, the group is broken: those that run it may

@@ -147,9 +147,10 @@ class ConsoleSink(Sink):
                 self._workers[role] += 1
             case events.WorkerLost(role=role, rank=rank, node=node, cause=cause):
                 self._say(Text(f"lost  {role} rank {rank} on {node}: {cause}", "bold red"))
-            case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds):
+            case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds, report=report):
                 who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-                self._say(Text(f"waiting  {seconds:.0f} s for {who} of {role}.{method}", "yellow"))
+                said = visible(report) or f"waiting  {seconds:.0f} s for {who} of {role}.{method}"
+                self._say(Text(said, "yellow"))
             case events.CheckpointSaved(step=step, path=path):
                 self._say(Text(f"{step:>{_STEP_WIDTH}}  checkpoint  {path}", "dim"))
             case events.Note(text=text):
