@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from podium.cli import main
 from podium.data import Batch
-from podium.errors import ConfigError
-from podium.runtime import endpoint, first, shard
+from podium.errors import ConfigError, PodiumError
+from podium.rollout.sampling import SamplingParams
+from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import StageFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.ledger import read_ledger
-from podium.workers import Policy
+from podium.workers import Generator, Policy
 from tests.integration.rewards import sevens
 from tests.integration.training import metrics_rows, tiny
 
@@ -96,6 +98,39 @@ def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 20}
     assert main(["runs", str(run.parent)]) == 0
     assert capsys.readouterr().out.strip() == f"{run}  finished at step 5, 20 prompts trained"
+
+
+def test_asynchronous_steps_are_drawn_side_by_side_within_the_bound(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"placement": {"layout": "split"}, "eval": {"items": 0}, "save": {"every": 1}}
+    asked = {"schedule": "asynchronous", "max_staleness": 2}
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 5, **asked}, **sections)
+    PPOTrainer(config, cluster="local", workers={"policy": Slow}, show=False).fit()
+    run = tmp_path / "runs" / "run"
+    resumed = tiny(GRPOConfig, tmp_path, run={"steps": 8, "resume": str(run), **asked}, **sections)
+    PPOTrainer(resumed, cluster="local", workers={"policy": Slow}, show=False).fit()
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    drawn = {line["step"]: [low for low, _ in line["versions"]] for line in lines if line.get("state") == "rolled_out"}
+    behind = {step: step - 1 - min(versions) for step, versions in drawn.items()}
+    assert sorted(behind) == list(range(1, 9))
+    assert max(behind.values()) == 2
+    assert behind[6] == 0, "a resumed run begins with the newest weights"
+    assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 32}
+    assert all(row["mismatch/weight_mean"] > 0 for row in metrics_rows(run)), "corrected for the older weights"
+
+
+class Stuck(Generator):
+    """It says that it took new weights and keeps the first ones."""
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
+    def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        batch = super().generate(prompts, sampling)
+        return batch.with_columns(version_range=torch.zeros_like(batch.dense("version_range")))
+
+
+def test_a_generator_that_keeps_old_weights_ends_the_run(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 3}, eval={"items": 0})
+    with pytest.raises(PodiumError, match=r"step 2: a token was drawn by version 0 .* more than the 0 updates behind"):
+        PPOTrainer(config, cluster="inline", workers={"generator": Stuck}, show=False).fit()
 
 
 def test_it_learns(tmp_path: Path, schedule: str) -> None:

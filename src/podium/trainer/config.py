@@ -43,6 +43,7 @@ Role = Literal["policy", "reference", "critic", "reward", "estimator", "generato
 SCHEDULES: Final = {
     "sync": "podium.trainer.schedules.sync:sync",
     "one_step_off": "podium.trainer.schedules.one_step_off:one_step_off",
+    "asynchronous": "podium.trainer.schedules.asynchronous:asynchronous",
 }
 _CAP_AHEAD: Final = 2.0  # of importance weights where older weights draw completions
 
@@ -60,8 +61,11 @@ class RunConfig:
     steps: int = Field(default=200, ge=0, le=10**9)
     """The run ends after this many training steps. Steps before a resume count."""
     schedule: str = "sync"
-    """This function arranges the two halves of steps, collect and learn, in time: sync, one_step_off, module:function,
-    or path/file.py:function."""
+    """This function arranges the two halves of steps, collect and learn, in time: sync, one_step_off, asynchronous,
+    module:function, or path/file.py:function."""
+    max_staleness: int = Field(default=2, ge=1, le=1000)
+    """With the schedule asynchronous, no token that trains was drawn by weights that are more than this many updates
+    older than those of sync."""
     resume: str = ""
     """The run in this directory is resumed from its latest checkpoint. auto resumes the run of run.name if it is there,
     and begins it otherwise."""
@@ -77,6 +81,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_function_name(self.schedule, key="run.schedule", known=SCHEDULES)
+
+    @property
+    def staleness(self) -> int | None:
+        """How many updates the weights that draw a token may be behind; None where a schedule of one's own decides."""
+        return {"sync": 0, "one_step_off": 1, "asynchronous": self.max_staleness}.get(self.schedule)
 
 
 @section("batch")

@@ -81,8 +81,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Take prompts, draw completions and grade them. Only the generator and the grader take part."""
         stage = partial(self.clock.stage, step=step, half="collect")
         with stage("prompts"):
-            prompts = self.stream.take(self.config.batch.prompts)
-            self.ledger.take(step, self.stream.number)
+            prompts = self.take(step, self.config.batch.prompts)
         with stage("generate"):
             batch = self.generate(prompts, step)
         with stage("score"):
@@ -97,6 +96,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             The step's metrics, by their names in :mod:`podium.telemetry.metrics`.
         """
         step, batch = scored.step, scored.batch
+        self.check_staleness(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
         with stage("logprobs"):
             batch = self.logprobs(batch)
@@ -124,7 +124,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
-        return self.generator.generate(prompt_batch(prompts, seeds), self.sampling)
+        generate = self.generator.generate_beside if self.steps.side_by_side else self.generator.generate
+        return generate(prompt_batch(prompts, seeds), self.sampling)
 
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Grade the completions. If the reward fails, they are written before the error ends the run."""
@@ -204,6 +205,17 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         metrics[KL_COEF] = self.kl.coef
         self.kl = self.kl.next(metrics.get(names.KL, 0.0))
         return metrics
+
+    def check_staleness(self, scored: ScoredBatch) -> None:
+        """Check that no token is from older weights than the schedule allows. Raises PodiumError for one that is."""
+        bound, drawn = self.config.run.staleness, scored.versions()
+        oldest = min((low for low, _ in drawn), default=scored.step)
+        if bound is not None and scored.step - 1 - oldest > bound:
+            raise PodiumError(
+                f"step {scored.step}: a token was drawn by version {oldest} of the weights, which is more than the "
+                f"{bound} updates behind that run.schedule = {self.config.run.schedule!r} allows: the generator did "
+                "not take newer weights"
+            )
 
     def check_mismatch(self, metrics: Mapping[str, float], step: int) -> None:
         """Compare the generator's log-probabilities of the step's tokens with the trainer's, for new weights each time.

@@ -47,7 +47,7 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
     def collect(self, step: int) -> Examples:
         """Take examples and weigh their tokens."""
         with self.clock.stage("examples", step, "collect"):
-            pairs = self.stream.take(self.config.batch.examples)
+            pairs = self.take(step, self.config.batch.examples)
             tokens = Jagged.from_rows([torch.tensor(row) for row, _ in pairs])
             mask = tokens.like(torch.cat([torch.tensor(row) for _, row in pairs]))
             weights = mask.like(loss_weights(mask.values, mask.offsets))

@@ -183,7 +183,8 @@ class Trainer(ABC, Generic[C, E, R]):
             if self._reward is None:
                 check_answers((prompt.example for prompt in self.held_out), config.reward)
         # Closed after the workers: their end is what ends a call that a thread still waits for.
-        self._threads = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="collect"))
+        ahead = 1 + config.run.max_staleness if config.run.schedule == "asynchronous" else 1
+        self._threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
         log_path = self.directory.logs / "reward.log"
         self.grader = stack.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
         self.grader.start()
@@ -222,6 +223,12 @@ class Trainer(ABC, Generic[C, E, R]):
             stage_tokens=dict(self.clock.totals_tokens),
             given=self._given,
         )
+
+    def take(self, step: int, count: int) -> list[E]:
+        """Take the next ``count`` examples of the data for ``step``, and enter them in the ledger."""
+        taken = self.stream.take(count)
+        self.steps.took(step)
+        return taken
 
     def evaluate(self, step: int) -> bool:
         """Score the held-out prompts with the weights after ``step``. Returns whether ``eval.stop_at`` is reached."""

@@ -51,6 +51,11 @@ class Generator(WeightReceiver):
             batch = batch.with_columns({fields.TEXT: text_column(decode_sampled(batch, self._tokenizer))})
         return batch
 
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
+    def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        """As :meth:`generate`, beside other calls. The completions of all of them are drawn together."""
+        return self.generate(prompts, sampling)
+
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.config.tokenizer_source)

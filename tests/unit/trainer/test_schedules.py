@@ -6,15 +6,17 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
+from time import sleep
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, RewardError
 from podium.trainer.preflight import load_schedule
 from podium.trainer.schedules import Schedule, Steps, sync
+from podium.trainer.schedules.asynchronous import asynchronous
 from podium.trainer.schedules.steps import StageClock
 from podium.trainer.trainer import StopRequest
 
@@ -28,13 +30,20 @@ class Recorder:
 
     keeps_apart = ""
 
-    def __init__(self, last: int = 4, eval_every: int = 0, save_every: int = 0, save_minutes: float = 0) -> None:
+    def __init__(
+        self,
+        last: int = 4,
+        eval_every: int = 0,
+        save_every: int = 0,
+        save_minutes: float = 0,
+        schedule: str = "mine.py:mine",
+    ) -> None:
         self.calls: list[str] = []
         self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
         self.clock = StageClock()
         self.stream = self.ledger = self
         self.config: Any = SimpleNamespace(
-            run=SimpleNamespace(steps=last, schedule="mine.py:mine"),
+            run=SimpleNamespace(steps=last, schedule=schedule, max_staleness=2),
             eval=SimpleNamespace(every=eval_every),
             save=SimpleNamespace(every=save_every, minutes=save_minutes),
         )
@@ -52,8 +61,8 @@ class Recorder:
     def take(self, step: int, until: int) -> None:
         assert until == self.taken
 
-    def move(self, step: int, state: str) -> None:
-        assert state == "trained"
+    def move(self, step: int, state: str, reason: str = "") -> None:
+        assert bool(reason) == (state == "dropped")
 
     def collect(self, step: int) -> Taken:
         self.calls.append(f"collect {step}")
@@ -80,7 +89,7 @@ class Recorder:
 
     def run(self, schedule: Schedule = sync, first: int = 1) -> int:
         """Drive this by ``schedule``; the last step that was done."""
-        with ThreadPoolExecutor(2) as threads:
+        with ThreadPoolExecutor(4) as threads:
             self.steps = Steps(self, first, self.stop, threads)  # type: ignore[arg-type] # what Steps needs of a trainer
             schedule(self.steps)
             self.steps.check_whole()
@@ -336,3 +345,50 @@ def test_what_is_no_plain_function_of_one_argument_is_refused(tmp_path: Path, co
     (tmp_path / "mine.py").write_text(code)
     with pytest.raises(ConfigError, match=r"run\.schedule = .*" + message):
         load_schedule(f"{tmp_path}/mine.py:mine")
+
+
+class SideBySide(Recorder):
+    """Its steps are collected at once; those that come later are done sooner."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(last, schedule="asynchronous")
+        self.version, self.drawn = 0, dict[int, int]()
+        self.now, self.most, self.counting = 0, 0, Lock()
+
+    def collect(self, step: int) -> Taken:
+        with self.counting:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.drawn[step] = self.version
+        self.taken += 1
+        self.steps.took(step)
+        assert self.taken == step, "the prompts are taken in order"
+        sleep(0.05 if step % 2 else 0.0)
+        with self.counting:
+            self.now -= 1
+        return Taken(step)
+
+    def learn(self, rollout: Taken) -> Mapping[str, float]:
+        sleep(0.01)
+        self.version = rollout.step
+        return super().learn(rollout)
+
+
+def test_the_asynchronous_schedule_collects_several_steps_at_once_within_its_bound() -> None:
+    trainer = SideBySide(12)
+    assert trainer.run(asynchronous) == 12
+    assert [call for call in trainer.calls if call.startswith("learn")] == [f"learn {step}" for step in range(1, 13)]
+    assert trainer.most == 3
+    assert all(step - 1 - version <= 2 for step, version in trainer.drawn.items())
+    assert any(step - 1 - version == 2 for step, version in trainer.drawn.items())
+
+
+def test_a_collect_that_fails_beside_others_ends_the_schedule() -> None:
+    class Failing(SideBySide):
+        def collect(self, step: int) -> Taken:
+            if step == 2:
+                raise RewardError("no reward")
+            return super().collect(step)
+
+    with pytest.raises(RewardError, match="no reward"):
+        Failing(12).run(asynchronous)

@@ -5,9 +5,10 @@
                             update, weight sync                       the sync reaches the generator
     for step in steps       the steps in order; after each it evaluates and saves where that is due
 
-The halves of two steps may run beside each other: ``collect_ahead`` starts a ``collect`` in a thread. At most one
-``collect`` and one ``learn`` run at a time, each in the order of steps. So a checkpoint has one place in the data, and
-prompts that were collected and not yet learned are taken again by a run that is resumed from it.
+The halves of steps may run beside each other: ``collect_ahead`` starts a ``collect`` in a thread. Steps take their
+prompts in order, and are learned in order, one at a time. So a checkpoint has one place in the data, and prompts that
+were collected and not yet learned are taken again by a run that is resumed from it. Only the schedule ``asynchronous``
+has several ``collect`` at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from threading import Lock
+from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol
 
 from podium.errors import ConfigError, DeadlineExceeded
@@ -102,16 +103,21 @@ class Steps:
 
     def __init__(self, trainer: Trainer[Any, Any, Any], first: int, stop: StopRequest, threads: Executor) -> None:
         self.first, self.last = first, trainer.config.run.steps
+        self.max_staleness: int = trainer.config.run.max_staleness
+        self.side_by_side = trainer.config.run.schedule == "asynchronous"  # several steps are collected at a time
         self.done = first - 1
         self.place: Mapping[str, Any] = trainer.stream.state()
         self._trainer, self._stop, self._threads = trainer, stop, threads
-        self._lock = Lock()
-        self._running: dict[str, int] = {}  # by half, the step that it works on
+        self._changed = Condition()  # guards what follows
+        self._running: dict[str, set[int]] = {"collect": set(), "learn": set()}  # by half, the steps that it works on
+        self._begun = {"collect": self.done, "learn": self.done}  # by half, the last step that it began
         self._finished = {"collect": self.done, "learn": self.done}  # by half, the last step that it finished
+        self._took = self.done  # the last step that has its prompts
         self._places: dict[int, Mapping[str, Any]] = {}  # by step, of those collected and not yet learned
         self._ends = self.done >= self.last
         self._given = self.done  # the step that the loop is at
         self._saved_s = time.monotonic()
+        self._failed = False  # a collect has failed, so that no later one gets its prompts in order
 
     def __iter__(self) -> Iterator[int]:
         """Give each step. The loop ends after the last one, when somebody asks to stop, or at ``eval.stop_at``.
@@ -139,16 +145,36 @@ class Steps:
 
     def collect(self, step: int) -> Rollout:
         """Take prompts, draw completions and grade them. Raises what a stage raises."""
-        with self._half("collect", step):
-            rollout: Rollout = self._trainer.collect(step)
+        if self.side_by_side:
+            with self._changed:  # threads begin in any order
+                self._changed.wait_for(lambda: self._took >= step - 1 or self._failed)
+        try:
+            with self._half("collect", step):
+                rollout: Rollout = self._trainer.collect(step)
+                self.took(step)
+        except BaseException as error:
+            with self._changed:
+                self._failed = True
+                self._took = min(self._took, step - 1)
+                self._changed.notify_all()
+            self._trainer.ledger.move(step, "dropped", reason=f"{type(error).__name__} in collect")
+            raise
+        return rollout
+
+    def took(self, step: int) -> None:
+        """Note that ``step`` has taken its prompts from the stream, so that the next step may. A second call does
+        nothing."""
+        if step > self._took:
             self._trainer.ledger.take(step, self._trainer.stream.number)
             self._places[step] = self._trainer.stream.state()
-        return rollout
+            with self._changed:
+                self._took = step
+                self._changed.notify_all()
 
     def collect_ahead(self, step: int) -> Future[Rollout]:
         """Start ``collect(step)`` in a thread. ``result()`` waits for it, and raises what it raised.
 
-        A ``collect`` that was started before is finished first.
+        A ``collect`` that was started before is finished first, except with the schedule ``asynchronous``.
 
         Raises:
             ConfigError: ``step`` is beyond the last step.
@@ -181,30 +207,35 @@ class Steps:
     @contextmanager
     def _half(self, name: str, step: int) -> Iterator[None]:
         """Record that a half runs during the block. Raises ConfigError where it must not run now."""
-        with self._lock:
-            if name in self._running:
-                raise self._refusal(f"{name}({step}) began while {name}({self._running[name]}) was running")
+        with self._changed:
+            running = self._running[name]
+            if running and not (name == "collect" and self.side_by_side):
+                raise self._refusal(f"{name}({step}) began while {name}({min(running)}) was running")
             self._check_exists(step)
-            expected = self._finished[name] + 1
+            expected = self._begun[name] + 1
             if self.first <= step < expected:
                 past = "collected" if name == "collect" else "learned"
                 raise self._refusal(f"{name}({step}) was called twice; each step is {past} once, in order")
             if step != expected:
                 before = "first" if expected == self.first else f"after {name}({expected - 1})"
                 raise self._refusal(f"{name}({step}) was called {before}; expected {name}({expected})")
-            if self._running and (reason := self._trainer.keeps_apart):
+            if any(self._running.values()) and (reason := self._trainer.keeps_apart):
                 raise self._refusal(f"collect and learn run beside each other, but {reason}")
             if name == "learn" and step != self._given:
                 raise self._refusal(
                     f"learn({step}) was called before the loop over `steps` gave step {step}; write `for step in steps`"
                 )
-            self._running[name] = step
+            running.add(step)
+            self._begun[name] = step
         try:
             yield
             self._finished[name] = step
+        except BaseException:
+            self._begun[name] = step - 1  # it may be tried again
+            raise
         finally:
-            with self._lock:
-                del self._running[name]
+            with self._changed:
+                running.discard(step)
 
     def _check_exists(self, step: int) -> None:
         if step > self.last:
