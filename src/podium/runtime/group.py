@@ -80,6 +80,11 @@ class WorkerGroup(Generic[W]):
         return self.processes.pids
 
     @property
+    def lost(self) -> Mapping[int, str]:
+        """The ranks whose process has ended by itself, with the cause."""
+        return {rank: death.cause for rank, death in self.processes.calls.lost.items()}
+
+    @property
     def shares_processes_with(self) -> tuple[str, ...]:
         """Names of the workers that are colocated with these. They restart together."""
         return tuple(name for name in self.processes.workers if name != self.name)

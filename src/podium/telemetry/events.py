@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["CallFinished", "CheckpointSaved", "CompletionsSampled", "EvalFinished", "Event", "Note", "PhaseStarted"]
-__all__ += ["Sample", "StageFinished", "Stalled", "StepFinished", "WorkerLost", "WorkerStarted"]
+__all__ += ["Recovered", "Sample", "StageFinished", "Stalled", "StepFinished", "WorkerLost", "WorkerStarted"]
 
 
 class Event:
@@ -142,3 +142,8 @@ class Note(Event):
     """A sentence for the person who watches the run."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Recovered(Note):
+    """The run goes on after it has lost a worker."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from threading import RLock
 from typing import Final
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
@@ -21,7 +22,7 @@ from podium.data import Batch, fields
 from podium.errors import PodiumError, RewardError
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.runtime import Call, Handle
-from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
+from podium.telemetry import CompletionsSampled, Note, Recovered, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
 from podium.trainer.config import PPOConfig
@@ -110,14 +111,44 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             self.completions.write(scored, batch.jagged(fields.ADVANTAGES))
             figures.update(self.describe(scored, batch))
 
-        with stage("update"):
-            updates = self.update(batch, step, meanwhile=record)
-        with stage("publish"):
-            self.roles.sync_weights(step)
+        with self._weights:
+            with stage("update"):
+                updates = self.update(batch, step, meanwhile=record)
+            with stage("publish"):
+                self.publish(step)
         with stage("record"):
             metrics = self.measure(figures, updates)
             self.check_mismatch(metrics, step)
             return metrics
+
+    def publish(self, step: int) -> None:
+        """Send the policy's new weights to the generator, as version ``step``."""
+        self._version = step
+        processes = self.generator.group.pids
+        try:
+            self.roles.sync_weights(step)
+        except PodiumError as error:
+            self.revive_generator(processes, error)
+
+    def revive_generator(self, processes: Sequence[int], error: PodiumError) -> None:
+        """Restart the generator if it has lost one of its ``processes``, and give it the current weights.
+
+        A call that had failed with it may then be made again: what is drawn depends on seeds and weights alone. If
+        another thread has restarted the generator meanwhile, this waits until it has the weights.
+
+        Raises:
+            PodiumError: It is ``error`` where nothing was lost that can be restarted alone, or tells that too much was
+                lost.
+        """
+        group = self.generator.group
+        if not self.roles.generator_is_apart or not (group.lost or group.pids != processes):
+            raise error
+        with self._weights:  # no update runs, so the policy's weights are those of one version
+            if causes := [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]:
+                what = self._losses.add(causes, error)
+                group.restart()
+                self.roles.sync_weights(self._version)
+                emit(Recovered(f"{what}; it was restarted and has the weights of version {self._version}"))
 
     # -- the stages of collect -------------------------------------------------------------------------------------
 
@@ -125,7 +156,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
         generate = self.generator.generate_beside if self.steps.side_by_side else self.generator.generate
-        return generate(prompt_batch(prompts, seeds), self.sampling)
+        while True:
+            processes = self.generator.group.pids
+            try:
+                return generate(prompt_batch(prompts, seeds), self.sampling)
+            except PodiumError as error:
+                self.revive_generator(processes, error)
 
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Grade the completions. If the reward fails, they are written before the error ends the run."""
@@ -293,6 +329,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(self.directory.completions))
         self._mismatch_noted = False
+        self._weights = RLock()  # held while the policy's weights change, until the generator has them
+
+    def resume(self) -> int:
+        self._version = super().resume()
+        return self._version
 
     def save(self, step: int) -> None:
         self.completions.flush()

@@ -76,6 +76,24 @@ class Roles:
             learners["critic"] = self.critic
         return learners
 
+    def lost(self) -> list[str]:
+        """Say which worker processes have ended by themselves, and why. Colocated roles are named together."""
+        found: dict[str, None] = {}  # without the same process again
+        for group in (worker.group for worker in self.workers.values()):
+            names = ", ".join(sorted((group.name, *group.shares_processes_with)))
+            found |= {f"rank {rank} of {names} ({cause})": None for rank, cause in group.lost.items()}
+        return list(found)
+
+    @property
+    def generator_is_apart(self) -> bool:
+        """Whether the generator's processes hold nothing that is learned, so that they can be restarted alone."""
+        return self.generator is not None and not self.learners.keys() & {*self.generator.group.shares_processes_with}
+
+    @property
+    def workers(self) -> dict[str, Handle[Any]]:
+        """The handles of the roles that there are, by name."""
+        return {role: handle for role in _ROLES if (handle := getattr(self, role)) is not None}
+
     def check_parameters(self) -> None:
         """Check that all trained parameters are finite. Raises PodiumError for one that is not."""
         for role, ranks in self._progress().items():

@@ -18,12 +18,12 @@ from typing import Any, Final, Generic, TypeVar
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.config import config_to_yaml
-from podium.errors import ConfigError
+from podium.errors import ConfigError, PodiumError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
 from podium.rollout.tasks.writer import chat_template
 from podium.runtime import Cluster, Handle, backend_class, connect
-from podium.telemetry import EvalFinished, Note, PhaseStarted, emit
+from podium.telemetry import EvalFinished, Note, PhaseStarted, Recovered, emit
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpoints import TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
@@ -41,6 +41,7 @@ from podium.trainer.preflight import (
     with_stop_tokens,
 )
 from podium.trainer.prompts import load_held_out
+from podium.trainer.recovery import Losses, RunLost
 from podium.trainer.report import report
 from podium.trainer.roles import PRELOAD, Roles, RoleWorkers, started_roles
 from podium.trainer.run_dir import RunDirectory, Summary
@@ -124,16 +125,32 @@ class Trainer(ABC, Generic[C, E, R]):
         Raises:
             PodiumError: The error that ended the run. What was computed until then is in the run's directory.
         """
-        with ExitStack() as stack:
-            self.prepare(stack)
-            # Only now is it a run: what failed until here leaves its directory free for the next attempt.
-            self.directory.write_config(config_to_yaml(self.config))
-            first = self.resume() + 1
-            self.ledger = Ledger(self.directory.ledger_path, self.stream.number, self.state.ledger)
-            stack.callback(self.ledger.close)
-            self._began = time.monotonic()
-            emit(PhaseStarted(self.recipe, self.config.run.steps, first))
-            self.steps = Steps(self, first, self._stop, self._threads)
+        self._losses = Losses(self.config.run.max_restarts)
+        lost = ""
+        while True:
+            try:
+                with ExitStack() as stack:
+                    self.prepare(stack)
+                    if lost:
+                        emit(Recovered(lost))
+                    else:  # only now is it a run: what failed until here leaves its directory free
+                        self.directory.write_config(config_to_yaml(self.config))
+                    return self._train(stack)
+            except RunLost as error:
+                lost = str(error)
+            resumed = replace(self.config.run, resume=str(self.directory.path))
+            self.config = replace(self.config, run=resumed)
+            self.clock, self.state = StageClock(), TrainerState()
+
+    def _train(self, stack: ExitStack) -> Summary:
+        """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
+        first = self.resume() + 1
+        self.ledger = Ledger(self.directory.ledger_path, self.stream.number, self.state.ledger)
+        stack.callback(self.ledger.close)
+        self._began = time.monotonic()
+        emit(PhaseStarted(self.recipe, self.config.run.steps, first))
+        self.steps = Steps(self, first, self._stop, self._threads)
+        try:
             if self.config.eval.at_start and first == 1:
                 with named_stage("evaluate", 0):
                     self.evaluate(0)
@@ -141,6 +158,10 @@ class Trainer(ABC, Generic[C, E, R]):
                 self._schedule(self.steps)
             self.steps.check_whole()
             return self.finish(self.steps.done)
+        except PodiumError as error:
+            if not (causes := self.roles.lost()):
+                raise
+            raise RunLost(self._losses.add(causes, error)) from error
 
     def prepare(self, stack: ExitStack) -> None:
         """Open all parts of the run and put them on ``stack``. Workers come last, so that other mistakes are quick."""
