@@ -77,6 +77,9 @@ bench: $(STAMP)  ## every figure of the README, beside floors and installed peer
 soak: $(STAMP)  ## ten thousand steps through references, with faults among them: what grows is a leak
 	@$(BIN)/python -m bench.soak $(ARGS)
 
+chaos: $(STAMP)  ## runs that lose processes at random moments, in every schedule: what became of each prompt
+	@$(BIN)/python -m bench.chaos $(ARGS)
+
 bench-peers: $(PEERS:%=.venvs/%/.installed)  ## install the peers that bench compares with, each in its own environment
 
 ##@ Help
@@ -112,4 +115,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast test-monarch test-vllm test-wheel test-wheel-newest bench soak bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast test-monarch test-vllm test-wheel test-wheel-newest bench soak chaos bench-peers help
