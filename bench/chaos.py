@@ -93,7 +93,7 @@ class Chaos:
         self.random = random.Random(f"{seed}/{schedule}")
         self.plan = [fault for fault in faults for _ in range(kills)]
         self.random.shuffle(self.plan)
-        self.steps = 6 + 4 * len(self.plan)
+        self.steps = 10 + 30 * len(self.plan)
         self.resumed = 0
         self.ever: set[int] = set()
 
