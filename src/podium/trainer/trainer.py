@@ -88,6 +88,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self._reports = report
         self.clock = StageClock()
         self.state = TrainerState()
+        self._losses = Losses(config.run.max_restarts)
 
     # -- what a recipe defines -------------------------------------------------------------------------------------
 
@@ -125,22 +126,22 @@ class Trainer(ABC, Generic[C, E, R]):
         Raises:
             PodiumError: The error that ended the run. What was computed until then is in the run's directory.
         """
-        self._losses = Losses(self.config.run.max_restarts)
         lost = ""
-        while True:
-            try:
-                with ExitStack() as stack:
-                    self.prepare(stack)
-                    if lost:
-                        emit(Recovered(lost))
-                    else:  # only now is it a run: what failed until here leaves its directory free
-                        self.directory.write_config(config_to_yaml(self.config))
-                    return self._train(stack)
-            except RunLost as error:
-                lost = str(error)
-            resumed = replace(self.config.run, resume=str(self.directory.path))
-            self.config = replace(self.config, run=resumed)
-            self.clock, self.state = StageClock(), TrainerState()
+        with ExitStack() as self._whole:
+            while True:
+                try:
+                    with ExitStack() as stack:
+                        self.prepare(stack)
+                        if lost:
+                            emit(Recovered(lost))
+                        else:  # only now is it a run: what failed until here leaves its directory free
+                            self.directory.write_config(config_to_yaml(self.config))
+                        return self._train(stack)
+                except RunLost as error:
+                    lost = str(error)
+                resumed = replace(self.config.run, resume=str(self.directory.path))
+                self.config = replace(self.config, run=resumed)
+                self.clock, self.state = StageClock(), TrainerState()
 
     def _train(self, stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
@@ -187,10 +188,10 @@ class Trainer(ABC, Generic[C, E, R]):
         self._console = terminal() if self._show else None
         for sink in self.directory.sinks(config, self._console):
             stack.enter_context(sink)
-        cluster = self._cluster
-        if isinstance(cluster, str):
+        if isinstance(self._cluster, str):  # it stays for a run that is resumed after a loss
             hints = {"log_dir": self.directory.logs.absolute(), "preload": PRELOAD}
-            cluster = stack.enter_context(connect(cluster, hints=hints, **self._backend_options))
+            cluster = connect(self._cluster, hints=hints, **self._backend_options)
+            self._cluster, self._backend_options = self._whole.enter_context(cluster), {}
         self._stop = stack.enter_context(listen_for_stop())
         self.tokenizer = load_tokenizer(config.model.tokenizer_source)
         self._template = chat_template(self.tokenizer, config.data)
@@ -210,7 +211,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self.grader = stack.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
         self.grader.start()
         self.roles = stack.enter_context(
-            started_roles(cluster, config, self._workers, (self.directory.path / "profile").absolute())
+            started_roles(self._cluster, config, self._workers, (self.directory.path / "profile").absolute())
         )
 
     def resume(self) -> int:
