@@ -15,7 +15,7 @@ from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 
-MOST_DEPENDENCIES = 12
+MOST_DEPENDENCIES = 13
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 32,
