@@ -14,6 +14,7 @@ from podium.data import Batch, Jagged
 from podium.rollout.engines import EngineConfig, vllm
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import colocate
+from podium.trainer.roles import PRELOAD
 from podium.workers import (
     ColocatedSync,
     Generator,
@@ -45,7 +46,7 @@ PROMPTS = Batch(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with connect("local", log_dir=tmp_path_factory.mktemp("logs"), preload=["podium.workers"]) as running:
+    with connect("local", log_dir=tmp_path_factory.mktemp("logs"), preload=PRELOAD) as running:
         yield running
 
 

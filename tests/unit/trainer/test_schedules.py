@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier, Event, Semaphore
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from podium.errors import ConfigError, RewardError
 from podium.trainer.preflight import load_schedule
 from podium.trainer.schedules import Schedule, Steps, sync
 from podium.trainer.schedules.asynchronous import asynchronous
+from podium.trainer.schedules.one_step_off import one_step_off
 from podium.trainer.schedules.steps import StageClock
 from podium.trainer.trainer import StopRequest
 
@@ -149,27 +150,36 @@ def test_a_run_that_is_good_enough_ends_with_a_checkpoint() -> None:
 # -- schedules that run ahead, and wrong ones
 
 
-def ahead(steps: Steps) -> None:
-    coming = steps.collect_ahead(steps.first)
-    for step in steps:
-        rollout = coming.result()
-        if step < steps.last:
-            coming = steps.collect_ahead(step + 1)
-            coming.result()  # so that the test knows how far it is
-        steps.learn(rollout)
+class Ahead(Recorder):
+    """``learn`` goes on only when the next step is collected, so that a test knows how far the run is."""
+
+    def __init__(self, last: int, **more: Any) -> None:
+        super().__init__(last, **more)
+        self.next_collected = Semaphore(0)
+
+    def collect(self, step: int) -> Taken:
+        taken = super().collect(step)
+        if step > 1:
+            self.next_collected.release()
+        return taken
+
+    def learn(self, rollout: Taken) -> Mapping[str, float]:
+        if rollout.step < self.config.run.steps:
+            assert self.next_collected.acquire(timeout=30)
+        return super().learn(rollout)
 
 
 def test_a_checkpoint_holds_the_place_of_what_was_learned_not_of_what_was_collected_ahead() -> None:
-    trainer = Recorder(last=3, save_every=1)
-    trainer.run(ahead)
+    trainer = Ahead(last=3, save_every=1)
+    trainer.run(one_step_off)
     assert trainer.calls[:3] == ["collect 1", "collect 2", "learn 1"]
     assert trainer.saved == [(1, {"taken": 1}), (2, {"taken": 2}), (3, {"taken": 3})]
 
 
 def test_what_was_collected_ahead_is_dropped_when_somebody_asks_to_stop() -> None:
-    trainer = Recorder(last=9)
+    trainer = Ahead(last=9)
     trainer.stop_at = 2
-    assert trainer.run(ahead) == 2
+    assert trainer.run(one_step_off) == 2
     assert trainer.taken == 3
     assert trainer.saved == [(2, {"taken": 2})]
 
