@@ -2,8 +2,10 @@
 
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls import Call, wait
-from podium.runtime.cluster import Cluster, backend_class, backends, colocate, connect
+from podium.runtime.cluster import Cluster
 from podium.runtime.collect import Collect, concat, first, gather, nothing, reduce
+from podium.runtime.colocation import Colocated, colocate
+from podium.runtime.connecting import backend_class, backends, connect
 from podium.runtime.dispatch import (
     Arguments,
     Dispatch,
@@ -18,7 +20,7 @@ from podium.runtime.dispatch import (
     shard,
 )
 from podium.runtime.endpoints import Endpoint, endpoint
-from podium.runtime.group import Colocated, Handle, Replicas, WorkerGroup
+from podium.runtime.group import Handle, Replicas, WorkerGroup
 from podium.runtime.messages import Capabilities, Death, Node, Packed, Place, ProcessSpec, Reply, Request
 from podium.runtime.pool import ResourcePool, Slot
 from podium.runtime.profiling import Profile

@@ -1,9 +1,8 @@
-"""Connect to a backend, reserve pools, and start groups of workers."""
+"""Reserve pools on a connected backend, and start groups of workers."""
 
 from __future__ import annotations
 
 import atexit
-import inspect
 import itertools
 import logging
 import os
@@ -12,18 +11,17 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from podium.errors import ConfigError, PlacementError
-from podium.functions import nearest
 from podium.runtime.backend import Backend
 from podium.runtime.calls import Watch, refuse_in_a_fork
+from podium.runtime.colocation import Colocated, is_colocated
 from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoints import Returns, endpoints_of
-from podium.runtime.group import Colocated, Replicas, WorkerGroup, WorkerHandle
+from podium.runtime.group import Replicas, WorkerGroup, WorkerHandle
 from podium.runtime.messages import Capabilities, Node
 from podium.runtime.pool import Inventory, ResourcePool, Strategy, whole_numbers
 from podium.runtime.process_set import BUSY_END_S, START_TIMEOUT_S, ProcessSet, Role, StartOptions
@@ -33,9 +31,8 @@ from podium.runtime.worker import Bound, Worker
 if TYPE_CHECKING:
     from podium.data import TensorStore
 
-__all__ = ["Cluster", "backend_class", "backends", "colocate", "connect"]
+__all__ = ["Cluster"]
 
-C = TypeVar("C", bound=Colocated)
 T = TypeVar("T")
 H = TypeVar("H", bound=type[Worker])
 
@@ -49,108 +46,6 @@ PROTECTED = {
 """Variables that ``env`` cannot set. The slot decides which devices a worker sees, and its place is in ``self.ctx``."""
 
 _log = logging.getLogger("podium")
-
-
-@overload
-def colocate(**workers: Bound[Any]) -> Bound[Colocated]: ...
-@overload
-def colocate(kind: type[C], /, **workers: Bound[Any]) -> Bound[C]: ...
-def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bound[Any]:
-    """Several named workers for the same worker processes, where ``self.ctx.colocated["name"]`` is the plain object.
-
-    They are made in the order given, so a later one may use an earlier one in its constructor.
-
-    Args:
-        kind: A subclass of :class:`Colocated` that declares the workers, for a type checker.
-
-    Raises:
-        ConfigError: There is no worker, a name is that of a method of :class:`Colocated`, or ``kind`` declares other
-            workers, or handles of other classes.
-    """
-    if not workers:
-        raise ConfigError(
-            "colocate() needs at least one worker, as in colocate(actor=Actor.bind(), critic=Critic.bind())"
-        )
-    if taken := sorted(name for name in workers if hasattr(Colocated, name)):
-        raise ConfigError(f"colocate(): a worker cannot be named {taken[0]!r}: the mapping of handles has that method")
-    declared = {name: cls for base in kind.__mro__ for name, cls in vars(base).get("__annotations__", {}).items()}
-    if kind is not Colocated and declared.keys() != workers.keys():
-        raise ConfigError(
-            f"colocate({kind.__name__}, ...): it declares {sorted(declared)}; given are {sorted(workers)}"
-        )
-    for name, cls in _declared_classes(kind).items():
-        bound = workers[name]
-        if isinstance(bound, Bound) and not issubclass(bound.cls, cls):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f"colocate({kind.__name__}, ...): it declares {name} as Handle[{cls.__name__}]; given is "
-                f"{bound.cls.__name__}.bind(...)"
-            )
-    return Bound(kind, (), workers)
-
-
-def _declared_classes(kind: type[Colocated]) -> dict[str, type]:
-    """The classes of the handles that ``kind`` declares, by name, as far as its annotations can be read."""
-    try:
-        hints = get_type_hints(kind)
-    except NameError:  # an annotation is a text that names a class of a function
-        return {}
-    classes = {name: get_args(hint)[0] for name, hint in hints.items() if get_origin(hint) is WorkerHandle}
-    return {name: cls for name, cls in classes.items() if isinstance(cls, type)}
-
-
-def backends() -> dict[str, EntryPoint]:
-    """The backends that are installed, by name."""
-    return {entry.name: entry for entry in entry_points(group="podium.backends")}
-
-
-def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, **options: Any) -> Cluster:
-    """Connect to a backend by name: "inline", "local", "ray", or any installed one.
-
-    Args:
-        backend: A name, or an address of the form ``NAME://…``.
-        hints: Options that are dropped if the backend does not have them, such as ``log_dir`` and ``preload``.
-        options: The backend's own options.
-
-    Raises:
-        ConfigError: There is no such backend (the message has the nearest name), or it does not have an option.
-    """
-    cls = backend_class(backend, options)
-    known = inspect.signature(cls).parameters
-    given = {name: value for name, value in (hints or {}).items() if name in known} | _with_address(backend, options)
-    return Cluster(cls(**given), backend.partition("://")[0])
-
-
-def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> type[Backend]:
-    """The class that :func:`connect` would make with these options. Nothing is started.
-
-    Raises:
-        ConfigError: As in :func:`connect`.
-    """
-    scheme, found = backend.partition("://")[0], backends()
-    if scheme not in found:
-        raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{nearest(scheme, found)}")
-    entry = found[scheme]
-    try:
-        cls: Any = entry.load()
-    except (Exception, SystemExit) as error:
-        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        own = entry.module.startswith("podium.")
-        remedy = f"pip install 'podium[{scheme}]'" if own else f"another version of the package of {entry.value}"
-        raise ConfigError(f"backend {scheme!r} cannot be loaded: {what}; try: {remedy}") from error
-    if not (inspect.isclass(cls) and issubclass(cls, Backend)):
-        raise ConfigError(f"backend {scheme!r}: {entry.value} is no subclass of podium.runtime.Backend")
-    if missing := sorted(cls.__abstractmethods__):
-        raise ConfigError(f"backend {scheme!r}: {entry.value} does not implement {', '.join(missing)}")
-    try:
-        inspect.signature(cls).bind(**_with_address(backend, options or {}))
-    except TypeError as error:
-        raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
-    return cls
-
-
-def _with_address(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options``, and the address if ``backend`` is one."""
-    return {**options, "address": backend} if "://" in backend else dict(options)
 
 
 class Cluster:
@@ -354,22 +249,9 @@ class Cluster:
             slots = self._checked_pool(pool, how) if shared is None else shared.pool
             meshes = _with_default(meshes, len(slots))
             _check_profile(profile, bounds, len(slots))
+            roles = {own: Role(bound, meshes, timeout_s, returns, int(seed), profile) for own, bound in bounds.items()}
             processes = shared or ProcessSet(self._backend, self._watch, slots, label, self._threads(slots), how)
-            handles: dict[str, WorkerHandle] = {}
-            try:
-                for role_name, bound in bounds.items():
-                    role = Role(bound, meshes, timeout_s, returns, int(seed), profile)
-                    processes.construct(role_name, role, start_timeout_s, until)
-                    handles[role_name] = self._add_group(processes, role_name, role)
-                if detached:
-                    processes.keep_record()
-            except BaseException:
-                if shared is None:
-                    processes.close(0.0, stop_detached=True)
-                else:
-                    for role_name in bounds:
-                        shared.forget(role_name)
-                raise
+            handles = self._construct(processes, roles, how, until, into_running=shared is not None)
         several: type[Any] | None = worker.cls if issubclass(worker.cls, Colocated) else None
         return cast(T, several(handles) if several else next(iter(handles.values())))
 
@@ -474,13 +356,13 @@ class Cluster:
 
     def _bounds(self, worker: Bound[Any], name: str | None, into: object) -> Mapping[str, Bound[Any]]:
         """The workers to start by their names, which nobody else has."""
-        several = _is_colocated(worker)
+        several = is_colocated(worker)
         if several and name and into is not None:
             raise ConfigError(f"start(colocate(...), into=..., name={name!r}): the processes have their name already")
         bounds: dict[str, Bound[Any]] = worker.kwargs if several else {name or self._free_name(worker): worker}
         taken = self._starting | self.groups.keys() | {group.processes.name for group in self.groups.values()}
         for bound in bounds.values():
-            if not isinstance(bound, Bound) or _is_colocated(bound):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(bound, Bound) or is_colocated(bound):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
                     f"start() takes Cls.bind(...) of a podium.Worker, not {_kind(bound)}; "
                     "a class that a backend has already wrapped (such as @ray.remote) is passed as the plain class"
@@ -505,6 +387,27 @@ class Cluster:
     def _add_group(self, processes: ProcessSet, name: str, role: Role) -> WorkerHandle:
         self._groups[name] = WorkerGroup(processes, name, role)
         return WorkerHandle(self._groups[name])
+
+    def _construct(
+        self, processes: ProcessSet, roles: Mapping[str, Role], how: StartOptions, until: float, *, into_running: bool
+    ) -> dict[str, WorkerHandle]:
+        """Make the workers ``roles`` in ``processes`` until ``until``. After an error none of them is left, and neither
+        are the processes, unless they ran before."""
+        handles: dict[str, WorkerHandle] = {}
+        try:
+            for name, role in roles.items():
+                processes.construct(name, role, how.start_timeout_s, until)
+                handles[name] = self._add_group(processes, name, role)
+            if how.detached:
+                processes.keep_record()
+        except BaseException:
+            if into_running:
+                for name in roles:
+                    processes.forget(name)
+            else:
+                processes.close(0.0, stop_detached=True)
+            raise
+        return handles
 
     def _checked_pool(self, pool: ResourcePool | None, options: StartOptions) -> ResourcePool:
         """Return ``pool``, or a slot reserved in its place. Raises ConfigError if no group can be started there with
@@ -589,10 +492,6 @@ def _check_profile(profile: Profile | None, bounds: Mapping[str, Bound[Any]], ra
     if profile is not None:
         methods = [(name, method) for name, bound in bounds.items() for method in endpoints_of(bound.cls)]
         profile.check([*(method for _, method in methods), *map(".".join, methods)], ranks)
-
-
-def _is_colocated(worker: object) -> bool:
-    return isinstance(worker, Bound) and issubclass(cast("Bound[Any]", worker).cls, Colocated)
 
 
 def _check_seconds(**given: object) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from podium.data import Usage
 
-__all__ = ["Colocated", "Handle", "Replicas", "WorkerGroup", "WorkerHandle"]
+__all__ = ["Handle", "Replicas", "WorkerGroup", "WorkerHandle"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -342,23 +342,6 @@ if TYPE_CHECKING:
     """
 else:
     Handle = WorkerHandle
-
-
-class Colocated(dict[str, Any]):
-    """Handles of several workers that share the same worker processes: ``both.policy`` or ``both["policy"]``.
-
-    A subclass that declares the workers gives them their types:
-
-    >>> class Pair(Colocated):
-    ...     policy: Handle[Policy]
-    ...     critic: Handle[Critic]
-    >>> both = cluster.start(colocate(Pair, policy=Policy.bind(), critic=Critic.bind()))  # doctest: +SKIP
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"no worker {name!r} here; there are {sorted(self)}")
-        return self[name]
 
 
 class Replicas(Sequence[H], Generic[H]):

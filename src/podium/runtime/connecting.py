@@ -1,0 +1,70 @@
+"""Connect to a backend by its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from podium.errors import ConfigError
+from podium.functions import nearest
+from podium.runtime.backend import Backend
+from podium.runtime.cluster import Cluster
+
+__all__ = ["backend_class", "backends", "connect"]
+
+
+def backends() -> dict[str, EntryPoint]:
+    """The backends that are installed, by name."""
+    return {entry.name: entry for entry in entry_points(group="podium.backends")}
+
+
+def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, **options: Any) -> Cluster:
+    """Connect to a backend by name: "inline", "local", "ray", or any installed one.
+
+    Args:
+        backend: A name, or an address of the form ``NAME://…``.
+        hints: Options that are dropped if the backend does not have them, such as ``log_dir`` and ``preload``.
+        options: The backend's own options.
+
+    Raises:
+        ConfigError: There is no such backend (the message has the nearest name), or it does not have an option.
+    """
+    cls = backend_class(backend, options)
+    known = inspect.signature(cls).parameters
+    given = {name: value for name, value in (hints or {}).items() if name in known} | _with_address(backend, options)
+    return Cluster(cls(**given), backend.partition("://")[0])
+
+
+def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> type[Backend]:
+    """The class that :func:`connect` would make with these options. Nothing is started.
+
+    Raises:
+        ConfigError: As in :func:`connect`.
+    """
+    scheme, found = backend.partition("://")[0], backends()
+    if scheme not in found:
+        raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{nearest(scheme, found)}")
+    entry = found[scheme]
+    try:
+        cls: Any = entry.load()
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        own = entry.module.startswith("podium.")
+        remedy = f"pip install 'podium[{scheme}]'" if own else f"another version of the package of {entry.value}"
+        raise ConfigError(f"backend {scheme!r} cannot be loaded: {what}; try: {remedy}") from error
+    if not (inspect.isclass(cls) and issubclass(cls, Backend)):
+        raise ConfigError(f"backend {scheme!r}: {entry.value} is no subclass of podium.runtime.Backend")
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(f"backend {scheme!r}: {entry.value} does not implement {', '.join(missing)}")
+    try:
+        inspect.signature(cls).bind(**_with_address(backend, options or {}))
+    except TypeError as error:
+        raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
+    return cls
+
+
+def _with_address(backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options``, and the address if ``backend`` is one."""
+    return {**options, "address": backend} if "://" in backend else dict(options)
