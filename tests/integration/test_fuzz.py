@@ -158,7 +158,7 @@ class Doors:
         (self.run / "summary.json").write_text('{"steps": 1}')
         state = {"step": 1, "prompts": {"seed": 0, "items": 3, "epoch": 0, "position": 1}, "first": None, "last": None}
         (step / "trainer.json").write_text(json.dumps(state))
-        write_manifest(step, file_sums([step / "trainer.json"]))
+        write_manifest(step, [file_sums([step / "trainer.json"])])
         (self.run / "checkpoints" / "latest").symlink_to("step-000001")
 
     def configuration(self, rng: random.Random) -> None:

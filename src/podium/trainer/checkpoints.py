@@ -8,7 +8,13 @@ checkpoints/step-000012/
   manifest.json     the size and checksum of each file, here and in each of these directories
 checkpoints/latest  a link to the newest
 
-write aside ─▶ sync every file ─▶ rename ─▶ move `latest` ─▶ remove what is beyond `keep`
+The state is copied first, in the memory of the workers, while nothing updates it. The rest runs beside the next steps:
+
+    trainer   step 10 │ copy │ step 11   step 12   step 13 …                                step 20 │ copy │ step 21 …
+    a thread                 │ write aside ─▶ sync every file ─▶ rename ─▶ move `latest` ─▶ remove what is beyond `keep`
+
+One checkpoint is written at a time. A save that is due while the one before is being written waits for it, so that none
+is left out. The run waits for its last one before it ends, also when it ends by an error.
 """
 
 from __future__ import annotations
@@ -17,21 +23,25 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from podium.errors import CheckpointError
+from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.telemetry import CheckpointSaved, Sample, emit
+from podium.trainer.config import SaveConfig
 from podium.trainer.evaluate import Evaluation
 from podium.trainer.files import remove, step_name, step_of, sync_folder, sync_tree
-from podium.workers.manifest import check_manifest, file_sums, write_manifest
+from podium.trainer.schedules.steps import named_stage
+from podium.workers.manifest import check_manifest, explain, file_sums, write_manifest
 
 if TYPE_CHECKING:
+    from podium.runtime import Call
     from podium.trainer.roles import Roles
 
-__all__ = ["Checkpoints", "TrainerState", "load_checkpoint"]
+__all__ = ["Checkpoints", "Saver", "TrainerState", "load_checkpoint"]
 
 _STATE: Final = "trainer.json"
 _logger = logging.getLogger(__name__)
@@ -99,42 +109,23 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         self._tidy()
 
-    def save(self, state: TrainerState, roles: Roles, *, keep: int, keep_best: int = 0) -> None:
-        """Write a checkpoint of ``state.step``, then remove all but the ``keep`` newest and the ``keep_best`` best.
-        ``keep`` of 0 removes none.
-
-        Raises:
-            CheckpointError: A worker on another machine wrote to a disk that this process does not see.
-            OSError: The disk refuses.
-        """
-        with self.writing(state.step, keep=keep, keep_best=keep_best) as folder:
-            whole = folder.absolute()  # a worker has a working directory of its own
-            for name, worker in roles.learners.items():
-                worker.save(str(whole / name))
-                if not (folder / name).is_dir():
-                    raise CheckpointError(
-                        f"{whole / name} was written on another machine and is not here: a run's directory must be on "
-                        "a file system that all nodes share; set run.dir to one"
-                    )
-            (folder / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-            write_manifest(folder, file_sums([folder / _STATE]))
-
     @contextmanager
     def writing(self, step: int, *, keep: int = 0, keep_best: int = 0) -> Iterator[Path]:
         """Give a folder to write the checkpoint of ``step`` into, which is complete and ``latest`` after the block.
+        Then remove all but the ``keep`` newest and the ``keep_best`` best. ``keep`` of 0 removes none.
 
-        If the block raises, nothing remains of the folder.
+        If the block raises, or the disk refuses, nothing remains of the folder.
         """
-        aside = self.folder / f".{step_name(step)}.tmp"
+        aside, final = self.folder / f".{step_name(step)}.tmp", self.folder / step_name(step)
         remove(aside)
         aside.mkdir()
         try:
             yield aside
+            _commit(aside, final)
         except BaseException:
-            remove(aside)
+            with suppress(OSError):  # the error of the block counts; a later start removes what is left
+                remove(aside)
             raise
-        final = self.folder / step_name(step)
-        _commit(aside, final)
         emit(CheckpointSaved(step, str(final)))
         kept = {final, *self._ranked()[:keep_best]}
         for old in self.all()[:-keep] if keep > 0 else []:
@@ -204,3 +195,90 @@ def _commit(aside: Path, final: Path) -> None:
     link.replace(final.with_name("latest"))
     sync_folder(final.parent)
     remove(replaced)
+
+
+class Saver:
+    """Writes the checkpoints of one run.
+
+    Args:
+        checkpoints: Where they go.
+        config: Which of them are kept.
+        beside: Whether they are written beside the next steps; otherwise a save returns when it is complete.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, config: SaveConfig, *, beside: bool) -> None:
+        self._checkpoints, self._config, self._beside = checkpoints, config, beside
+        self._thread = ThreadPoolExecutor(1, "save")
+        self._writing: Future[None] | None = None
+
+    def save(self, state: TrainerState, roles: Roles) -> None:
+        """Copy what the learners hold, and begin to write it with ``state``. First wait for the checkpoint before.
+
+        Raises:
+            CheckpointError: The checkpoint before could not be written, or this one where it is not written beside.
+        """
+        self.wait()
+        text = json.dumps(asdict(state), indent=1)
+        for copied in [worker.copy_state.submit() for worker in roles.learners.values()]:
+            copied.result()
+        if self._beside:
+            self._writing = self._thread.submit(self._write, state.step, text, roles)
+        else:
+            self._write(state.step, text, roles)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, if there is one. It does not wait."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            CheckpointError: It cannot be written. The one before is still the latest.
+            PodiumError: A worker was lost that wrote it, or passed its deadline.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """End the thread. The workers are closed before, which ends what it still waits for."""
+        self._thread.shutdown()
+
+    def _write(self, step: int, text: str, roles: Roles) -> None:
+        config = self._config
+        try:
+            with (
+                named_stage("save", step),
+                self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as folder,
+            ):
+                _write_learners(folder.absolute(), roles)  # a worker has a working directory of its own
+                (folder / _STATE).write_text(text, encoding="utf-8")
+                write_manifest(folder, [file_sums([folder / _STATE])])
+        except (OSError, CheckpointError, EndpointError) as error:
+            cause = error.__cause__ if isinstance(error, EndpointError) and error.__cause__ is not None else error
+            reason = f"{error.filename}: {explain(error)}" if isinstance(error, OSError) else cause
+            run, latest = self._checkpoints.folder.parent, self._checkpoints.latest()
+            raise CheckpointError(
+                f"the checkpoint of step {step} is not written: {reason}. "
+                + (f"{latest} is whole: resume with --resume {run}" if latest else f"{run} has no checkpoint yet")
+            ) from error
+
+
+def _write_learners(folder: Path, roles: Roles) -> None:
+    """Have all learners write what they copied into ``folder``. All have ended when this returns or raises."""
+    calls: dict[str, Call[list[dict[str, Any]]]] = {}
+    failed: PodiumError | None = None
+    for name, worker in roles.learners.items():
+        try:
+            calls[name] = worker.write_state.submit(str(folder / name))
+        except PodiumError as error:
+            failed = failed or error
+    for name, call in calls.items():
+        try:
+            write_manifest(folder / name, call.result())
+        except PodiumError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed

@@ -223,11 +223,11 @@ class EvalConfig:
 
 @section("save")
 class SaveConfig:
-    """Checkpoints, from which a run can resume, and the final model."""
+    """Checkpoints, from which a run can resume, and the final model. A checkpoint is written beside the next steps."""
 
     every: int = Field(default=0, ge=0, le=10**9)
-    """Checkpoints are this many steps apart, and one is written when the run ends or is stopped. 0 writes none at fixed
-    steps."""
+    """Checkpoints are this many steps apart, and one is written when the run ends or is stopped. One that is due while
+    the one before is being written waits for it. 0 writes none at fixed steps."""
     minutes: float = Field(default=15.0, ge=0, le=1e7)
     """A checkpoint is also written after the first step that ends this many minutes after the latest one. 0 turns this
     off."""

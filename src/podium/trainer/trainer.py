@@ -3,6 +3,7 @@
 fit ─▶ prepare: directory, cluster, data, grader, roles ─▶ resume ─▶ schedule: collect, learn, … ─▶ finish
 """
 
+import logging
 import signal
 import threading
 import time
@@ -25,7 +26,7 @@ from podium.rollout.tasks.writer import chat_template
 from podium.runtime import Cluster, Handle, backend_class, connect
 from podium.telemetry import EvalFinished, Note, PhaseStarted, Recovered, emit
 from podium.telemetry.sinks.console import terminal
-from podium.trainer.checkpoints import TrainerState, load_checkpoint
+from podium.trainer.checkpoints import Saver, TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import score_held_out
 from podium.trainer.files import remove, step_of
@@ -55,6 +56,8 @@ C = TypeVar("C", bound=PPOConfig | SFTConfig)
 E = TypeVar("E")
 R = TypeVar("R", bound=Rollout)
 
+_logger = logging.getLogger(__name__)
+
 ECHO_S: Final = 1.0
 """A signal so soon after the first is the same one: ``make`` and ``timeout`` pass it on to processes that had it."""
 
@@ -67,6 +70,7 @@ class Trainer(ABC, Generic[C, E, R]):
     stream: PromptStream[E]
     directory: RunDirectory
     ledger: Ledger
+    saver: Saver
 
     def __init__(
         self,
@@ -159,8 +163,12 @@ class Trainer(ABC, Generic[C, E, R]):
                 self._schedule(self.steps)
             self.steps.check_whole()
             return self.finish(self.steps.done)
-        except PodiumError as error:
-            if not (causes := self.roles.lost()):
+        except Exception as error:
+            try:
+                self.saver.wait()  # what was copied before the error is saved
+            except PodiumError as late:
+                _logger.warning("after the error that ends the run: %s", late)
+            if not isinstance(error, PodiumError) or not (causes := self.roles.lost()):
                 raise
             raise RunLost(self._losses.add(causes, error)) from error
 
@@ -207,6 +215,8 @@ class Trainer(ABC, Generic[C, E, R]):
         # Closed after the workers: their end is what ends a call that a thread still waits for.
         ahead = 1 + config.run.max_staleness if config.run.schedule == "asynchronous" else 1
         self._threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
+        self.saver = Saver(self.directory.checkpoints, config.save, beside=self._cluster.capabilities.concurrent)
+        stack.callback(self.saver.close)
         log_path = self.directory.logs / "reward.log"
         self.grader = stack.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
         self.grader.start()
@@ -271,14 +281,18 @@ class Trainer(ABC, Generic[C, E, R]):
         return self._reached
 
     def save(self, step: int) -> None:
-        """Write a checkpoint from which the run goes on at ``step + 1``."""
+        """Begin a checkpoint from which the run goes on at ``step + 1``. It is written beside the next steps."""
         self.roles.check_parameters()
         self.state = self.remember(step)
-        keep = self.config.save
-        self.directory.checkpoints.save(self.state, self.roles, keep=keep.keep, keep_best=keep.keep_best)
+        self.saver.save(self.state, self.roles)
+
+    def check_saved(self) -> None:
+        """Raise the error of a checkpoint that could not be written since the last call, if there is one."""
+        self.saver.check()
 
     def finish(self, done: int) -> Summary:
-        """Write model, summary and report of a run whose last step was ``done``."""
+        """Write model, summary and report of a run whose last step was ``done``, once its last checkpoint is there."""
+        self.saver.wait()
         finished = done >= self.config.run.steps or self._reached
         if finished and self.held_out is not None and (self.state.last is None or self.state.last.step != done):
             self.evaluate(done)  # a run that was stopped after its last step, and resumed

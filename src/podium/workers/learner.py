@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
@@ -21,8 +21,9 @@ from podium.errors import CheckpointError
 from podium.runtime import Worker, endpoint, first, nothing
 from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig, check_dropout
 from podium.workers.engine import TrainEngine
-from podium.workers.manifest import check_manifest, file_sums, write_manifest
+from podium.workers.manifest import check_manifest, write_manifest
 from podium.workers.models import load_model
+from podium.workers.state_copy import StateCopy
 from podium.workers.texts import sampled_counts
 
 __all__ = ["Learner", "Progress"]
@@ -76,6 +77,7 @@ class Learner(Worker):
             world_size=self.ctx.world_size,
             dropout=not self.algorithm.reinforces if model.dropout is None else model.dropout,
         )
+        self._copied: StateCopy | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -99,32 +101,38 @@ class Learner(Worker):
         return self.engine.note
 
     @endpoint(collect=nothing())
+    def copy_state(self) -> None:
+        """Copy the state to host memory, for :meth:`write_state`. The ranks together hold one copy of it."""
+        state, parallel = self._state(), self.engine.parallel
+        files = self._files(state)
+        self._copied = StateCopy(state, files, self.ctx.rank, self.ctx.world_size, parallel.gather_objects)
+
+    @endpoint(concurrent=True)
+    def write_state(self, path: str) -> dict[str, Any]:
+        """Write what :meth:`copy_state` copied into the directory ``path``, while later calls change the state.
+
+        Returns:
+            Each rank's :func:`.file_sums`, for :func:`.write_manifest`, which completes the checkpoint.
+
+        Raises:
+            CheckpointError: The disk refuses, or nothing was copied.
+        """
+        copied, self._copied = self._copied, None
+        if copied is None:
+            raise CheckpointError(f"nothing was copied for {path}: call copy_state before each write_state")
+        return copied.write(path)
+
+    @endpoint(collect=nothing())
     def save(self, path: str) -> None:
-        """Write a checkpoint to resume from into the directory ``path``. The caller renames the directory, so that it
-        appears at once.
+        """Write a checkpoint to resume from into the directory ``path``, and wait for its end.
 
         Raises:
             CheckpointError: The directory cannot be written, or is not the same one for all ranks.
         """
-        folder, state = Path(path), self._state()
-        writer = _Writer(path, fqn_to_index_mapping=self._files(state), save_distributed=True)
-        try:
-            with _single_process_is_fine() as alone:
-                state_dict_saver.save(state, storage_writer=writer, no_dist=alone)
-            files = sorted(folder.glob("*.safetensors"))
-            own = file_sums(files[self.ctx.rank :: self.ctx.world_size])
-            sums: list[Any] = [own] * self.ctx.world_size
-            if not alone:
-                dist.all_gather_object(sums, own)
-            if self.ctx.rank == 0:
-                write_manifest(folder, {name: one for part in sums for name, one in part.items()})
-        except (OSError, CheckpointException) as error:
-            raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
-        if elsewhere := writer.written - {file.name for file in files}:
-            raise CheckpointError(
-                f"the checkpoint {path} lacks {', '.join(sorted(elsewhere))}, which other ranks wrote on their own "
-                "nodes: a run's directory must be on a file system that all nodes share"
-            )
+        self.copy_state()
+        parts = self.engine.parallel.gather_objects(self.write_state(path))
+        if self.ctx.rank == 0:
+            write_manifest(Path(path), parts)
 
     @endpoint(collect=nothing())
     def load(self, path: str) -> None:
@@ -225,12 +233,3 @@ def _single_process_is_fine() -> Iterator[bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield not dist.is_initialized()
-
-
-class _Writer(HuggingFaceStorageWriter):
-    """Also tells the coordinating rank which files all ranks have written."""
-
-    written: frozenset[str] = frozenset()
-
-    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        self.written = frozenset(one.storage_data.relative_path for part in results for one in part)

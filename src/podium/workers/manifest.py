@@ -4,6 +4,7 @@ A reader that checks the manifest first never takes a flipped bit, a half-writte
 what was written.
 """
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -12,10 +13,21 @@ from typing import Any, Final
 
 from podium.errors import CheckpointError
 
-__all__ = ["MANIFEST", "check_manifest", "file_sums", "write_manifest"]
+__all__ = ["MANIFEST", "check_manifest", "explain", "file_sums", "write_manifest"]
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 1
+_REMEDIES: Final = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room, or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+}
+
+
+def explain(error: OSError) -> str:
+    """Return why a disk refuses, and what to do where that is known."""
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{error.strerror or error}{f'; {remedy}' if remedy else ''}"
 
 
 def file_sums(files: Iterable[Path]) -> dict[str, Any]:
@@ -23,8 +35,18 @@ def file_sums(files: Iterable[Path]) -> dict[str, Any]:
     return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
 
 
-def write_manifest(folder: Path, sums: Mapping[str, Any]) -> None:
-    """Write the manifest of ``folder``, whose files have these :func:`file_sums`."""
+def write_manifest(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:
+    """Write the manifest of ``folder``, whose files have the :func:`file_sums` in ``parts``, one part a writer.
+
+    Raises:
+        CheckpointError: A file is not here, since its writer has another disk.
+    """
+    sums = {name: one for part in parts for name, one in part.items()}
+    if elsewhere := [name for name in sorted(sums) if not (folder / name).is_file()]:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(elsewhere[:3])}, written on another machine: a run's directory must be on a "
+            "file system that all nodes share; set run.dir to one"
+        )
     content = {"format": _FORMAT, "files": dict(sorted(sums.items()))}
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from podium.errors import CheckpointError
-from podium.runtime import endpoint, nothing
+from podium.runtime import endpoint
 from podium.telemetry import CheckpointSaved, Event, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.checkpoints import Checkpoints, TrainerState, load_checkpoint
@@ -154,7 +155,7 @@ def test_killed_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", '{"step": 1}', '{"stepp": 1, "first": null, "last": null}'])
 def test_a_state_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "trainer.json").write_text(text)
-    write_manifest(tmp_path, file_sums([tmp_path / "trainer.json"]))
+    write_manifest(tmp_path, [file_sums([tmp_path / "trainer.json"])])
     with pytest.raises(CheckpointError, match=r"trainer\.json is not the state of a training run"):
         load_checkpoint(tmp_path, None)  # pyright: ignore[reportArgumentType] - fails before it is used
 
@@ -162,7 +163,7 @@ def test_a_state_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_state_that_is_damaged_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "trainer.json"
     file.write_text('{"step": 12}')
-    write_manifest(tmp_path, file_sums([file]))
+    write_manifest(tmp_path, [file_sums([file])])
     file.write_text('{"step": 13}')
     with pytest.raises(CheckpointError, match=r"trainer\.json is damaged.* resume from another checkpoint"):
         load_checkpoint(tmp_path, None)  # pyright: ignore[reportArgumentType] - fails before it is used
@@ -171,13 +172,14 @@ def test_a_state_that_is_damaged_is_refused(tmp_path: Path) -> None:
 class Elsewhere(Policy):
     """Writes as a worker on another machine does, whose disk is not the controller's."""
 
-    @endpoint(collect=nothing())
-    def save(self, path: str) -> None:
-        super().save(path.replace("checkpoints", "elsewhere"))
+    @endpoint(concurrent=True)
+    def write_state(self, path: str) -> dict[str, Any]:
+        return super().write_state(path.replace("checkpoints", "elsewhere"))
 
 
 def test_a_checkpoint_on_a_disk_that_is_not_shared_is_no_checkpoint(tmp_path: Path) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
-    with pytest.raises(CheckpointError, match=r"policy was written on another machine.* set run\.dir to one"):
+    expected = r"step 1 is not written: \S+ lacks \S+, written on another machine.* set run\.dir to one"
+    with pytest.raises(CheckpointError, match=expected):
         PPOTrainer(config, cluster="inline", workers={"policy": Elsewhere}, show=False).fit()
     assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))

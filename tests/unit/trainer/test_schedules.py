@@ -87,6 +87,9 @@ class Recorder:
         self.calls.append(f"save {step}")
         self.saved.append((step, self.steps.place))
 
+    def check_saved(self) -> None:
+        pass
+
     def run(self, schedule: Schedule = sync, first: int = 1) -> int:
         """Drive this by ``schedule``; the last step that was done."""
         with ThreadPoolExecutor(4) as threads:

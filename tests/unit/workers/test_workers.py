@@ -275,14 +275,14 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
     for exploit in exploits:
         for name in (".metadata", "__0_0.distcp"):
             (folder / name).write_bytes(exploit)
-        write_manifest(folder, file_sums(file for file in folder.iterdir() if file.name != "manifest.json"))
+        write_manifest(folder, [file_sums(file for file in folder.iterdir() if file.name != "manifest.json")])
         policy.load(str(folder))
     for exploit in exploits:
         for file in folder.iterdir():
             file.write_bytes(exploit)
         with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
             policy.load(str(folder))
-        write_manifest(folder, file_sums(file for file in folder.iterdir() if file.name != "manifest.json"))
+        write_manifest(folder, [file_sums(file for file in folder.iterdir() if file.name != "manifest.json")])
         with pytest.raises(CheckpointError, match=f"cannot read the checkpoint {folder}"):
             policy.load(str(folder))
     assert not mark.exists()

@@ -142,6 +142,7 @@ class Steps:
                     self._trainer.save(step)
                 self._saved_s = time.monotonic()
             self.done = step
+            self._trainer.check_saved()
 
     def collect(self, step: int) -> Rollout:
         """Take prompts, draw completions and grade them. Raises what a stage raises."""
