@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -90,3 +90,14 @@ def median_call_s(call: Callable[[], object], calls: int) -> float:
         call()
         times.append(time.perf_counter() - started)
     return statistics.median(times)
+
+
+def covered(spans: Iterable[tuple[float, float]], began: float, ended: float) -> float:
+    """How much of ``began`` to ``ended`` the union of ``spans`` covers."""
+    total, reached = 0.0, began
+    for start, end in sorted(spans):
+        start, end = max(start, reached), min(end, ended)
+        if end > start:
+            total += end - start
+            reached = end
+    return total

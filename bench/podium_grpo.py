@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from bench.measure import covered
 from bench.peers.protocol import Pacer, Peer
 from bench.workload import ALPHABET, SHAPES, StepLoad, prompt_texts
 from podium.rewards import RewardConfig
@@ -55,17 +56,6 @@ class Recorder:
             self._stage_ns.clear()
             self._calls_ns.clear()
         return {"stage_s": stages, "outside_workers": 1 - working_ns / (ended_ns - began_ns)}
-
-
-def covered(spans: list[tuple[int, int]], began: int, ended: int) -> int:
-    """How much of `began` to `ended` the union of `spans` covers."""
-    total, reached = 0, began
-    for start, end in sorted(spans):
-        start, end = max(start, reached), min(end, ended)
-        if end > start:
-            total += end - start
-            reached = end
-    return total
 
 
 def write_prompts(path: Path, load: StepLoad) -> None:

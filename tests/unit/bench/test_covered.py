@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.podium_grpo import covered
+from bench.measure import covered
 
 
 @pytest.mark.parametrize(
