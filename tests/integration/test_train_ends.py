@@ -235,6 +235,22 @@ def test_a_resume_before_the_first_checkpoint_begins_again_with_one_evaluation(t
     assert [row["step"] for row in metrics_rows(run)] == [1, 2]
 
 
+def test_the_rows_of_steps_are_there_before_the_checkpoint_that_follows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed from the checkpoint does not write them again."""
+    monkeypatch.setattr("podium.telemetry.sinks.base.WRITE_S", 1e6)
+    there: list[list[int]] = []
+
+    class Watched(PPOTrainer):
+        def remember(self, step: int) -> Any:
+            there.append([row["step"] for row in metrics_rows(self.directory.path)])
+            return super().remember(step)
+
+    Watched(tiny(GRPOConfig, tmp_path, save={"every": 1}), cluster="inline", show=False).fit()
+    assert there[:2] == [[1], [1, 2]]
+
+
 def test_a_finished_run_without_its_checkpoints_keeps_metrics_and_completions(tmp_path: Path) -> None:
     run = train(tiny(GRPOConfig, tmp_path, eval={"items": 0}, save={"every": 1}))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.suffix in (".jsonl", ".parquet")}

@@ -9,8 +9,8 @@ The sinks live in `podium.telemetry.sinks`, and the names of a step's metrics in
 """
 
 from podium.telemetry import events
-from podium.telemetry.bus import Bus, active, emit, subscribe
+from podium.telemetry.bus import Bus, active, emit, flush, subscribe
 from podium.telemetry.events import *  # noqa: F403 - exactly the names in its __all__, which are added below
 
-__all__ = ["Bus", "active", "emit", "events", "subscribe"]
+__all__ = ["Bus", "active", "emit", "events", "flush", "subscribe"]
 __all__ += events.__all__

@@ -3,8 +3,9 @@
     emit(event) ──▶ snapshot of the listeners (a tuple, replaced and never changed) ──▶ each callback in turn
 
 ``emit`` and ``active`` take no lock. ``subscribe`` and its undo take one and replace the tuple. So a callback may be
-called by several threads at once, and once more just after it was unsubscribed: sinks hold a lock of their own. A
-callback that raises is unsubscribed and reported once through ``logging``, and the run goes on.
+called by several threads at once, and once more just after it was unsubscribed. A callback that raises is unsubscribed
+and reported once through ``logging``, and the run goes on. Sinks are callbacks that only put the event into a queue
+(podium.telemetry.sinks.base). ``flush`` waits until they have written what is there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from podium.telemetry.events import Event
 
-__all__ = ["Bus", "active", "emit", "subscribe"]
+__all__ = ["Bus", "active", "emit", "flush", "report_failure", "subscribe"]
 
 
 class Bus:
@@ -45,7 +46,14 @@ class Bus:
                 listener(event)
             except Exception as error:  # noqa: BLE001 - whatever a listener raises, the run must go on
                 if self._remove(listener):
-                    _report(listener.func, event, error)
+                    report_failure(listener.func, event, error)
+
+    def flush(self) -> None:
+        """Wait until each listener that has a ``flush`` of its own has written all events so far."""
+        for listener in self._listeners:
+            write: Callable[[], None] | None = getattr(listener.func, "flush", None)
+            if write is not None:
+                write()
 
     def subscribe(self, callback: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``callback`` with every event from now on. The function returned ends that and may be called twice."""
@@ -66,7 +74,8 @@ class Bus:
         return removed
 
 
-def _report(callback: object, event: Event, error: Exception) -> None:
+def report_failure(callback: object, event: Event, error: Exception) -> None:
+    """Log that ``callback`` raised ``error`` on ``event`` and gets no more events."""
     import logging  # imported here: it would be a third of this package's import time
 
     logging.getLogger("podium.telemetry").error(
@@ -85,4 +94,5 @@ if hasattr(os, "register_at_fork"):
 
 active = _BUS.active
 emit = _BUS.emit
+flush = _BUS.flush
 subscribe = _BUS.subscribe

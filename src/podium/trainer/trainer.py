@@ -24,7 +24,7 @@ from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
 from podium.rollout.tasks.writer import chat_template
 from podium.runtime import Cluster, Handle, backend_class, connect
-from podium.telemetry import EvalFinished, Note, PhaseStarted, Recovered, emit
+from podium.telemetry import EvalFinished, Note, PhaseStarted, Recovered, emit, flush
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpoints import Saver, TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
@@ -283,6 +283,7 @@ class Trainer(ABC, Generic[C, E, R]):
     def save(self, step: int) -> None:
         """Begin a checkpoint from which the run goes on at ``step + 1``. It is written beside the next steps."""
         self.roles.check_parameters()
+        flush()  # a run that is resumed from this checkpoint does not write the rows of earlier steps again
         self.state = self.remember(step)
         self.saver.save(self.state, self.roles)
 
@@ -319,6 +320,7 @@ class Trainer(ABC, Generic[C, E, R]):
         )
         self.directory.write_summary(summary)
         console = self._console if self._reports else None
+        flush()  # the report reads the metrics, and stands below the rows of the steps
         report(summary, first, last, self.directory, f"{self.recipe}: {summary.task}", console)
         return summary
 

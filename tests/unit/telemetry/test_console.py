@@ -25,6 +25,7 @@ from podium.telemetry import (
     WorkerLost,
     WorkerStarted,
     emit,
+    flush,
     metrics,
 )
 from podium.telemetry.sinks import ConsoleSink
@@ -178,6 +179,7 @@ def test_handlers_made_before_and_raw_writes_go_above_the_bar() -> None:
         with ConsoleSink(console=console, row_every_s=0):
             emit(PhaseStarted("grpo", 4))
             emit(StepFinished(1, GRPO))
+            flush()
             own.warning("from a handler made before")
             sys.stderr.write("raw words\n")
             emit(StepFinished(2, GRPO))
@@ -196,6 +198,7 @@ def test_logging_and_hooks_are_put_back() -> None:
     console, _ = on_terminal()
     with ConsoleSink(console=console):
         emit(PhaseStarted("grpo", 4))
+        flush()
         assert sys.stdout is not before[4]
     assert (list(root.handlers), root.level, sys.breakpointhook, warnings.showwarning) == before[:4]
     assert (sys.stdout, sys.stderr) == before[4:]
@@ -248,9 +251,11 @@ def test_the_bar_leaves_for_a_breakpoint_and_returns_with_the_next_step(monkeypa
     with ConsoleSink(console=console):
         emit(PhaseStarted("grpo", 4))
         emit(StepFinished(1, GRPO))
+        flush()
         assert sys.stdout is not real_stdout
         breakpoint()
         emit(StepFinished(2, GRPO))
+        flush()
         assert sys.stdout is not real_stdout
     assert seen == [True]
 

@@ -166,11 +166,12 @@ def test_the_file_of_a_killed_run_is_whole_but_for_the_bracket(tmp_path: Path) -
     path = tmp_path / "trace.json"
     script = f"""
 import os, signal
-from podium.telemetry import CallFinished, emit
+from podium.telemetry import CallFinished, emit, flush
 from podium.telemetry.sinks import TraceSink
 TraceSink({str(path)!r}, chunk=10).attach()
 for i in range(100):
     emit(CallFinished("policy", "update", 0, "node-0", i, 10 * i, 10 * i + 1, 10 * i + 9, True))
+flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", script], check=False, env=os.environ)

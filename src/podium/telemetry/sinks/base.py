@@ -1,17 +1,30 @@
-"""The base class of all sinks, with a lock around every event."""
+"""The base class of all sinks: events wait in a queue, and a thread of each sink's own handles them.
+
+    emit(event) ──▶ queue ──▶ the sink's thread, every WRITE_S ──▶ handle(event), under the sink's lock
+                      └─────▶ flush(), close(), or whoever finds the queue full
+
+So whoever emits does not wait until an event is shown and stored. Nothing in the queue is lost when the sink is closed
+or the program exits in good order. A program that is killed loses the events of the last WRITE_S.
+"""
 
 import atexit
 import logging
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
-from typing import Self
+from typing import Final, Self
 
-from podium.telemetry.bus import subscribe
+from podium.telemetry.bus import report_failure, subscribe
 from podium.telemetry.events import Event
 
-__all__ = ["Sink"]
+__all__ = ["WRITE_S", "Sink"]
+
+WRITE_S: Final = 0.1
+"""How long an event waits at most while its sink has nothing else to do."""
+QUEUE_LENGTH: Final = 8192
 
 
 class Sink(ABC):
@@ -19,6 +32,9 @@ class Sink(ABC):
 
     A subclass implements ``handle`` and, if it holds something open, ``finish``. Both run under the sink's lock. An
     event that arrives after ``close`` is dropped.
+
+    Attributes:
+        emitted_ns: The time at which the event that ``handle`` has was emitted, by ``time.monotonic_ns``.
     """
 
     def __init__(self) -> None:
@@ -26,6 +42,12 @@ class Sink(ABC):
         self._lock = threading.RLock()
         self._closed = False
         self._unsubscribe: Callable[[], None] | None = None
+        self.emitted_ns = time.monotonic_ns()
+        self._queue: deque[tuple[Event, int]] = deque()
+        self._handling = False
+        self._some = threading.Event()  # the queue is not empty, or the sink is closed
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @abstractmethod
     def handle(self, event: Event) -> None:
@@ -40,32 +62,75 @@ class Sink(ABC):
             if self._unsubscribe is None and not self._closed:
                 self._unsubscribe = subscribe(self)
                 atexit.register(self._close_at_exit, os.getpid())
+                name = f"podium-{type(self).__name__}"
+                self._thread = threading.Thread(target=self._handle_queue, name=name, daemon=True)
+                self._thread.start()
         return self
 
+    def flush(self) -> None:
+        """Handle all events that were emitted before this call."""
+        with self._lock:
+            if self._handling:  # a sink's own handle() called this
+                return
+            self._handling = True
+            try:
+                while self._queue:
+                    self._handle(*self._queue.popleft())
+            finally:
+                self._handling = False
+
     def close(self) -> None:
-        """Stop listening and finish. A full disk is logged. Calling it again does nothing."""
+        """Stop listening, handle what was emitted before, and finish. A full disk is logged. Calling it again does
+        nothing."""
         with self._lock:
             if self._unsubscribe is not None:
                 self._unsubscribe()
                 self._unsubscribe = None
             if not self._closed:
+                self.flush()
                 self._closed = True
                 atexit.unregister(self._close_at_exit)
+                self.emitted_ns = time.monotonic_ns()
                 try:
                     self.finish()
                 except OSError as error:
                     logging.getLogger("podium.telemetry").error(
                         "%s is not complete: %s: %s", type(self).__qualname__, type(error).__name__, error
                     )
+        self._over.set()
+        self._some.set()
+
+    def _handle(self, event: Event, emitted_ns: int) -> None:
+        self.emitted_ns = emitted_ns
+        try:
+            self.handle(event)
+        except Exception as error:  # noqa: BLE001 - whatever a sink raises, the run must go on
+            if self._unsubscribe is not None:
+                self._unsubscribe()
+                self._unsubscribe = None
+            self._queue.clear()
+            report_failure(self, event, error)
+
+    def _handle_queue(self) -> None:
+        """Handle the events of WRITE_S together, so that the steps of a run are seldom interrupted."""
+        while not self._over.is_set():
+            self._some.wait()
+            self._over.wait(WRITE_S)
+            self._some.clear()
+            self.flush()
 
     def _close_at_exit(self, attached_in: int) -> None:
         if os.getpid() == attached_in:  # a forked child holds a copy of what its parent will write
             self.close()
 
     def __call__(self, event: Event) -> None:
-        with self._lock:
-            if not self._closed:
-                self.handle(event)
+        if self._closed:
+            return
+        self._queue.append((event, time.monotonic_ns()))
+        if len(self._queue) >= QUEUE_LENGTH:
+            self.flush()
+        elif not self._some.is_set():
+            self._some.set()
 
     def __enter__(self) -> Self:
         return self.attach()

@@ -9,7 +9,6 @@ import io
 import os
 import pdb
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -200,6 +199,7 @@ class ConsoleSink(Sink):
 
     def _breakpoint(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
+            self.flush()
             self._stop_bar()
         hook = self._breakpointhook or sys.__breakpointhook__
         if hook is sys.__breakpointhook__ and os.environ.get("PYTHONBREAKPOINT") in (None, "", "pdb.set_trace"):
@@ -216,7 +216,7 @@ class ConsoleSink(Sink):
             accuracy = self._accuracies.get(self._phase.name)
             state = f"· held-out {percent(accuracy)}" if accuracy is not None else ""
             self._progress.update(self._progress.task_ids[0], completed=step, state=state)
-        now = time.monotonic()
+        now = self.emitted_ns / 1e9
         if now - self._last_row_s < self._row_every_s and step != self._phase.total_steps:
             return
         self._last_row_s = now

@@ -1,4 +1,4 @@
-"""metrics.jsonl has one JSON object on a line for every step and evaluation, written before the next step begins."""
+"""metrics.jsonl has one JSON object on a line for every step and evaluation. It is complete before each checkpoint."""
 
 import json
 import math
@@ -18,8 +18,8 @@ class JsonlSink(Sink):
     """Appends to the file at `path`.
 
     Every row has ``kind`` ("step" or "eval"), ``phase`` (of the last PhaseStarted, else null), ``step`` and ``time``
-    (unix seconds). A step's metrics stand beside them under their own names; an evaluation adds ``accuracy``,
-    ``items`` and ``reward_mean``.
+    (of the event, in unix seconds). A step's metrics stand beside them under their own names; an evaluation adds
+    ``accuracy``, ``items`` and ``reward_mean``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,7 +45,8 @@ class JsonlSink(Sink):
                 pass
 
     def _write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        row = {"kind": kind, "phase": self._phase, "step": step, "time": round(time.time(), 3)}
+        age_s = (time.monotonic_ns() - self.emitted_ns) / 1e9
+        row = {"kind": kind, "phase": self._phase, "step": step, "time": round(time.time() - age_s, 3)}
         # The first four names are ours: a metric that is called "step" does not hide the step.
         row |= {name: value for name, value in _finite(metrics).items() if name not in row}
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")

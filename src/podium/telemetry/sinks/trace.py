@@ -134,7 +134,7 @@ class TraceSink(Sink):
         return tid
 
     def _step(self, step: int, values: dict[str, float]) -> None:
-        now_us = time.monotonic_ns() / 1000
+        now_us = self.emitted_ns / 1000
         self._remark(f"step {step} finished")
         for name, value in values.items():
             if math.isfinite(value):  # JSON has no other numbers
@@ -184,7 +184,7 @@ class TraceSink(Sink):
         self._add({"ph": "X", "name": name, **where, "args": args, **style})
 
     def _instant(self, name: str, where: tuple[int, int], args: dict[str, Any]) -> None:
-        place = {"pid": where[0], "tid": where[1], "ts": time.monotonic_ns() / 1000}
+        place = {"pid": where[0], "tid": where[1], "ts": self.emitted_ns / 1000}
         self._add({"ph": "i", "s": "t", "name": name, **place, "args": args})
 
     def _add(self, line: dict[str, Any]) -> None:
