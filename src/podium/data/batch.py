@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from podium.data import fields
-from podium.data.jagged import Jagged
+from podium.data.jagged import Jagged, TakenRows
 from podium.data.refs import RowIndex, TensorRef, concat_values, row_numbers
 from podium.data.rows import Rows, part_name
 from podium.errors import DataError
@@ -143,7 +143,8 @@ class Batch(Rows):
     def take(self, index: RowIndex) -> Batch:
         """Return rows in the order of ``index`` (int64 ``[K]`` or a sequence of ints). Copies all but references."""
         rows = row_numbers(index, len(self))
-        return self._map(lambda column: _take(column, rows), len(rows))
+        ragged = TakenRows(rows)
+        return self._map(lambda column: _take(column, rows, ragged), len(rows))
 
     def with_columns(self, columns: Mapping[str, Given] | None = None, /, **named: Given) -> Batch:
         """Return this batch with columns added or replaced."""
@@ -239,7 +240,9 @@ def _kind(column: Column) -> str:
     return f"list[{len(column)}]" if isinstance(column, list) else repr(column)
 
 
-def _take(column: Column, rows: Tensor) -> Column:
+def _take(column: Column, rows: Tensor, ragged: TakenRows) -> Column:
     if isinstance(column, list):
         return [column[row] for row in cast(list[int], rows.tolist())]  # pyright: ignore[reportUnknownMemberType]
+    if isinstance(column, Jagged):
+        return ragged.of(column)
     return column[rows.to(column.device)] if isinstance(column, Tensor) else column.take(rows)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from podium.data.refs import RowIndex, TensorRef, concat_values, row_numbers
+from podium.data.refs import RowIndex, RowRanges, TensorRef, concat_values, row_numbers
 from podium.data.rows import Rows
 from podium.errors import DataError
 
-__all__ = ["Jagged"]
+__all__ = ["Jagged", "TakenRows"]
 
 
 def _ints(tensor: Tensor) -> list[int]:
@@ -125,13 +126,7 @@ class Jagged(Rows):
 
     def take(self, index: RowIndex) -> Jagged:
         """Return rows in the order of ``index``. Copies the values unless they are a reference."""
-        rows = row_numbers(index, len(self)).to(self.offsets.device)
-        lengths, firsts = self.lengths[rows], self.offsets[rows]
-        if isinstance(self.data, TensorRef):
-            return Jagged.from_lengths(self.data.ranges(firsts.numpy(), (firsts + lengths).numpy()), lengths)  # pyright: ignore[reportUnknownMemberType]
-        offsets = _offsets(lengths)
-        within = torch.arange(int(offsets[-1]), device=lengths.device) - torch.repeat_interleave(offsets[:-1], lengths)
-        return Jagged(self.data[torch.repeat_interleave(firsts, lengths) + within], offsets)
+        return TakenRows(row_numbers(index, len(self))).of(self)
 
     def padded(self, value: float, length: int | None = None) -> Tensor:
         """Return ``[B, T, …]``, padded on the right. T is the longest row, or ``length``, which must not cut a row."""
@@ -146,6 +141,58 @@ class Jagged(Rows):
 
     def to(self, device: torch.device | str) -> Jagged:
         return Jagged(self.values.to(device), self.offsets.to(device))
+
+
+class TakenRows:
+    """Rows to be taken of several columns in one order.
+
+    Columns of a batch mostly have rows of the same lengths. What follows from the lengths is computed once for all of
+    them.
+
+    Args:
+        rows: int64 ``[K]``, all in 0..B-1 of each column.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self._layouts: list[_Layout] = []
+
+    def of(self, column: Jagged) -> Jagged:
+        """Return these rows of ``column``. Copies the values unless they are a reference."""
+        layout = next((layout for layout in self._layouts if _same(layout.whole, column.offsets)), None)
+        if layout is None:
+            layout = _Layout(column.offsets, self._rows)
+            self._layouts.append(layout)
+        data = column.data
+        taken = layout.ranges.of(data) if isinstance(data, TensorRef) else data[layout.places]
+        found = Jagged.__new__(Jagged)  # with offsets that need no check
+        found.data, found.offsets = taken, layout.offsets
+        return found
+
+
+class _Layout:
+    """Where chosen rows of a Jagged with the offsets ``whole`` are, and their own ``offsets``."""
+
+    def __init__(self, whole: Tensor, rows: Tensor) -> None:
+        rows = rows.to(whole.device)
+        self.whole = whole
+        self._firsts = whole[rows]
+        self._lengths = whole[1:][rows] - self._firsts
+        self.offsets = _offsets(self._lengths)
+
+    @cached_property
+    def ranges(self) -> RowRanges:
+        return RowRanges(self._firsts.numpy(), (self._firsts + self._lengths).numpy())  # pyright: ignore[reportUnknownMemberType]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The places of the rows' values among all values: int64 ``[N]``."""
+        shifts = torch.repeat_interleave(self._firsts - self.offsets[:-1], self._lengths)
+        return torch.arange(int(self.offsets[-1]), device=shifts.device) + shifts
+
+
+def _same(offsets: Tensor, others: Tensor) -> bool:
+    return offsets is others or (offsets.device == others.device and torch.equal(offsets, others))
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from podium.data.rows import Rows, alike
 from podium.data.store import Block, BlockInfo, Bytes, PlainBlock, refuse_pickle
 from podium.errors import DataError
 
-__all__ = ["Part", "RowIndex", "TensorRef", "concat_values", "row_numbers"]
+__all__ = ["Part", "RowIndex", "RowRanges", "TensorRef", "concat_values", "row_numbers"]
 
 Ints = npt.NDArray[np.int64]
 _NO_RUNS: Final[Ints] = np.zeros((0, 3), np.int64)
@@ -133,15 +133,7 @@ class TensorRef(Rows):
 
     def ranges(self, starts: Ints, stops: Ints) -> TensorRef:
         """Return the rows ``starts[q]:stops[q]`` for each q of Q ranges, in that order."""
-        rows = int((stops - starts).sum())
-        shape = (rows, *self.shape[1:])
-        if not rows or not len(self.runs):
-            return TensorRef(dtype=self.dtype, shape=shape)
-        runs = _cut(self.runs, np.asarray(starts, np.int64), np.asarray(stops, np.int64))
-        used, numbers = np.unique(runs[:, 0], return_inverse=True)
-        runs[:, 0] = numbers
-        parts = [self.parts[part] for part in cast("list[int]", used.tolist())]
-        return TensorRef(parts, _merged(runs), dtype=self.dtype, shape=shape)
+        return RowRanges(starts, stops).of(self)
 
     def __getitem__(self, key: slice | RowIndex) -> TensorRef:
         if isinstance(key, slice) and key.step in (None, 1):
@@ -232,6 +224,32 @@ class TensorRef(Rows):
 
     def __reduce__(self) -> Any:
         return refuse_pickle()
+
+
+class RowRanges:
+    """The rows ``starts[q]:stops[q]`` for each q of Q ranges, to be taken of several references in that order.
+
+    References that were made together mostly have the same runs, which are then cut once.
+    """
+
+    def __init__(self, starts: Ints, stops: Ints) -> None:
+        self.rows = int((stops - starts).sum())
+        self._starts, self._stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
+        self._cuts: list[tuple[Ints, list[int], Ints]] = []  # runs, the parts that are used, and the runs that are left
+
+    def of(self, ref: TensorRef) -> TensorRef:
+        """Return these rows of ``ref``."""
+        shape = (self.rows, *ref.shape[1:])
+        if not self.rows or not len(ref.runs):
+            return TensorRef(dtype=ref.dtype, shape=shape)
+        known = next((cut for cut in self._cuts if np.array_equal(cut[0], ref.runs)), None)
+        if known is None:
+            runs = _cut(ref.runs, self._starts, self._stops)
+            used, numbers = np.unique(runs[:, 0], return_inverse=True)
+            runs[:, 0] = numbers
+            known = ref.runs, cast("list[int]", used.tolist()), _merged(runs)
+            self._cuts.append(known)
+        return TensorRef([ref.parts[part] for part in known[1]], known[2], dtype=ref.dtype, shape=shape)
 
 
 def concat_values(parts: Sequence[Any], names: Sequence[str] = ()) -> Tensor | TensorRef:

@@ -135,3 +135,30 @@ def test_parts_that_do_not_fit_are_named() -> None:
 def test_bytes_count_tensors() -> None:
     assert make().nbytes == (6 * 8 + 4 * 8) + 3 * 4
     assert len(Batch({})) == 0
+
+
+def test_columns_that_share_their_rows_and_columns_that_do_not_are_taken_alike() -> None:
+    """What columns have in common is computed once: the lengths of rows, and where a reference's rows lie."""
+    rows = [torch.arange(length) + 10 * length for length in (3, 0, 2, 4, 1)]
+    others = [torch.arange(length) + 100.5 for length in (1, 2, 0, 1, 2)]
+    whole = Jagged.from_rows(rows)
+    joined = Jagged.concat(
+        [Jagged.from_rows(part).like(TensorRef.of(torch.cat(part))) for part in (rows[:2], rows[2:])]
+    )
+    alone = Jagged.from_rows(others)
+    batch = Batch(
+        {
+            "whole": whole,
+            "twice": whole.like(whole.values * 2),
+            "one run": whole.like(TensorRef.of(whole.values)),
+            "two runs": joined,
+            "two runs too": joined.like(TensorRef.concat([joined.data, joined.data]).slice(0, 10)),
+            "others": alone,
+            "others elsewhere": alone.like(TensorRef.of(alone.values)),
+        }
+    )
+    index = [4, 0, 0, 3, 1]
+    taken = batch.take(index).fetch()
+    for name in batch:
+        expected = [batch.jagged(name).fetch().row(at).tolist() for at in index]
+        assert [row.tolist() for row in taken.jagged(name).unbind()] == expected, name
