@@ -8,6 +8,7 @@ others'. The I/O thread polls only when nobody has driven for HOT_S.
              ├─ the I/O thread has it: wake it, it gives the turn away
              └─ another caller has it: sleep on the call's own gate, and try again now and then
     I/O thread ── every TICK_S: nobody drives and nobody did for HOT_S? take the turn and poll
+                  one caller drives for longer than a tick: sleep until it gives the turn away
 """
 
 import contextlib
@@ -42,6 +43,9 @@ class IoLoop:
         self._in_thread = False
         self._wanted = False
         self._driven_at = 0.0
+        self._drives = 0
+        self._asleep = False  # the I/O thread sleeps until somebody who drives sets the event
+        self._given_away = threading.Event()
         self._stopping = threading.Event()
         self._interrupts = Interrupts()
         self._thread = threading.Thread(target=self._run, name="podium-io", daemon=True)
@@ -74,6 +78,7 @@ class IoLoop:
         """Poll in this thread until ``ended()`` or ``timeout_s``; False at once if another thread polls."""
         if not self._turn.acquire(blocking=False) and not self._take_over():
             return False
+        self._drives += 1
         try:
             until = None if timeout_s is None else time.monotonic() + timeout_s
             while not ended() and not self._stopping.is_set():
@@ -84,6 +89,8 @@ class IoLoop:
         finally:
             self._driven_at = time.monotonic()
             self._turn.release()
+            if self._asleep:
+                self._given_away.set()
         return True
 
     def _take_over(self) -> bool:
@@ -98,6 +105,7 @@ class IoLoop:
         """End the thread and free everything."""
         self._interrupts.restore()
         self._stopping.set()
+        self._given_away.set()
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -109,7 +117,7 @@ class IoLoop:
         while not self._stopping.is_set():
             hot = time.monotonic() - self._driven_at < HOT_S
             if hot or not self._turn.acquire(blocking=False):
-                self._stopping.wait(TICK_S)
+                self._rest()
                 continue
             try:
                 self._wanted = False
@@ -120,6 +128,19 @@ class IoLoop:
             finally:
                 self._in_thread = False
                 self._turn.release()
+
+    def _rest(self) -> None:
+        """Sleep for a tick, and on while the same caller drives: a wait for a long call would cost a wake-up a tick."""
+        drive = self._drives
+        self._stopping.wait(TICK_S)
+        if not self._turn.locked() or self._drives != drive:
+            return
+        self._asleep = True
+        self._given_away.clear()
+        # Looked at after _asleep is set, as whoever drives looks at _asleep after giving the turn away.
+        if self._turn.locked() and not self._stopping.is_set():
+            self._given_away.wait()
+        self._asleep = False
 
     def _on_wake(self) -> bool:
         with contextlib.suppress(BlockingIOError):

@@ -1,0 +1,69 @@
+"""Who polls the sockets of the backend local, and who sleeps meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from podium.backends.local.io import TICK_S, IoLoop
+
+
+@pytest.fixture
+def loop() -> Iterator[IoLoop]:
+    loop = IoLoop()
+    yield loop
+    loop.stop()
+
+
+def wake_ups(thread: threading.Thread) -> int:
+    """How often a thread has gone to sleep so far."""
+    lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+
+def test_the_io_thread_sleeps_while_somebody_waits_for_a_long_call(loop: IoLoop) -> None:
+    ended = threading.Event()
+    driver = threading.Thread(target=loop.drive, args=(ended.is_set, None))
+    driver.start()
+    time.sleep(10 * TICK_S)
+    before = wake_ups(loop._thread)
+    time.sleep(100 * TICK_S)
+    assert wake_ups(loop._thread) - before < 20
+    ended.set()
+    loop.wake()
+    driver.join()
+
+
+def test_the_io_thread_takes_in_what_comes_after_a_long_call(loop: IoLoop) -> None:
+    readable, writable = os.pipe()
+    heard = threading.Event()
+
+    def on_readable() -> bool:
+        os.read(readable, 1)
+        heard.set()
+        return True
+
+    loop.watch(readable, on_readable)
+    for _ in range(20):
+        loop.drive(lambda: False, 10 * TICK_S)  # so long that the I/O thread has gone to sleep
+        os.write(writable, b"x")
+        assert heard.wait(10)
+        heard.clear()
+    loop.unwatch(readable)
+    os.close(readable)
+    os.close(writable)
+
+
+def test_a_loop_ends_while_its_thread_sleeps() -> None:
+    loop = IoLoop()
+    driver = threading.Thread(target=loop.drive, args=(lambda: False, None))
+    driver.start()
+    time.sleep(10 * TICK_S)
+    loop.stop()
+    driver.join(10)
+    assert not driver.is_alive()
