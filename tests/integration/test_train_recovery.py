@@ -97,8 +97,8 @@ def test_with_the_asynchronous_schedule_no_prompt_is_lost_with_a_generator(tmp_p
 
     def see(trainer: PPOTrainer, event: Event) -> None:
         if isinstance(event, StageFinished) and (event.name, event.step) == ("advantages", 3) and not pids:
-            assert trainer.roles.generator is not None
-            pids.append(trainer.roles.generator.group.pids[0])
+            assert trainer.roles.generators
+            pids.append(trainer.roles.generators[0].group.pids[0])
             os.kill(pids[0], signal.SIGKILL)  # while the steps after it are drawn, and before the weights are sent
 
     asked = {"steps": 7, "schedule": "asynchronous", "max_staleness": 2}

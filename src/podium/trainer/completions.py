@@ -99,6 +99,20 @@ class ScoredBatch:
         }
         return reward_model.score(Batch(columns)).dense(fields.REWARDS).tolist()
 
+    @staticmethod
+    def join(parts: Sequence[ScoredBatch]) -> ScoredBatch:
+        """The graded parts of one step as a whole. A reward's part that only some of them have is NaN in the others."""
+        named = sorted({name for part in parts for name in part.batch if name.startswith(fields.PART)})
+        nothing = {name: torch.full((1,), math.nan) for name in named}
+        batches = [
+            part.batch.with_columns(
+                {name: nothing[name].expand(len(part.batch)) for name in named if name not in part.batch}
+            )
+            for part in parts
+        ]
+        grades = [grade for part in parts for grade in part.grades or ()]
+        return replace(parts[0], batch=Batch.concat(batches), grades=grades)
+
     @cached_property
     def groups(self) -> list[int]:
         """The prompt of each row, as its place in ``prompts``."""

@@ -17,6 +17,7 @@ from podium.runtime import Cluster, Handle
 from podium.telemetry import Sample
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.config import InferenceConfig
+from podium.trainer.generators import Generators
 from podium.trainer.preflight import check_answers, check_reward, with_stop_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
 from podium.trainer.roles import started_generator
@@ -65,7 +66,7 @@ def gain_interval(before: Evaluation, after: Evaluation) -> tuple[float, float]:
 
 def score_held_out(
     config: InferenceConfig,
-    generator: Handle[Generator],
+    generator: Handle[Generator] | Generators,
     prompts: Sequence[Prompt],
     grader: Grader,
     tokenizer: PreTrainedTokenizerBase,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -76,13 +76,17 @@ class Ledger:
         if prompts := self.states.open_before(until):
             self._write({"state": "taken", "step": step, "prompts": prompts})
 
-    def move(self, step: int, state: str, **more: Any) -> None:
+    def move(self, step: int, state: str, places: Iterable[int] | None = None, **more: Any) -> None:
         """Enter the next state of the prompts of ``step``, if it has any. ``more`` stands beside it in the file.
+
+        Args:
+            places: Which of the prompts, by their place in the step; None for all of them.
 
         Raises:
             PodiumError: A prompt is in that state already, or in a later one.
         """
         if prompts := self.states.by_step.get(step):
+            prompts = prompts if places is None else [prompts[place] for place in places]
             self._write({"state": state, "step": step, "prompts": prompts, **more})
 
     def drop(self, reason: str) -> None:

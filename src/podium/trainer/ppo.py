@@ -11,10 +11,10 @@ them, lengths and rewards of rows, and lists.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from threading import RLock
 from typing import Final
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
@@ -22,10 +22,11 @@ from podium.data import Batch, fields
 from podium.errors import PodiumError, RewardError
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.runtime import Call, Handle
-from podium.telemetry import CompletionsSampled, Note, Recovered, emit, metrics as names
+from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
 from podium.trainer.config import PPOConfig
+from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preflight import check_answers, check_columns, check_lengths, check_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
 from podium.trainer.trainer import Trainer
@@ -83,12 +84,29 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         stage = partial(self.clock.stage, step=step, half="collect")
         with stage("prompts"):
             prompts = self.take(step, self.config.batch.prompts)
+        if self.steps.side_by_side:
+            scored = self.collect_parts(prompts, step)
+        else:
+            with stage("generate"):
+                batch = self.generate(prompts, step)
+            with stage("score"), self._kept_if_not_graded([batch], prompts, step):
+                scored = self.score(batch, prompts, step)
+        if self.config.run.show_samples:
+            emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
+        return scored
+
+    def collect_parts(self, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        """Draw and grade the completions in parts of a few prompts. A part is graded while others are drawn."""
+        stage = partial(self.clock.stage, step=step, half="collect")
+        drawn: list[Batch] = []
+        graded: list[Future[ScoredBatch]] = []
         with stage("generate"):
-            batch = self.generate(prompts, step)
-        with stage("score"):
-            scored = self.score(batch, prompts, step)
-            self.ledger.move(step, "graded")
-            return scored
+            for part in as_completed(self.draw(prompts, step)):
+                drawn.append(part.result())
+                graded.append(self._graders.submit(self.score, drawn[-1], prompts, step))
+        with stage("score"), self._kept_if_not_graded(drawn, prompts, step):
+            parts = [part.result() for part in graded]
+        return ScoredBatch.join(sorted(parts, key=lambda part: part.groups[0]))
 
     def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
         """Train on the completions of a step, and send the new weights to the generator.
@@ -111,7 +129,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             self.completions.write(scored, batch.jagged(fields.ADVANTAGES))
             figures.update(self.describe(scored, batch))
 
-        with self._weights:
+        with self.drawing.changing:
             with stage("update"):
                 updates = self.update(batch, step, meanwhile=record)
             with stage("publish"):
@@ -123,59 +141,43 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def publish(self, step: int) -> None:
         """Send the policy's new weights to the generator, as version ``step``."""
-        self._version = step
-        processes = self.generator.group.pids
-        try:
-            self.roles.sync_weights(step)
-        except PodiumError as error:
-            self.revive_generator(processes, error)
-
-    def revive_generator(self, processes: Sequence[int], error: PodiumError) -> None:
-        """Restart the generator if it has lost one of its ``processes``, and give it the current weights.
-
-        A call that had failed with it may then be made again: what is drawn depends on seeds and weights alone. If
-        another thread has restarted the generator meanwhile, this waits until it has the weights.
-
-        Raises:
-            PodiumError: It is ``error`` where nothing was lost that can be restarted alone, or tells that too much was
-                lost.
-        """
-        group = self.generator.group
-        if not self.roles.generator_is_apart or not (group.lost or group.pids != processes):
-            raise error
-        with self._weights:  # no update runs, so the policy's weights are those of one version
-            if causes := [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]:
-                what = self._losses.add(causes, error)
-                group.restart()
-                self.roles.sync_weights(self._version)
-                emit(Recovered(f"{what}; it was restarted and has the weights of version {self._version}"))
+        self.drawing.sync_weights(step)
 
     # -- the stages of collect -------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
-        generate = self.generator.generate_beside if self.steps.side_by_side else self.generator.generate
-        while True:
-            processes = self.generator.group.pids
-            try:
-                return generate(prompt_batch(prompts, seeds), self.sampling)
-            except PodiumError as error:
-                self.revive_generator(processes, error)
+        return self.drawing.generate(prompt_batch(prompts, seeds), self.sampling)
+
+    def draw(self, prompts: Sequence[Prompt], step: int) -> list[Future[Batch]]:
+        """As ``generate``, in parts of a few prompts, each of which is there as soon as its last completion is."""
+        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
+        whole, (size, _) = prompt_batch(prompts, seeds), parts_of(self.config.engine.max_sequences, self.sampling.n)
+        parts = [whole.slice(start, min(start + size, len(whole))) for start in range(0, len(whole), size)]
+        return self.drawing.draw(step, parts, self.sampling)
 
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
-        """Grade the completions. If the reward fails, they are written before the error ends the run."""
-        rows = [name for name in (fields.GROUP, fields.VERSION_RANGE) if name in batch]
-        ungraded = ScoredBatch(step=step, batch=batch.fetch(*rows), prompts=prompts, tokenizer=self.tokenizer)
-        self.ledger.move(step, "rolled_out", versions=ungraded.versions())
-        try:
-            scored = ungraded.graded(self.grader, self._declared.data, self.roles.reward)
-        except RewardError:
-            write_completions(self.completions.folder, ungraded, None)
-            raise
-        if self.config.run.show_samples:
-            emit(CompletionsSampled(step, scored.samples(self.config.run.show_samples)))
+        """Grade completions of a step, all of them or those of some prompts; ``prompts`` are all of the step."""
+        ungraded = self._ungraded(batch, prompts, step)
+        places = sorted({*ungraded.groups})
+        self.ledger.move(step, "rolled_out", places, versions=ungraded.versions())
+        scored = ungraded.graded(self.grader, self._declared.data, self.roles.reward)
+        self.ledger.move(step, "graded", places)
         return scored
+
+    def _ungraded(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        rows = [name for name in (fields.GROUP, fields.VERSION_RANGE) if name in batch]
+        return ScoredBatch(step=step, batch=batch.fetch(*rows), prompts=prompts, tokenizer=self.tokenizer)
+
+    @contextmanager
+    def _kept_if_not_graded(self, drawn: Sequence[Batch], prompts: Sequence[Prompt], step: int) -> Iterator[None]:
+        """Write what was drawn, if the reward fails in the block, before the error ends the run."""
+        try:
+            yield
+        except RewardError:
+            write_completions(self.completions.folder, self._ungraded(Batch.concat(drawn), prompts, step), None)
+            raise
 
     # -- the stages of learn ---------------------------------------------------------------------------------------
 
@@ -276,6 +278,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     # -- the run ---------------------------------------------------------------------------------------------------
 
     @property
+    def drawing(self) -> Generators:
+        """The generators."""
+        assert self.generators is not None
+        return self.generators
+
+    @property
     def estimator(self) -> Handle[Estimator]:
         """The estimator."""
         assert self.roles.estimator is not None
@@ -329,11 +337,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(self.directory.completions))
         self._mismatch_noted = False
-        self._weights = RLock()  # held while the policy's weights change, until the generator has them
-
-    def resume(self) -> int:
-        self._version = super().resume()
-        return self._version
+        self._graders = stack.enter_context(ThreadPoolExecutor(4, thread_name_prefix="grade"))
 
     def save(self, step: int) -> None:
         self.completions.flush()

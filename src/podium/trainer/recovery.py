@@ -23,31 +23,34 @@ class Losses:
     """The workers that a run has lost.
 
     Args:
-        most: The run goes on after this many losses within an hour.
+        most: The run goes on after this many losses within an hour. Each generator may be lost as often by itself.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._found: list[tuple[float, str]] = []
+        self._found: dict[str, list[tuple[float, str]]] = {}
 
-    def add(self, causes: Sequence[str], error: PodiumError) -> str:
+    def add(self, causes: Sequence[str], error: PodiumError, of: str = "") -> str:
         """Count a loss, which showed as ``error``. Returns the cause with the number of the loss.
+
+        Each generator that is restarted alone is counted for itself, under its name ``of``.
 
         Raises:
             PodiumError: There were too many. The message lists them, the first one first. It is ``error`` itself where
                 the run was not to go on at all.
         """
         now, cause = time.monotonic(), "; ".join(causes)
-        self._found = [(at, known) for at, known in self._found if now - at < WINDOW_S]
-        self._found.append((now, cause))
+        found = [(at, known) for at, known in self._found.get(of, ()) if now - at < WINDOW_S]
+        found.append((now, cause))
+        self._found[of] = found
         if self._most == 0:
             raise error
-        if len(self._found) > self._most:
-            lines = [f"  {now - at:.0f} s ago: {known}" for at, known in self._found]
+        if len(found) > self._most:
+            lines = [f"  {now - at:.0f} s ago: {known}" for at, known in found]
             raise PodiumError(
-                f"the run lost workers {len(self._found)} times within an hour, and run.max_restarts = {self._most}:\n"
+                f"the run lost workers {len(found)} times within an hour, and run.max_restarts = {self._most}:\n"
                 + "\n".join(lines)
                 + "\nThe latest error follows from the last of them: "
                 + str(error)
             ) from error
-        return f"lost {cause} (loss {len(self._found)} of at most {self._most} within an hour)"
+        return f"lost {cause} (loss {len(found)} of at most {self._most} within an hour)"

@@ -2,7 +2,7 @@
 
 colocated   processes 0..R-1  policy [reference] [critic] estimator generator   the generator reads the policy's weights
 split       processes 0..R-1  policy [reference] [critic] estimator
-            processes R..     generator                                         weights are streamed after each step
+            processes R..     generator, each a group of its own                weights are streamed after each step
 pools       what placement.pools says: each pool is a set of processes, and the generator is as in one of the two above
 """
 
@@ -61,7 +61,7 @@ class Roles:
     """Handles of the roles of one run, and the way in which weights reach the generator."""
 
     policy: Handle[Policy]
-    generator: Handle[Generator] | None = None
+    generators: tuple[Handle[Generator], ...] = ()
     reference: Handle[Reference] | None = None
     critic: Handle[Critic] | None = None
     reward: Handle[RewardModel] | None = None
@@ -85,14 +85,15 @@ class Roles:
         return list(found)
 
     @property
-    def generator_is_apart(self) -> bool:
-        """Whether the generator's processes hold nothing that is learned, so that they can be restarted alone."""
-        return self.generator is not None and not self.learners.keys() & {*self.generator.group.shares_processes_with}
+    def generators_are_apart(self) -> bool:
+        """Whether the generators' processes hold nothing that is learned, so that they can be restarted alone."""
+        return not any(self.learners.keys() & {*one.group.shares_processes_with} for one in self.generators)
 
     @property
     def workers(self) -> dict[str, Handle[Any]]:
-        """The handles of the roles that there are, by name."""
-        return {role: handle for role in _ROLES if (handle := getattr(self, role)) is not None}
+        """The handles of the roles that there are, by the name of their group."""
+        found = {role: handle for role in _ROLES if (handle := getattr(self, role, None)) is not None}
+        return found | {handle.group.name: handle for handle in self.generators}
 
     def check_parameters(self) -> None:
         """Check that all trained parameters are finite. Raises PodiumError for one that is not."""
@@ -124,11 +125,6 @@ class Roles:
         """By trained role, the progress of each rank."""
         calls = {role: worker.progress.submit() for role, worker in self.learners.items()}
         return {role: call.result() for role, call in calls.items()}
-
-    def sync_weights(self, version: int) -> None:
-        """Send the policy's current weights to the generator, if there is one, as ``version``."""
-        if self.weight_sync is not None:
-            self.weight_sync.sync(version)
 
 
 def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None) -> dict[str, Bound[Any]]:
@@ -171,20 +167,20 @@ def started_roles(
     bound = bind_roles(config, workers)
     check_placement(config, cluster.backend_name, cluster.capabilities)
     with ExitStack() as stack:
-        started = stack.enter_context(_started(cluster, config, bound, traces))
+        started = stack.enter_context(_started(cluster, config, bound, traces, replicas=True))
+        generators = tuple(started.pop(name) for name in [*started] if name.partition("-")[0] == "generator")
         notes = [handle.note() for handle in started.values() if hasattr(handle, "note")]
         for note in dict.fromkeys(filter(None, notes)):
             emit(Note(note))
         weight_sync: WeightSync | None = None
-        if "generator" in started:
+        if generators:
             if config.placement.reads_policy:
-                weight_sync = ColocatedSync(started["generator"])
+                weight_sync = ColocatedSync(generators[0])
             else:
-                delta = config.placement.delta_sync
-                weight_sync = StreamedSync(started["policy"], [started["generator"]], delta=delta)
+                weight_sync = StreamedSync(started["policy"], generators, delta=config.placement.delta_sync)
             stack.callback(weight_sync.close)
             weight_sync.init()
-        yield Roles(**started, weight_sync=weight_sync)
+        yield Roles(**started, generators=generators, weight_sync=weight_sync)
 
 
 @contextmanager
@@ -199,18 +195,34 @@ def started_generator(
 
 @contextmanager
 def _started(
-    cluster: Cluster, config: InferenceConfig, bound: Mapping[str, Bound[Any]], traces: Path | None = None
+    cluster: Cluster,
+    config: InferenceConfig,
+    bound: Mapping[str, Bound[Any]],
+    traces: Path | None = None,
+    *,
+    replicas: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Start roles where ``config.placement`` puts them, and give their handles; end them with the block."""
+    """Start roles where ``config.placement`` puts them, and give their handles; end them with the block.
+
+    With ``replicas`` several generators in processes of their own are groups of one rank, ``generator-0`` and so on.
+    """
     ranks = [count for _, count in config.processes]
     started: dict[str, Any] = {}
     with ExitStack() as stack:
         pool = stack.enter_context(_reserved(cluster, sum(ranks), config.placement))
         for (roles, _), place in zip(config.processes, pool.split(ranks), strict=True):
-            together = colocate(**{role: bound[role] for role in roles})
             calls = [call for call in config.run.profile if call.partition(".")[0] in roles]
             profile = Profile(calls=calls, directory=traces or "profile") if calls else None
-            handles = cluster.start(together, place, timeout_s=config.run.timeout_s, profile=profile)
+            how = {"timeout_s": config.run.timeout_s, "profile": profile}
+            if replicas and roles == ("generator",) and len(place) > 1:
+                handles = {
+                    f"generator-{number}": cluster.start(
+                        bound["generator"], place[number : number + 1], name=f"generator-{number}", seed=number, **how
+                    )
+                    for number in range(len(place))
+                }
+            else:
+                handles = cluster.start(colocate(**{role: bound[role] for role in roles}), place, **how)
             started.update(handles)
             for handle in handles.values():
                 stack.push(partial(_close, handle))

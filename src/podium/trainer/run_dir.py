@@ -34,7 +34,7 @@ from podium.errors import ConfigError
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 from podium.trainer.checkpoints import Checkpoints
 from podium.trainer.config import PPOConfig, SFTConfig
-from podium.trainer.files import free_name, lock_directory, step_of, write_atomically
+from podium.trainer.files import free_name, lock_directory, remove, step_of, write_atomically
 
 __all__ = ["RunDirectory", "Summary", "library_versions", "read_rows"]
 
@@ -93,6 +93,7 @@ class RunDirectory:
         self.curve_path = self.path / "curve.png"
         self.completions = self.path / "completions"
         self.logs = self.path / "logs"
+        self._journals = self.path / ".in_flight"
         try:
             self._check(resume)
             for folder in (self.completions, self.logs):
@@ -140,6 +141,12 @@ class RunDirectory:
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json; what is not finite becomes null."""
         write_atomically(self.summary_path, json.dumps(_json(asdict(summary)), indent=2, allow_nan=False) + "\n")
+
+    def journals(self) -> Path:
+        """Make an empty directory for what is drawn of completions in flight. ``close()`` removes it."""
+        remove(self._journals)
+        self._journals.mkdir()
+        return self._journals.absolute()
 
     @contextmanager
     def controller_log(self) -> Iterator[Path]:
@@ -209,6 +216,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let another process write here. A second call does nothing."""
+        remove(self._journals)
         self._lock.close()
 
 

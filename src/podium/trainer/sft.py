@@ -64,7 +64,8 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
         return dict.fromkeys(("update", "step"), metrics[names.TOKENS])
 
     def evaluate(self, step: int) -> bool:
-        self.roles.sync_weights(step)  # only here: nothing else is generated
+        if self.generators is not None:
+            self.generators.sync_weights(step)  # only here: nothing else is generated
         return super().evaluate(step)
 
     def load_data(self) -> PromptStream[Pair]:

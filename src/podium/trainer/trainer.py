@@ -23,13 +23,14 @@ from podium.errors import ConfigError, PodiumError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
 from podium.rollout.tasks.writer import chat_template
-from podium.runtime import Cluster, Handle, backend_class, connect
+from podium.runtime import Cluster, backend_class, connect
 from podium.telemetry import EvalFinished, Note, PhaseStarted, Recovered, emit, flush
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpoints import Saver, TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import score_held_out
 from podium.trainer.files import remove, step_of
+from podium.trainer.generators import Generators, parts_of
 from podium.trainer.ledger import Ledger
 from podium.trainer.preflight import (
     check_answers,
@@ -48,7 +49,7 @@ from podium.trainer.roles import PRELOAD, Roles, RoleWorkers, started_roles
 from podium.trainer.run_dir import RunDirectory, Summary
 from podium.trainer.run_path import resolve_resume, run_path
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
-from podium.workers import Generator, load_tokenizer
+from podium.workers import load_tokenizer
 
 __all__ = ["ECHO_S", "StopRequest", "Trainer", "listen_for_stop"]
 
@@ -71,6 +72,7 @@ class Trainer(ABC, Generic[C, E, R]):
     directory: RunDirectory
     ledger: Ledger
     saver: Saver
+    generators: Generators | None
 
     def __init__(
         self,
@@ -223,6 +225,21 @@ class Trainer(ABC, Generic[C, E, R]):
         self.roles = stack.enter_context(
             started_roles(self._cluster, config, self._workers, (self.directory.path / "profile").absolute())
         )
+        self.generators = stack.enter_context(self._open_generators()) if self.roles.generators else None
+
+    def _open_generators(self) -> Generators:
+        """The generators as one. What they had begun is drawn again with ``sync``, and else continued."""
+        assert self.roles.weight_sync is not None
+        config, sampling = self.config, self.sampling
+        return Generators(
+            self.roles.generators,
+            self.roles.weight_sync,
+            self._losses,
+            apart=self.roles.generators_are_apart,
+            keeper=self.roles.estimator if self.roles.generators_are_apart else None,
+            capacity=parts_of(config.engine.max_sequences, sampling.n)[1],
+            journals=None if config.run.schedule == "sync" else self.directory.journals(),
+        )
 
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed. Returns the last step that is finished."""
@@ -233,7 +250,8 @@ class Trainer(ABC, Generic[C, E, R]):
             emit(Note(f"resuming after step {self.state.step} from {self._checkpoint}"))
         elif self.config.run.resume:
             emit(Note(f"{self.directory.path} has no checkpoint yet: starting at step 1"))
-        self.roles.sync_weights(self.state.step)
+        if self.generators is not None:
+            self.generators.sync_weights(self.state.step)
         return self.state.step
 
     def restore(self, state: TrainerState) -> None:
@@ -264,11 +282,11 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def evaluate(self, step: int) -> bool:
         """Score the held-out prompts with the weights after ``step``. Returns whether ``eval.stop_at`` is reached."""
-        if self.held_out is None:
+        if self.held_out is None or self.generators is None:
             return False
         found = score_held_out(
             self.config,
-            self.generator,
+            self.generators,
             self.held_out,
             self.grader,
             self.tokenizer,
@@ -325,13 +343,6 @@ class Trainer(ABC, Generic[C, E, R]):
         return summary
 
     # -- details ---------------------------------------------------------------------------------------------------
-
-    @property
-    def generator(self) -> Handle[Generator]:
-        """The generator. Raises ConfigError in a run that has none."""
-        if self.roles.generator is None:
-            raise ConfigError("this run has no generator: eval.items = 0")
-        return self.roles.generator
 
     @property
     def _given(self) -> dict[str, str]:

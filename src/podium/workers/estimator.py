@@ -15,7 +15,7 @@ from podium.algorithms import (
     penalize,
 )
 from podium.data import Batch, fields
-from podium.runtime import Worker, endpoint, first, only
+from podium.runtime import Worker, concat, endpoint, first, only, shard
 from podium.telemetry import metrics
 from podium.workers.texts import sampled_counts
 
@@ -36,6 +36,11 @@ class Estimator(Worker):
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self.algorithm = algorithm
         check_functions(algorithm)
+
+    @endpoint(dispatch=shard(), collect=concat(), returns="ref", concurrent=True)
+    def keep(self, batch: Batch) -> Batch:
+        """Copy a generator's tensors into these processes, so that they outlive the generator."""
+        return batch
 
     @endpoint(dispatch=only(0), collect=first(), returns="ref")
     def advantages(self, batch: Batch, kl_coef: float = 0.0) -> Batch:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.errors import DataError
+from podium.rollout.engines.journal import Journal, read_journal
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.runtime import concat, endpoint, shard
 from podium.workers.texts import decode_sampled, text_column
@@ -21,12 +23,16 @@ __all__ = ["Generator"]
 class Generator(WeightReceiver):
     """Draws completions. Its arguments, and the way by which it gets weights, are those of :class:`WeightReceiver`."""
 
+    _journal: Journal | None = None
+
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
         """Draw ``sampling.n`` completions of each prompt; those of one prompt come side by side.
 
         Args:
             prompts: ``prompt_tokens``, ``seed`` int64 ``[B, n]`` (or ``[B]`` when n is 1) and ``group`` int64 ``[B]``.
+                ``meta["journal"]`` is a file for what is drawn meanwhile, and ``meta["begun"]`` the journal of a
+                generator that was lost: its completions are continued.
 
         Returns:
             ``B * n`` rows with ``tokens``, ``loss_mask``, ``rollout_logprobs``, ``versions``, ``group`` and
@@ -44,7 +50,9 @@ class Generator(WeightReceiver):
                 f"{fields.SEED} is {list(seeds.shape)}; {len(rows)} prompts with n={sampling.n} need one seed for each "
                 "completion"
             )
-        drawn = engine.generate(rows, sampling, seeds.flatten().tolist()) if rows else []
+        begun = read_journal(Path(path)) if (path := prompts.meta.get("begun")) else None
+        journal = self._journal_at(prompts.meta["journal"]) if prompts.meta.get("journal") else None
+        drawn = engine.generate(rows, sampling, seeds.flatten().tolist(), journal, begun) if rows else []
         group = prompts.dense(fields.GROUP).repeat_interleave(sampling.n)
         batch = _as_batch(rows, drawn, group, sampling)
         if prompts.meta.get("text"):
@@ -55,6 +63,12 @@ class Generator(WeightReceiver):
     def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
         """As :meth:`generate`, beside other calls. The completions of all of them are drawn together."""
         return self.generate(prompts, sampling)
+
+    def _journal_at(self, path: str) -> Journal:
+        with self._making:
+            if self._journal is None or self._journal.path != Path(path):
+                self._journal = Journal(Path(path))
+            return self._journal
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -20,13 +20,16 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from podium.errors import ConfigError, GenerationError
+from podium.rollout.engines.draw import seed_at
 from podium.rollout.engines.gate import WeightGate
+from podium.rollout.engines.journal import REPORT_EVERY_S, Drawn, Journal
 from podium.rollout.engines.requests import (
     Aborted,
     Event,
@@ -92,6 +95,8 @@ class Engine(ABC):
         self._aborted: set[RequestId] = set()
         self._events: list[Event] = []
         self._in_flight: dict[RequestId, list[Event]] = {}  # where the events of each request go
+        self._journals: dict[RequestId, tuple[Journal, int, int]] = {}  # journal, seed, and tokens drawn elsewhere
+        self._reported_s = 0.0
 
     @classmethod
     @abstractmethod
@@ -142,7 +147,12 @@ class Engine(ABC):
         return self._drive(self._events, None if timeout_s is None else time.monotonic() + timeout_s)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        journal: Journal | None = None,
+        begun: Mapping[int, Drawn] | None = None,
     ) -> list[Completion]:
         """Draw ``params.n`` completions for each of P prompts, one seed a completion.
 
@@ -152,6 +162,9 @@ class Engine(ABC):
             prompts: P sequences of token ids, none of them empty; lengths may differ.
             params: How to draw.
             seeds: ``P * params.n`` signed integers of 64 bits, prompt-major like the result.
+            journal: Where what is drawn is written about once a second, so that another engine can continue.
+            begun: By seed, the tokens that another engine had drawn. Their completions are continued. The next tokens
+                are those that the first engine would have drawn, but for rounding.
 
         Returns:
             ``P * params.n`` completions: those of the first prompt, then those of the second, and so on.
@@ -168,27 +181,35 @@ class Engine(ABC):
             )
         for index, prompt in enumerate(prompts):
             self.check(f"prompt {index}", prompt, params)
-        prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
-        rows = [RowOfBatch(index, params.n) for index in range(count)]
-        asked = [
-            Request(id=row, prompt=prompts[row.index // params.n], params=params, seed=seed, reuse_completions=False)
-            for row, seed in zip(rows, seeds, strict=True)
-        ]
-        completions: dict[RequestId, Completion] = {}
+        rows = _Rows(prompts, params, seeds, journal, begun or {})
+        if journal is not None:
+            self._journals |= {row: (journal, seed, len(rows.heads.get(row, ()))) for row, seed in rows.seeds.items()}
         box: list[Event] = []
-        self._enqueue(asked, box)
+        self._enqueue(rows.missing(), box)
         try:
-            while len(completions) < count:
+            while len(rows.completions) < count:
                 for event in self._drive(box, None):
-                    if isinstance(event, Failed):
-                        raise event.error
-                    if isinstance(event, Finished):
-                        completions[event.id] = event.completion
+                    rows.take(event)
         finally:
-            if len(completions) < count:
-                for row in rows:
+            for row in rows.seeds:
+                if row not in rows.completions:
                     self.abort(row)
-        return [completions[row] for row in rows]
+                self._journals.pop(row, None)
+        if journal is not None:
+            journal.finished(seeds)
+            journal.flush()
+        return [rows.completions[row] for row in rows.seeds]
+
+    def _report(self) -> None:
+        """Write what is drawn into the journals. Only the thread that calls ``advance`` may do this."""
+        self._reported_s = time.monotonic()
+        journals = self._journals.copy()
+        for id, drawn in self.drawn():
+            if found := journals.get(id):
+                journal, seed, at = found
+                journal.add(seed, drawn, at)
+        for journal in {journal.path: journal for journal, *_ in journals.values()}.values():
+            journal.flush()
 
     def _enqueue(self, requests: Sequence[Request], box: list[Event]) -> None:
         with self._changed:
@@ -249,10 +270,13 @@ class Engine(ABC):
     def _advance(self, deadline: float | None) -> list[Event]:
         def interrupted() -> bool:
             came = bool(self._arrived) or bool(self._aborted)
-            return came or (deadline is not None and time.monotonic() >= deadline)
+            return came or (deadline is not None and time.monotonic() >= deadline) or self._report_is_due()
 
         try:
-            return self.advance(interrupted)
+            events = self.advance(interrupted)
+            if self._report_is_due():
+                self._report()
+            return events
         except BaseException as error:
             failure = error if isinstance(error, Exception) else GenerationError(f"generation ended by {error!r}")
             with self._changed:
@@ -263,6 +287,9 @@ class Engine(ABC):
             if failure is not error:
                 raise
             return []
+
+    def _report_is_due(self) -> bool:
+        return bool(self._journals) and time.monotonic() - self._reported_s >= REPORT_EVERY_S
 
     def check(self, subject: str, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError, naming ``subject``, for a prompt that cannot be continued. Subclasses may add checks."""
@@ -298,6 +325,11 @@ class Engine(ABC):
 
     def drop(self, ids: Collection[RequestId]) -> None:  # noqa: B027 - an engine that works batch by batch holds none
         """End the work on those of ``ids`` that ``advance`` has begun. The base class has reported them as aborted."""
+
+    def drawn(self) -> list[tuple[RequestId, Drawn]]:
+        """Return what is drawn so far of the requests that ``advance`` has begun. It is called between two calls of
+        ``advance``. After a loss, completions that an engine does not report are drawn from their first token."""
+        return []
 
     # -- new weights ----------------------------------------------------------------------------------------------
 
@@ -346,3 +378,50 @@ class Engine(ABC):
 
     def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
         """Give back the buffers kept between calls; the next request makes them again."""
+
+
+class _Rows:
+    """The completions of one call of ``Engine.generate``, some of which another engine may have begun."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        journal: Journal | None,
+        begun: Mapping[int, Drawn],
+    ) -> None:
+        self.seeds: dict[RequestId, int] = {RowOfBatch(index, params.n): seed for index, seed in enumerate(seeds)}
+        self.heads = {row: begun[seed] for row, seed in self.seeds.items() if seed in begun}
+        self.completions = {
+            row: head.completion(reason) for row, head in self.heads.items() if (reason := head.ended(params))
+        }
+        self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
+        self._params, self._journal = params, journal
+        if journal is not None:
+            for row, head in self.heads.items():
+                journal.add(self.seeds[row], head)
+
+    def missing(self) -> list[Request]:
+        """The requests for what is not drawn yet."""
+        asked: list[Request] = []
+        for place, (row, seed) in enumerate(self.seeds.items()):
+            prompt, params, head = self._prompts[place // self._params.n], self._params, self.heads.get(row)
+            if row in self.completions:
+                continue
+            if head is not None:
+                prompt, seed = (*prompt, *head.token_ids), seed_at(seed, len(head))
+                params = replace(params, max_new_tokens=params.max_new_tokens - len(head))
+            asked.append(Request(id=row, prompt=prompt, params=params, seed=seed, reuse_completions=False))
+        return asked
+
+    def take(self, event: Event) -> None:
+        """Note a completion that is finished. Raises the error of one that failed."""
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Finished):
+            head, rest = self.heads.get(event.id), event.completion
+            whole = head.completion(rest.finish_reason, rest) if head else rest
+            self.completions[event.id] = whole
+            if self._journal is not None:
+                self._journal.add(self.seeds[event.id], Drawn.of(whole))

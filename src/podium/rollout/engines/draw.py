@@ -14,10 +14,12 @@ from torch import Tensor
 
 from podium.rollout.sampling import SamplingParams
 
-__all__ = ["Draw", "draw", "uniforms"]
+__all__ = ["Draw", "draw", "seed_at", "uniforms"]
 
-_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(it) for it in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_CONSTANTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, _CONSTANTS)
 _ONE, _CUT = np.uint64(1), np.uint64(12)
+_WORD = 2**64
 _FLAT_LIMIT = 1024  # above it, summing chunks first costs less than one cumulative sum over the whole vocabulary
 _CHUNK = 256
 _CANDIDATES = 1024
@@ -45,6 +47,23 @@ def uniforms(seeds_B: Tensor, start: int, count: int) -> Tensor:
     states = _mix(seeds * _GOLDEN + _ONE)
     bits = _mix(states[:, None] + positions * _GOLDEN)
     return torch.from_numpy((bits >> _CUT) * 2.0**-52).to(seeds_B.device)
+
+
+def seed_at(seed: int, position: int) -> int:
+    """The seed whose number for each position p is that of ``seed`` for ``position + p``, as a signed integer.
+
+    A completion of which ``position`` tokens were drawn goes on with it, as if it had never been interrupted.
+    """
+    golden, first, second = _CONSTANTS
+    state = int(_mix(np.array([seed % _WORD], np.uint64) * _GOLDEN + _ONE)[0]) + position * golden
+    for factor, shift in ((1, 31), (second, 27), (first, 30)):  # each line of _mix, the last one first
+        state = state * pow(factor, -1, _WORD) % _WORD
+        whole = state
+        while state := state >> shift:
+            whole ^= state
+        state = whole
+    start = (state - 1) * pow(golden, -1, _WORD) % _WORD
+    return start - _WORD if start >= _WORD // 2 else start
 
 
 def draw(logits_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines.config import EngineConfig, VllmOptions
+from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, Tokens, conclude
 
@@ -136,6 +137,20 @@ class VllmEngine(ModelEngine):
 
     def drop(self, ids: Collection[RequestId]) -> None:
         self._dropped += [id for id, drawing in self._drawing.items() if drawing.request.id in ids]
+
+    def drawn(self) -> list[tuple[RequestId, Drawn]]:
+        return [
+            (
+                one.request.id,
+                Drawn(
+                    one.token_ids.copy(),
+                    one.logprobs.copy(),
+                    one.versions.copy(),
+                    [ids.tolist() for ids in one.kept] if one.request.params.filtered else None,
+                ),
+            )
+            for one in self._drawing.values()
+        ]
 
     def _abort_dropped(self) -> None:
         self._engine.abort_request(self._dropped)

@@ -51,8 +51,10 @@ class WeightSync(ABC):
         """
 
     @abstractmethod
-    def sync(self, version: int) -> None:
+    def sync(self, version: int, generators: Sequence[Handle[WeightReceiver]] | None = None) -> None:
         """Make the policy's weights, as they are now, those that the next token is drawn from.
+
+        Only some of the generators get them where ``generators`` are given.
 
         Generators that hold ``version`` already are left alone. Generators that were restarted get all weights. If
         this fails, the generators that had begun to receive draw nothing until the next sync, which sends all weights.
@@ -70,10 +72,13 @@ class WeightSync(ABC):
     def close(self) -> None:
         """Drop what is kept between syncs. Idempotent; the workers go on."""
 
-    def _held(self) -> list[tuple[Handle[WeightReceiver], list[int | None]]]:
+    def _held(
+        self, generators: Sequence[Handle[WeightReceiver]] | None = None
+    ) -> list[tuple[Handle[WeightReceiver], list[int | None]]]:
         """Return the generators, each with the version that each of its ranks holds."""
-        calls = [generator.weights_version.submit() for generator in self._generators]
-        return [(generator, call.result()) for generator, call in zip(self._generators, calls, strict=True)]
+        generators = self._generators if generators is None else generators
+        calls = [generator.weights_version.submit() for generator in generators]
+        return [(generator, call.result()) for generator, call in zip(generators, calls, strict=True)]
 
 
 class ColocatedSync(WeightSync):
@@ -89,8 +94,8 @@ class ColocatedSync(WeightSync):
     def init(self) -> None:
         """Check nothing: the engine is made from the policy's own model."""
 
-    def sync(self, version: int) -> None:
-        for generator in self._generators:
+    def sync(self, version: int, generators: Sequence[Handle[WeightReceiver]] | None = None) -> None:
+        for generator in self._generators if generators is None else generators:
             _is_behind(generator.refresh(version), version)
 
     def close(self) -> None:
@@ -138,8 +143,8 @@ class StreamedSync(WeightSync):
     def init(self) -> None:
         self._prepare(self._generators)
 
-    def sync(self, version: int) -> None:
-        held = self._held()
+    def sync(self, version: int, generators: Sequence[Handle[WeightReceiver]] | None = None) -> None:
+        held = self._held(generators)
         behind = [generator for generator, versions in held if _is_behind(versions, version)]
         if not behind:
             return

@@ -8,6 +8,7 @@ from torch import nn
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError
 from podium.rollout.engines.config import EngineConfig
+from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.native.cache import ROW_QUANTUM, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder
@@ -72,6 +73,10 @@ class NativeEngine(ModelEngine):
         events = self._lanes.advance(waiting, self.config.max_sequences, interrupted)
         self.prefilled_tokens = self._lanes.prefilled_tokens
         return events
+
+    @torch.inference_mode()
+    def drawn(self) -> list[tuple[RequestId, Drawn]]:
+        return self._lanes.drawn()
 
     def _make_room(self) -> bool:
         """Have lanes for what waits. Return False where it must wait until no lane is live.

@@ -26,7 +26,7 @@ Legend: A active lanes, B rows of one draw, T most new tokens, S most stop token
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import dropwhile, groupby, islice
+from itertools import dropwhile, groupby, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from podium.rollout.engines.draw import Draw, draw, uniforms
 from podium.rollout.engines.gate import WeightGate
+from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.native.cache import KVCache, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
@@ -139,6 +140,26 @@ class Lanes:
         lanes = [lane for lane in live if self._records["request"][lane].id in ids]
         if lanes:
             self._free(np.array(lanes), forget=True)
+
+    def drawn(self) -> list[tuple[RequestId, Drawn]]:
+        """What each live lane has drawn."""
+        lanes = self._records["live"].nonzero()[0]
+        if not len(lanes):
+            return []
+        index = self._index(lanes)
+        lengths = self._state[2].index_select(0, index).tolist()
+        ids, logprobs = (
+            table[:, : max(lengths)].index_select(0, index).tolist() for table in (self._ids, self._logprobs)
+        )
+        found: list[tuple[RequestId, Drawn]] = []
+        for row, (lane, length) in enumerate(zip(lanes.tolist(), lengths, strict=True)):
+            starts = [*self._records["versions"][lane], (length, 0)]
+            versions = [version for (at, version), (end, _) in pairwise(starts) for _ in range(at, end)]
+            kept = self._records["kept"][lane]
+            kept = None if kept is None else [one.tolist() for one in kept[:length]]
+            drawn = Drawn(ids[row][:length], logprobs[row][:length], versions, kept)
+            found.append((self._records["request"][lane].id, drawn))
+        return found
 
     # ---- decoding
 

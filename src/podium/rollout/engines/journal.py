@@ -1,0 +1,177 @@
+"""What was drawn of completions that are not finished, in a file that outlives the process that draws them.
+
+    engine ──what it drew, once a second──▶ file ◀──read── the engine that continues after the first one was lost
+
+A completion is known by its seed. Each line of the file has further tokens of one completion:
+
+    {"seed": 4711, "at": 64, "ids": [5, 9], "logprobs": [-0.5, -1.25], "versions": [3, 3]}
+
+With top-k or top-p a line also has the ids ``kept`` for each of its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from podium.rollout.sampling import Completion, FinishReason, KeptSet, SamplingParams
+
+if TYPE_CHECKING:
+    from io import BufferedWriter
+
+__all__ = ["Drawn", "Journal", "read_journal"]
+
+REPORT_EVERY_S: Final = 1.0
+_KEEP_S: Final = 30.0  # a finished completion stays for so long, until another process has it for certain
+_MOST_BYTES: Final = 1 << 24  # a longer file loses what is over
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The first tokens of a completion: ids, log-probabilities, versions of the weights, and the kept ids if any."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    kept: list[list[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @staticmethod
+    def of(completion: Completion) -> Drawn:
+        """The tokens of a whole completion."""
+        kept = completion.kept
+        each = None if kept is None else [kept.at(place).tolist() for place in range(len(completion))]
+        columns = (completion.token_ids, completion.logprobs, completion.versions)
+        token_ids, logprobs, versions = (column.tolist() for column in columns)
+        return Drawn(token_ids, logprobs, versions, each)
+
+    def ended(self, params: SamplingParams) -> FinishReason | None:
+        """Why the completion is whole; None where tokens are missing."""
+        if self.token_ids[-1] in params.stop_token_ids:
+            return "stop"
+        return "length" if len(self) >= params.max_new_tokens else None
+
+    def completion(self, reason: FinishReason, rest: Completion | None = None) -> Completion:
+        """The completion that these tokens begin and ``rest`` continues."""
+        more = Drawn([], [], [], None) if rest is None else Drawn.of(rest)
+        kept = None
+        if self.kept is not None:
+            each = self.kept + (more.kept or [])
+            sizes = torch.tensor([0, *map(len, each)], dtype=torch.int64)
+            kept = KeptSet(torch.tensor([id for ids in each for id in ids], dtype=torch.int64), sizes.cumsum(0))
+        return Completion(
+            token_ids=torch.tensor(self.token_ids + more.token_ids, dtype=torch.int64),
+            logprobs=torch.tensor(self.logprobs + more.logprobs, dtype=torch.float32),
+            finish_reason=reason,
+            versions=torch.tensor(self.versions + more.versions, dtype=torch.int64),
+            kept=kept,
+        )
+
+
+class Journal:
+    """The file at ``path``, which one process writes. Any thread may call. Where the disk refuses, nothing is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = Lock()
+        self._lengths: dict[int, int] = {}  # by seed, the number of tokens in the file
+        self._done: dict[int, float] = {}  # by seed of a finished completion, the time of its end
+        self._file: BufferedWriter | None = None
+        self._refused = False
+
+    def add(self, seed: int, drawn: Drawn, at: int = 0) -> None:
+        """Write those tokens of the completion ``seed`` that the file lacks. ``drawn`` are the ones from ``at`` on."""
+        with self._lock:
+            known = self._lengths.get(seed, 0)
+            new = slice(known - at, None)
+            if known < at or len(drawn) <= known - at or self._refused:
+                return
+            line: dict[str, Any] = {"seed": seed, "at": known, "ids": drawn.token_ids[new]}
+            line |= {"logprobs": drawn.logprobs[new], "versions": drawn.versions[new]}
+            if drawn.kept is not None:
+                line["kept"] = drawn.kept[new]
+            try:
+                self._file = self._file or self.path.open("wb")
+                self._file.write(json.dumps(line).encode() + b"\n")
+                self._lengths[seed] = at + len(drawn)
+            except OSError as error:
+                self._refuse(error)
+
+    def flush(self) -> None:
+        """Hand everything to the operating system, which keeps it also when this process is killed."""
+        with self._lock:
+            if self._file is None or self._refused:
+                return
+            try:
+                self._file.flush()
+                if self._file.tell() > _MOST_BYTES:
+                    self._shorten()
+            except OSError as error:
+                self._refuse(error)
+
+    def finished(self, seeds: Iterable[int]) -> None:
+        """Note that these completions are whole and leave this process."""
+        with self._lock:
+            now = time.monotonic()
+            self._done.update(dict.fromkeys(seeds, now))
+
+    def _shorten(self) -> None:
+        """Keep the completions alone that are not over."""
+        now = time.monotonic()
+        over = {seed for seed, ended in self._done.items() if now - ended > _KEEP_S}
+        if not over or self._file is None:
+            return
+        aside = self.path.with_suffix(".new")
+        with self.path.open("rb") as old, aside.open("wb") as new:
+            new.writelines(line for line in old if json.loads(line)["seed"] not in over)
+        self._file.close()
+        os.replace(aside, self.path)
+        self._file = self.path.open("ab")
+        for seed in over:
+            self._lengths.pop(seed, None)
+            del self._done[seed]
+
+    def _refuse(self, error: OSError) -> None:
+        self._refused = True
+        _logger.warning(
+            "%s cannot be written (%s): completions in flight are drawn anew after a loss", self.path, error
+        )
+
+
+def read_journal(path: Path) -> Mapping[int, Drawn]:
+    """Read what a process, which may have been killed, had drawn of each completion; {} where there is no file.
+
+    A line that is not whole does not count, nor what follows in its completion.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return {}
+    found: dict[int, Drawn] = {}
+    for line in data.splitlines():
+        try:
+            own = json.loads(line)
+            drawn = found.setdefault(own["seed"], Drawn([], [], [], [] if "kept" in own else None))
+            sizes = {len(own[name]) for name in ("ids", "logprobs", "versions", *(("kept",) if "kept" in own else ()))}
+            if own["at"] != len(drawn) or len(sizes) != 1:
+                continue
+            drawn.token_ids.extend(own["ids"])
+            drawn.logprobs.extend(own["logprobs"])
+            drawn.versions.extend(own["versions"])
+            if drawn.kept is not None:
+                drawn.kept.extend(own["kept"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return {seed: drawn for seed, drawn in found.items() if len(drawn)}

@@ -1,0 +1,339 @@
+"""The generators of a run: what they draw, how they get new weights, and what happens when one is lost.
+
+    generate   a whole batch, cut into a share for each generator              sync, one_step_off, evaluation
+    draw       parts of a few prompts, each given to the generator that        asynchronous
+               has the fewest; a part is over as soon as its last completion is
+
+A generator that has processes of its own is restarted when it is lost. It gets the current weights before it draws, and
+the others go on meanwhile. With ``draw`` another one continues its completions from the tokens that it had written to
+its journal. With ``generate`` and ``sync`` they are drawn again from the same seeds, which gives the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final, Self
+
+from podium.data import Batch
+from podium.errors import PlacementError, PodiumError, WorkerStartError
+from podium.telemetry import Note, Recovered, emit
+from podium.trainer.rollout_queue import RolloutQueue
+
+if TYPE_CHECKING:
+    from podium.rollout.sampling import SamplingParams
+    from podium.runtime import Call, Handle
+    from podium.trainer.recovery import Losses
+    from podium.workers import Estimator, Generator, WeightSync
+
+__all__ = ["Generators", "parts_of"]
+
+_MOST_CALLS: Final = 16  # a generator draws at the same time; each takes a thread of its process
+
+
+def parts_of(max_sequences: int, n: int) -> tuple[int, int]:
+    """The number of prompts in a part, and the number of parts that keep a generator of ``max_sequences`` busy.
+
+    One part more than fits is there, so that its first tokens need not wait for the controller.
+    """
+    size = max(1, -(-max_sequences // (_MOST_CALLS * n)))
+    return size, max(1, -(-max_sequences // (size * n))) + 1
+
+
+@dataclass(eq=False)
+class _Part:
+    """A few prompts that one call draws."""
+
+    step: int
+    prompts: Batch
+    sampling: SamplingParams
+    drawn: Future[Batch] = field(default_factory=Future["Batch"])
+    sent_s: float = 0.0
+    processes: Sequence[int] = ()  # of the generator that it was sent to
+    journal: str = ""  # of these processes
+
+
+class Generators:
+    """The generators, as one.
+
+    Args:
+        handles: Groups that draw independently.
+        weight_sync: The way by which they get weights.
+        losses: How often a generator may be lost.
+        apart: Whether their processes hold nothing that is learned, so that they can be restarted alone.
+        keeper: What copies drawn tensors to other processes, so that they outlive the generator.
+        capacity: The most parts that a generator draws at the same time.
+        journals: Directory of their journals, or None where completions are not continued.
+
+    Attributes:
+        changing: Held while the policy's weights change, until the generators have them.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Handle[Generator]],
+        weight_sync: WeightSync,
+        losses: Losses,
+        *,
+        apart: bool,
+        keeper: Handle[Estimator] | None = None,
+        capacity: int = 1,
+        journals: Path | None = None,
+    ) -> None:
+        self.changing = threading.RLock()
+        self._handles, self._weight_sync, self._losses, self._apart = tuple(handles), weight_sync, losses, apart
+        self._journals, self._keeper = journals, keeper
+        self._keepers = cycle([keeper.group.on([rank]) for rank in range(keeper.group.world_size)] if keeper else ())
+        self._restarting = [threading.Lock() for _ in handles]  # taken before ``changing``
+        self._restarts = [0] * len(handles)
+        self._version = 0
+        self._interrupted_s = 0.0  # when a sync failed, so that completions in flight may have failed too
+        self._todo = SimpleQueue["Callable[[], None] | None"]()
+        self._thread: threading.Thread | None = None
+        self._opening = threading.Lock()  # guards the two lines above and the next one
+        self._closed = False
+        self._queue = RolloutQueue[_Part](capacity)  # what follows belongs to the thread
+        for number in range(len(handles)):
+            self._queue.admit(number)
+        self._in_flight: set[_Part] = set()
+        self._away: set[int] = set()  # the generators that are being restarted, or could not be
+        self._failed: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Draw no more. What is in flight fails, and a generator that is lost from now on stays lost."""
+        with self._opening:
+            self._closed = True
+            self._todo.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- a whole batch ---------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
+        count = len(self._handles)
+        shares = [prompts.slice(at * len(prompts) // count, (at + 1) * len(prompts) // count) for at in range(count)]
+        sent = [
+            (number, self._ask(number, share, sampling))
+            for number, share in enumerate(shares)
+            if len(share) or count == 1
+        ]
+        found = [self._answer(number, shares[number], sampling, asked) for number, asked in sent]
+        return found[0] if len(found) == 1 else Batch.concat(found)
+
+    def _ask(self, number: int, prompts: Batch, sampling: SamplingParams) -> _Asked:
+        handle, journal = self._handles[number], self._journal(number)
+        processes = handle.group.pids
+        try:
+            call = handle.generate.submit(prompts.with_meta(journal=journal) if journal else prompts, sampling)
+        except PodiumError as error:
+            return _Asked(error, processes, journal)
+        return _Asked(call, processes, journal)
+
+    def _answer(self, number: int, prompts: Batch, sampling: SamplingParams, asked: _Asked) -> Batch:
+        """Wait for the completions, and draw them again if the generator was lost."""
+        while True:
+            try:
+                drawn = asked.result()
+                return drawn if self._keeper is None else self._keeper.keep(drawn)
+            except PodiumError as error:
+                if not self._is_restartable(number, asked.processes):
+                    raise
+                self._restart(number, error)
+                again = prompts.with_meta(begun=asked.journal) if asked.journal else prompts
+                asked = self._ask(number, again, sampling)
+
+    def _journal(self, number: int) -> str:
+        """The file of the generator's present processes; "" where there is none."""
+        name = f"generator-{number}.{self._restarts[number]}.jsonl"
+        return "" if self._journals is None else str(self._journals / name)
+
+    # -- new weights -----------------------------------------------------------------------------------------------
+
+    def sync_weights(self, version: int) -> None:
+        """Send the policy's weights as ``version``. A generator that is lost gets them after its restart.
+
+        Raises:
+            PodiumError: Weights could not be sent, and no generator was lost that can be restarted.
+        """
+        with self.changing:
+            self._version = version
+            while True:
+                alive = [number for number in range(len(self._handles)) if not self._is_lost(number)]
+                try:
+                    self._weight_sync.sync(version, [self._handles[number] for number in alive])
+                    break
+                except PodiumError:
+                    self._interrupted_s = time.monotonic()
+                    if not self._apart or not any(map(self._is_lost, alive)):
+                        raise
+        lost = PodiumError(f"a generator was lost before it had the weights of version {version}")
+        for number in {*range(len(self._handles))} - {*alive}:
+            self._todo.put(partial(self._lose, number, lost))
+
+    def _is_lost(self, number: int) -> bool:
+        calls = self._handles[number].group.processes.calls
+        return bool(calls.lost or calls.broken)
+
+    # -- a generator that is lost ----------------------------------------------------------------------------------
+
+    def _is_restartable(self, number: int, processes: Sequence[int]) -> bool:
+        """Whether a call to ``processes`` failed because one of them was lost, and nothing that is learned with it."""
+        was_lost = self._is_lost(number) or self._handles[number].group.pids != processes
+        return self._apart and not self._closed and was_lost
+
+    def _restart(self, number: int, error: PodiumError) -> None:
+        """Restart a generator that is lost, and give it the current weights.
+
+        If another thread does so, this waits until it has the weights. ``error`` is raised where too much was lost.
+        """
+        handle = self._handles[number]
+        group = handle.group
+        with self._restarting[number]:
+            if not self._is_lost(number):
+                return
+            causes = [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]
+            what = self._losses.add(causes or [f"{group.name}, which is broken"], error, of=group.name)
+            group.restart()
+            self._restarts[number] += 1
+            with self.changing:  # no update runs, so the policy's weights are those of one version
+                self._weight_sync.sync(self._version, [handle])
+                version = self._version
+        emit(Recovered(f"{what}; it was restarted and has the weights of version {version}"))
+
+    # -- parts of a few prompts ------------------------------------------------------------------------------------
+
+    def draw(self, step: int, prompts: Sequence[Batch], sampling: SamplingParams) -> list[Future[Batch]]:
+        """Draw the completions of each of these parts, for ``step``. Parts of earlier steps come first.
+
+        A future has the part's batch as soon as its last completion is drawn. Its tensors are references.
+        """
+        parts = [_Part(step, one, sampling) for one in prompts]
+        with self._opening:
+            if self._closed:
+                raise PodiumError(f"the completions of step {step} were asked for when the run had ended")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="podium-generators", daemon=True)
+                self._thread.start()
+            self._todo.put(partial(self._add, parts))
+        return [part.drawn for part in parts]
+
+    def _run(self) -> None:
+        """The thread that alone uses the queue. It sends what is due after each thing that it does."""
+        while (do := self._todo.get()) is not None:
+            do()
+            while (due := self._queue.next()) is not None:
+                self._send(*due)
+        self._fail(PodiumError("the run ended before the completions were drawn"))
+
+    def _add(self, parts: Sequence[_Part]) -> None:
+        self._in_flight.update(parts)
+        for part in parts:
+            self._queue.add(part.step, part)
+        if self._failed is not None:
+            self._fail(self._failed)
+
+    def _send(self, number: int, part: _Part) -> None:
+        handle, begun = self._handles[number], part.journal
+        part.sent_s, part.processes, part.journal = time.monotonic(), handle.group.pids, self._journal(number)
+        files = {"journal": part.journal, "begun": begun} if part.journal else {}
+        try:
+            call = handle.generate_beside.submit(part.prompts.with_meta(**files), part.sampling)
+        except PodiumError as error:
+            self._failed_part(number, part, error)
+            return
+        call.when_done(lambda: self._todo.put(partial(self._end, number, part, call)))
+
+    def _end(self, number: int, part: _Part, call: Call[Batch], *, is_kept: bool = False) -> None:
+        """Take in how a call ended: one that drew, or one that copied what was drawn."""
+        if not is_kept:
+            self._queue.finished(number)
+        try:
+            drawn = call.result()
+            if self._keeper is not None and not is_kept:
+                kept = next(self._keepers).keep.submit(drawn)
+                kept.when_done(lambda: self._todo.put(partial(self._end, number, part, kept, is_kept=True)))
+                return
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for the part
+            self._failed_part(number, part, error)
+            return
+        self._in_flight.discard(part)
+        part.drawn.set_result(drawn)
+
+    def _failed_part(self, number: int, part: _Part, error: Exception) -> None:
+        """Let a part wait again if its generator was lost, or if the loss of another one interrupted it."""
+        again = partial(self._queue.add, part.step, part, first=True)
+        if part not in self._in_flight:
+            return
+        if isinstance(error, PodiumError) and self._is_restartable(number, part.processes):
+            self._lose(number, error)
+            again()
+        elif isinstance(error, PodiumError) and self._apart and self._interrupted_s >= part.sent_s:
+            threading.Thread(target=self._once_weights_are_there, args=(again,), daemon=True).start()
+        else:
+            self._in_flight.discard(part)
+            part.drawn.set_exception(error)
+
+    def _once_weights_are_there(self, do: Callable[[], None]) -> None:
+        with self.changing:
+            self._todo.put(do)
+
+    def _lose(self, number: int, error: PodiumError) -> None:
+        """Restart a generator beside the others, which go on."""
+        if number in self._away or not self._is_lost(number) or self._closed:
+            return
+        self._away.add(number)
+        self._queue.dismiss(number)
+
+        def restart() -> None:
+            try:
+                self._restart(number, error)
+                self._todo.put(partial(self._return, number))
+            except Exception as failed:  # noqa: BLE001 - it ends whatever waits for completions
+                self._todo.put(partial(self._give_up, number, failed))
+
+        threading.Thread(target=restart, name=f"podium-restart-{number}", daemon=True).start()
+
+    def _return(self, number: int) -> None:
+        self._away.discard(number)
+        self._queue.admit(number)
+
+    def _give_up(self, number: int, error: Exception) -> None:
+        """Go on without a generator for which there is no room, if another one draws. Otherwise fail what waits."""
+        if left := len(self._queue.open) * isinstance(error, PlacementError | WorkerStartError):
+            name = self._handles[number].group.name
+            emit(Note(f"{name} could not be restarted; the run goes on with {left} of {len(self._handles)}: {error}"))
+        else:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Fail all parts, and those that are yet to come."""
+        self._failed = error
+        self._queue.clear()
+        parts, self._in_flight = self._in_flight, set[_Part]()
+        for part in parts:
+            part.drawn.set_exception(error)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A call for a generator's share of a batch, or why it could not be submitted."""
+
+    call: Call[Batch] | PodiumError
+    processes: Sequence[int]
+    journal: str
+
+    def result(self) -> Batch:
+        if isinstance(self.call, PodiumError):
+            raise self.call
+        return self.call.result()
