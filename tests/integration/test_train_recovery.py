@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +17,20 @@ import pytest
 
 from podium.data import Batch
 from podium.errors import PodiumError
-from podium.runtime import endpoint, first, shard
-from podium.telemetry import Event, Recovered, StageFinished, StepFinished, subscribe
+from podium.rollout.engines import Engine
+from podium.rollout.engines.journal import read_journal
+from podium.rollout.sampling import SamplingParams
+from podium.runtime import concat, endpoint, first, shard
+from podium.telemetry import Event, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.ledger import read_ledger
-from podium.workers import Policy
+from podium.workers import Generator, Policy
 from tests.integration.processes import all_gone
-from tests.integration.training import losses, tiny
+from tests.integration.training import MODEL, losses, tiny
 
 SECTIONS: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "model": False}}
 SPLIT = {"layout": "split"}
+LONGER: Any = {**MODEL, "config": {**MODEL["config"], "max_position_embeddings": 64}}  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def fit(config: GRPOConfig, on_event: Callable[[PPOTrainer, Event], None], **given: Any) -> list[str]:
@@ -107,8 +114,75 @@ def test_with_the_asynchronous_schedule_no_prompt_is_lost_with_a_generator(tmp_p
     ledger = tmp_path / "runs" / "run" / "ledger.jsonl"
     assert read_ledger(ledger).counts() == {"trained": 28}
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-    drawn = {line["step"]: line["versions"] for line in lines if line.get("state") == "rolled_out"}
-    assert all(step - 1 - low <= 2 for step, versions in drawn.items() for low, _ in versions)
+    drawn = [line for line in lines if line.get("state") == "rolled_out"]
+    assert all(line["step"] - 1 - low <= 2 for line in drawn for low, _ in line["versions"])
+
+
+class Slow(Generator):
+    """It takes a tenth of a second for a token, so that it can be killed in the middle of a completion."""
+
+    def _make_engine(self) -> Engine:
+        engine = super()._make_engine()
+        advance = engine.advance
+
+        def slowly(interrupted: Callable[[], bool]) -> list[Any]:
+            return advance(lambda: time.sleep(0.1) is None and interrupted())
+
+        engine.advance = slowly
+        return engine
+
+
+def test_another_generator_goes_on_from_the_tokens_of_one_that_is_killed(tmp_path: Path) -> None:
+    begun: dict[int, list[int]] = {}
+    run = tmp_path / "runs" / "run"
+
+    def kill_in_flight(trainer: PPOTrainer) -> None:
+        until = time.monotonic() + 30
+        for generator in itertools.cycle((0, 1)):
+            told = read_journal(run / ".in_flight" / f"generator-{generator}.0.jsonl")
+            begun.update(
+                {seed: one.token_ids for seed, one in told.items() if 4 <= len(one) < 24 and one.token_ids[-1]}
+            )
+            if begun or time.monotonic() > until:
+                os.kill(trainer.roles.generators[generator].group.pids[0], signal.SIGKILL)
+                return
+            time.sleep(0.02)
+
+    def see(trainer: PPOTrainer, event: Event) -> None:
+        if isinstance(event, PhaseStarted):
+            threading.Thread(target=kill_in_flight, args=(trainer,)).start()
+
+    config = tiny(
+        GRPOConfig, tmp_path, run={"steps": 2, "schedule": "asynchronous"}, model=LONGER,
+        sampling={"max_new_tokens": 24, "n": 4, "stop_token_ids": [0]}, engine={"max_sequences": 8},
+        placement={**SPLIT, "generator_ranks": 2}, **SECTIONS,
+    )  # fmt: skip
+    (said,) = fit(config, see, workers={"generator": Slow})
+    assert "lost rank 0 of generator-" in said
+    assert begun
+    assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 8}
+    trained = [row for table in completions(run) for row in table["tokens"]]
+    for tokens in begun.values():
+        assert any(row[: len(tokens)] == tokens for row in trained), "tokens that had been drawn were drawn again"
+    assert not (run / ".in_flight").exists()
+
+
+def test_a_generator_that_is_lost_again_and_again_ends_the_run_within_seconds(tmp_path: Path) -> None:
+    asked = {"steps": 4, "schedule": "asynchronous", "max_restarts": 1}
+    config = tiny(GRPOConfig, tmp_path, run=asked, placement=SPLIT, **SECTIONS)
+    with pytest.raises(PodiumError, match=r"lost workers 2 times within an hour") as caught:
+        fit(config, lambda trainer, event: None, workers={"generator": Ending})
+    assert str(caught.value).count("s ago: rank 0 of generator (") == 2
+
+
+class Ending(Generator):
+    """It ends when it is asked for completions."""
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
+    def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        del prompts, sampling
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
 
 class Suicidal(Policy):

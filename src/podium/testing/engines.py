@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import Aborted, Engine, EngineConfig, Event, Failed, Finished, Request, Tokens, make_engine
+from podium.rollout.engines.journal import Drawn
 from podium.rollout.sampling import Completion, SamplingParams
 
 __all__ = ["EngineContract", "EngineTarget", "tiny_model", "trained_logprobs"]
@@ -138,6 +139,12 @@ def completion_of(events: Sequence[Event]) -> Completion:
     return last.completion
 
 
+def cut(drawn: Drawn, length: int) -> Drawn:
+    """The first tokens."""
+    kept = None if drawn.kept is None else drawn.kept[:length]
+    return Drawn(drawn.token_ids[:length], drawn.logprobs[:length], drawn.versions[:length], kept)
+
+
 def check_same(mine: Completion, theirs: Completion, when: str) -> None:
     """Both have the same tokens."""
     ids, expected = mine.token_ids.tolist(), theirs.token_ids.tolist()
@@ -214,7 +221,39 @@ class EngineContract:
             target.check({0: model}, prompt, completion, PARAMS)
             prompt = [*prompt, *completion.token_ids.tolist(), 40 + turn, 50]
 
+    def test_a_completion_that_another_engine_began_is_continued(self, target: EngineTarget) -> None:
+        model, prompts = target.model(0), prompts_of()
+        engine = target.make(copy.deepcopy(model))
+        for name in ("plain", "top-k"):
+            params = SamplingParams(max_new_tokens=12, stop_token_ids=(1, 2, 3), **SAMPLING[name])
+            try:
+                whole = engine.generate(prompts, params, range(8))
+            except ConfigError:
+                assert params.filtered, "only top-k and top-p may be refused"
+                continue
+            begun = {seed: cut(Drawn.of(one), 2 * seed) for seed, one in enumerate(whole) if seed}
+            for seed, mine in enumerate(engine.generate(prompts, params, range(8), begun=begun)):
+                ids, known = mine.token_ids.tolist(), begun[seed].token_ids if seed else []
+                assert ids[: len(known)] == known, "the tokens that were drawn before come first"
+                assert len(ids) <= 12, "max_new_tokens counts the tokens that were drawn before"
+                assert mine.finish_reason == ("stop" if ids[-1] in (1, 2, 3) else "length"), f"the last is {ids[-1]}"
+                target.check({0: model}, prompts[seed], mine, params)
+
     # -- requests ----------------------------------------------------------------------------------------------------
+
+    def test_what_is_drawn_so_far_begins_the_completion(self, target: EngineTarget) -> None:
+        engine = target.make(target.model(0), max_sequences=4)
+        for index, prompt in enumerate(prompts_of()):
+            engine.submit(request(index, prompt))
+        told: list[tuple[Any, Drawn]] = []
+        events: list[Event] = []
+        for _ in range(6):
+            events += engine.poll(timeout_s=0)
+            told += engine.drawn()
+        done = drained(engine, events)
+        for id, drawn in told:
+            whole = Drawn.of(completion_of(done[id]))
+            assert cut(whole, len(drawn)) == drawn, f"drawn() told {drawn} of request {id}, which became {whole}"
 
     def test_requests_arrive_at_any_time_and_from_any_thread(self, target: EngineTarget) -> None:
         engine, prompts = target.make(target.model(0), max_sequences=4), prompts_of()

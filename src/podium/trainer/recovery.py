@@ -1,6 +1,6 @@
 """How often a run goes on after it has lost a worker process, and what it says of that.
 
-a generator with processes of its own   it is restarted, gets the current weights, and draws again what it had begun
+a generator with processes of its own   it is restarted and gets the current weights (podium.trainer.generators)
 any other worker                        all workers are closed, and the run is resumed from its latest checkpoint
 """
 
@@ -10,9 +10,13 @@ from typing import Final
 
 from podium.errors import PodiumError
 
-__all__ = ["Losses", "RunLost"]
+__all__ = ["LostTooOften", "Losses", "RunLost"]
 
 WINDOW_S: Final = 3600.0
+
+
+class LostTooOften(PodiumError):
+    """Workers were lost more often than the run goes on after."""
 
 
 class RunLost(Exception):
@@ -36,8 +40,8 @@ class Losses:
         Each generator that is restarted alone is counted for itself, under its name ``of``.
 
         Raises:
-            PodiumError: There were too many. The message lists them, the first one first. It is ``error`` itself where
-                the run was not to go on at all.
+            LostTooOften: There were too many. The message lists them, the first one first.
+            PodiumError: It is ``error`` itself where the run was not to go on at all.
         """
         now, cause = time.monotonic(), "; ".join(causes)
         found = [(at, known) for at, known in self._found.get(of, ()) if now - at < WINDOW_S]
@@ -47,7 +51,7 @@ class Losses:
             raise error
         if len(found) > self._most:
             lines = [f"  {now - at:.0f} s ago: {known}" for at, known in found]
-            raise PodiumError(
+            raise LostTooOften(
                 f"the run lost workers {len(found)} times within an hour, and run.max_restarts = {self._most}:\n"
                 + "\n".join(lines)
                 + "\nThe latest error follows from the last of them: "

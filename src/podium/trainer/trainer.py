@@ -43,7 +43,7 @@ from podium.trainer.preflight import (
     with_stop_tokens,
 )
 from podium.trainer.prompts import load_held_out
-from podium.trainer.recovery import Losses, RunLost
+from podium.trainer.recovery import Losses, LostTooOften, RunLost
 from podium.trainer.report import report
 from podium.trainer.roles import PRELOAD, Roles, RoleWorkers, started_roles
 from podium.trainer.run_dir import RunDirectory, Summary
@@ -170,7 +170,9 @@ class Trainer(ABC, Generic[C, E, R]):
                 self.saver.wait()  # what was copied before the error is saved
             except PodiumError as late:
                 _logger.warning("after the error that ends the run: %s", late)
-            if not isinstance(error, PodiumError) or not (causes := self.roles.lost()):
+            if isinstance(error, LostTooOften) or not isinstance(error, PodiumError):
+                raise
+            if not (causes := self.roles.lost()):
                 raise
             raise RunLost(self._losses.add(causes, error)) from error
 

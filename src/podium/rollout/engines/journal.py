@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from podium.rollout.sampling import Completion, FinishReason, KeptSet, SamplingParams
-
-if TYPE_CHECKING:
-    from io import BufferedWriter
 
 __all__ = ["Drawn", "Journal", "read_journal"]
 
@@ -86,13 +82,14 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = Lock()
-        self._lengths: dict[int, int] = {}  # by seed, the number of tokens in the file
+        self._lengths: dict[int, int] = {}  # by seed, the number of tokens in the lines
         self._done: dict[int, float] = {}  # by seed of a finished completion, the time of its end
-        self._file: BufferedWriter | None = None
+        self._lines: list[bytes] = []  # those that are not in the file
+        self._bytes = 0
         self._refused = False
 
     def add(self, seed: int, drawn: Drawn, at: int = 0) -> None:
-        """Write those tokens of the completion ``seed`` that the file lacks. ``drawn`` are the ones from ``at`` on."""
+        """Take those tokens of the completion ``seed`` that are not here. ``drawn`` are the ones from ``at`` on."""
         with self._lock:
             known = self._lengths.get(seed, 0)
             new = slice(known - at, None)
@@ -102,52 +99,42 @@ class Journal:
             line |= {"logprobs": drawn.logprobs[new], "versions": drawn.versions[new]}
             if drawn.kept is not None:
                 line["kept"] = drawn.kept[new]
-            try:
-                self._file = self._file or self.path.open("wb")
-                self._file.write(json.dumps(line).encode() + b"\n")
-                self._lengths[seed] = at + len(drawn)
-            except OSError as error:
-                self._refuse(error)
+            self._lines.append(json.dumps(line).encode() + b"\n")
+            self._lengths[seed] = at + len(drawn)
 
     def flush(self) -> None:
-        """Hand everything to the operating system, which keeps it also when this process is killed."""
+        """Write the file. The operating system keeps it also when this process is killed."""
         with self._lock:
-            if self._file is None or self._refused:
+            if self._refused or not self._lines:
                 return
+            lines, self._lines = self._lines, []
             try:
-                self._file.flush()
-                if self._file.tell() > _MOST_BYTES:
+                with self.path.open("ab" if self._bytes else "wb") as file:
+                    file.writelines(lines)
+                self._bytes += sum(map(len, lines))
+                if self._bytes > _MOST_BYTES:
                     self._shorten()
             except OSError as error:
-                self._refuse(error)
+                self._refused = True
+                _logger.warning("%s cannot be written (%s): after a loss, completions are drawn anew", self.path, error)
 
     def finished(self, seeds: Iterable[int]) -> None:
         """Note that these completions are whole and leave this process."""
         with self._lock:
-            now = time.monotonic()
-            self._done.update(dict.fromkeys(seeds, now))
+            self._done.update(dict.fromkeys(seeds, time.monotonic()))
 
     def _shorten(self) -> None:
         """Keep the completions alone that are not over."""
         now = time.monotonic()
-        over = {seed for seed, ended in self._done.items() if now - ended > _KEEP_S}
-        if not over or self._file is None:
-            return
+        over = {seed for seed, ended in self._done.items() if now - ended >= _KEEP_S}
+        lines = [line for line in self.path.read_bytes().splitlines(True) if json.loads(line)["seed"] not in over]
         aside = self.path.with_suffix(".new")
-        with self.path.open("rb") as old, aside.open("wb") as new:
-            new.writelines(line for line in old if json.loads(line)["seed"] not in over)
-        self._file.close()
-        os.replace(aside, self.path)
-        self._file = self.path.open("ab")
+        aside.write_bytes(b"".join(lines))
+        aside.replace(self.path)
+        self._bytes = sum(map(len, lines))
         for seed in over:
             self._lengths.pop(seed, None)
             del self._done[seed]
-
-    def _refuse(self, error: OSError) -> None:
-        self._refused = True
-        _logger.warning(
-            "%s cannot be written (%s): completions in flight are drawn anew after a loss", self.path, error
-        )
 
 
 def read_journal(path: Path) -> Mapping[int, Drawn]:

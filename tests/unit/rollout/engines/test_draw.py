@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from podium.rollout.engines.draw import draw, uniforms
+from podium.rollout.engines.draw import draw, seed_at, uniforms
 from podium.rollout.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -132,3 +132,10 @@ def test_kept_draws_follow_the_renormalised_distribution() -> None:
     assert counts.sum() == rows
     expected = mass / mass.sum() * rows
     assert ((counts - expected) ** 2 / expected).sum() < 25
+
+
+def test_the_seed_at_a_position_goes_on_where_the_first_seed_would() -> None:
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63), 0x1234567):
+        for position in (0, 1, 7, 100_000):
+            went_on = uniforms(torch.tensor([seed_at(seed, position)]), 0, 5)
+            assert torch.equal(went_on, uniforms(torch.tensor([seed]), position, 5))

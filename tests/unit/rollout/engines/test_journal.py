@@ -1,0 +1,112 @@
+"""The journal of completions in flight, and engines that go on where another one was lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from podium.rollout.engines import EngineConfig, journal as journals, make_engine
+from podium.rollout.engines.journal import Drawn, Journal, read_journal
+from podium.rollout.sampling import SamplingParams
+from podium.testing.engines import cut
+
+from .conftest import MakeModel
+
+
+def drawn(first: int, last: int, kept: bool = False) -> Drawn:
+    tokens = list(range(first, last))
+    return Drawn(
+        tokens, [-token / 4 for token in tokens], [3] * len(tokens), [[t, 0] for t in tokens] if kept else None
+    )
+
+
+def test_what_is_added_is_read_and_nothing_twice(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a.jsonl")
+    journal.add(5, drawn(0, 3))
+    journal.add(6, drawn(0, 2, kept=True))
+    journal.add(5, drawn(0, 7))
+    journal.add(5, drawn(4, 7), at=4)
+    journal.add(5, drawn(4, 9), at=4)
+    journal.add(7, drawn(4, 9), at=4)  # its first tokens are missing, so it does not count
+    journal.flush()
+    assert read_journal(journal.path) == {5: drawn(0, 9), 6: drawn(0, 2, kept=True)}
+
+
+def test_half_a_line_and_foreign_lines_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    journal = Journal(path)
+    journal.add(5, drawn(0, 3))
+    journal.flush()
+    whole = path.read_bytes()
+    for more in (whole[:20], b"[1]\n", b'{"seed": 5, "at": 3, "ids": [1, 2], "logprobs": [], "versions": []}\n', whole):
+        path.write_bytes(whole + more)
+        assert read_journal(path) == {5: drawn(0, 3)}
+    assert read_journal(tmp_path / "none") == {}
+
+
+def test_a_long_file_loses_what_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "_MOST_BYTES", 100)
+    monkeypatch.setattr(journals, "_KEEP_S", 0.0)
+    journal = Journal(tmp_path / "a.jsonl")
+    for seed in (1, 2):
+        journal.add(seed, drawn(0, 9))
+    journal.finished([1])
+    journal.flush()
+    journal.add(2, drawn(0, 12))
+    journal.flush()
+    assert read_journal(journal.path) == {2: drawn(0, 12)}
+
+
+def test_a_disk_that_refuses_ends_the_journal_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path / "none" / "a.jsonl")
+    for _ in range(2):
+        journal.add(1, drawn(0, 3))
+        journal.flush()
+    (record,) = caplog.records
+    assert "after a loss, completions are drawn anew" in record.message
+
+
+@pytest.mark.parametrize("name", ["native", "transformers"])
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}, {"temperature": 0.0}], ids=str)
+def test_another_engine_draws_the_same_next_tokens(
+    name: str, sampling: dict[str, float], make_model: MakeModel, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(max_new_tokens=10, stop_token_ids=(1, 2, 3), **sampling)  # pyright: ignore[reportArgumentType]
+    first = make_engine(EngineConfig(name=name), make_model("qwen3"))
+    whole = [Drawn.of(one) for one in first.generate(prompts, params, range(10))]
+    begun = {seed: cut(one, seed) for seed, one in enumerate(whole) if seed}
+    second = make_engine(EngineConfig(name=name), make_model("qwen3"))
+    for one, expected in zip(second.generate(prompts, params, range(10), begun=begun), whole, strict=True):
+        mine = Drawn.of(one)
+        assert (mine.token_ids, mine.kept) == (expected.token_ids, expected.kept)
+        assert mine.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_the_native_engine_writes_while_it_draws(
+    tmp_path: Path, make_model: MakeModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("podium.rollout.engines.base.REPORT_EVERY_S", 0.0)
+    engine = make_engine(EngineConfig(name="native"), make_model("qwen3"))
+    path, params = tmp_path / "a.jsonl", SamplingParams(max_new_tokens=40)
+    journal = Journal(path)
+    seen: list[int] = []
+
+    def look() -> None:
+        while not stop.wait(0.001):
+            seen.append(sum(map(len, read_journal(path).values())))
+
+    stop = threading.Event()
+    looking = threading.Thread(target=look)
+    looking.start()
+    whole = engine.generate(prompts, params, range(10), journal)
+    stop.set()
+    looking.join()
+    assert len({*seen}) > 5, "the file grows while completions are drawn"
+    assert {seed: len(one) for seed, one in read_journal(path).items()} == dict.fromkeys(range(10), 40)
+    assert read_journal(path) == {seed: Drawn.of(one) for seed, one in enumerate(whole)}
+    assert all(json.loads(line)["seed"] in range(10) for line in path.read_text().splitlines())
