@@ -182,8 +182,9 @@ class Generators:
             self._todo.put(partial(self._lose, number, lost))
 
     def _is_lost(self, number: int) -> bool:
+        """Whether a generator is lost, or not yet back."""
         calls = self._handles[number].group.processes.calls
-        return bool(calls.lost or calls.broken)
+        return bool(calls.lost or calls.broken) or self._restarting[number].locked()
 
     # -- a generator that is lost ----------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class Generators:
         handle = self._handles[number]
         group = handle.group
         with self._restarting[number]:
-            if not self._is_lost(number):
+            if not (group.lost or group.processes.calls.broken):
                 return
             causes = [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]
             what = self._losses.add(causes or [f"{group.name}, which is broken"], error, of=group.name)

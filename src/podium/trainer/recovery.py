@@ -10,7 +10,7 @@ from typing import Final
 
 from podium.errors import PodiumError
 
-__all__ = ["LostTooOften", "Losses", "RunLost"]
+__all__ = ["Losses", "LostTooOften", "RunLost"]
 
 WINDOW_S: Final = 3600.0
 
