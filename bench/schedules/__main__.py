@@ -1,4 +1,4 @@
-"""`python -m bench.schedules`: how fast each schedule gets a model of a million parameters to the same accuracy.
+"""`python -m bench.schedules`: how fast each schedule gets a model of 0.8 million parameters to the same accuracy.
 
 Each run is the command `podium train grpo` on two processes of one thread, one for the policy and one for the
 generator, from the same warm start. A run that has finished is not run again. After the last one, or with --report

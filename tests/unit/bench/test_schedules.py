@@ -12,7 +12,7 @@ import pytest
 
 from bench.schedules.__main__ import PAGE, PICTURE, RESULTS, main
 from bench.schedules.campaign import Campaign, problems, read_results, write_data, write_results
-from bench.schedules.figures import BEGIN, END, band, curve, put_section, reaching, section, spread, table
+from bench.schedules.figures import BAR, BEGIN, END, band, curve, put_section, reaching, section, spread, table
 from bench.schedules.records import Point, Run, read_run
 
 
@@ -74,13 +74,14 @@ def test_a_run_that_never_gets_there_is_told_as_such() -> None:
 
 
 def test_the_table_compares_runs_of_the_same_seed() -> None:
-    slow = [run_of("sync", seed, [0.4, 0.6, 1.0], seconds=10.0 + seed) for seed in range(3)]
-    fast = [run_of("asynchronous", seed, [0.4, 0.6, 1.0], seconds=5.0 + seed / 2) for seed in range(3)]
-    never = run_of("one_step_off", 0, [0.4, 0.5, 0.6])
+    middle = [BAR - 0.4, BAR - 0.2, BAR + 0.2]  # the bar lies between the second evaluation and the third
+    slow = [run_of("sync", seed, middle, seconds=10.0 + seed) for seed in range(3)]
+    fast = [run_of("asynchronous", seed, middle, seconds=5.0 + seed / 2) for seed in range(3)]
+    never = run_of("one_step_off", 0, [BAR - 0.4, BAR - 0.3, BAR - 0.2])
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table([*fast, never, *slow]).splitlines()]
     found = {row[0]: row[1:] for row in cells}
     assert cells[0] == ["", "`sync`, split", "`one_step_off`", "`asynchronous`, `max_staleness: 2`"]
-    assert found["seconds to 80%"] == ["16.5 (15.0 to 18.0)", "never", "8.2 (7.5 to 9.0)"]
+    assert found[f"seconds to {BAR:.0%}"] == ["16.5 (15.0 to 18.0)", "never", "8.2 (7.5 to 9.0)"]
     assert found["times faster than `sync`, split, with the same seed"] == ["1.00", "0.00", "2.00"]
     assert found["times faster than `sync`, colocated, with the same seed"] == ["", "", ""]
     assert found["sampled tokens/s"][0] == "1,234"
