@@ -149,6 +149,14 @@ class WorkerGroup(Generic[W]):
         label, calls = f"{self.name}.stores", self.processes.calls
         return calls.request(label, "store", self.timeout_s, {}, concurrent=True)
 
+    def give_up(self, needed: WorkerGroup[Any]) -> None:
+        """Fail the calls in flight, and refuse later ones until a restart, since ``needed`` has lost a rank.
+
+        Whoever waits for a result that is of no use without the other group hears of the loss at once. The calls raise
+        the WorkerDied of the lost rank. Endpoints that run go on.
+        """
+        self.processes.calls.give_up(needed.processes.calls)
+
     def restart(self) -> None:
         """Kill the processes, start new ones in the same slots, and make all their workers again, colocated ones too.
 

@@ -24,7 +24,7 @@ from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
 from podium.rollout.tasks.writer import chat_template
 from podium.runtime import Cluster, backend_class, connect
-from podium.telemetry import EvalFinished, Note, PhaseStarted, Recovered, emit, flush
+from podium.telemetry import EvalFinished, Event, Note, PhaseStarted, Recovered, WorkerLost, emit, flush, subscribe
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpoints import Saver, TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
@@ -95,6 +95,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self.clock = StageClock()
         self.state = TrainerState()
         self._losses = Losses(config.run.max_restarts)
+        self._began_at: Mapping[str, Any] | None = None  # the stream's place before the first step, once data are read
 
     # -- what a recipe defines -------------------------------------------------------------------------------------
 
@@ -134,6 +135,7 @@ class Trainer(ABC, Generic[C, E, R]):
         """
         lost = ""
         with ExitStack() as self._whole:
+            self._began_at = None
             while True:
                 try:
                     with ExitStack() as stack:
@@ -204,18 +206,13 @@ class Trainer(ABC, Generic[C, E, R]):
             hints = {"log_dir": self.directory.logs.absolute(), "preload": PRELOAD}
             cluster = connect(self._cluster, hints=hints, **self._backend_options)
             self._cluster, self._backend_options = self._whole.enter_context(cluster), {}
-        self._stop = stack.enter_context(listen_for_stop())
-        self.tokenizer = load_tokenizer(config.model.tokenizer_source)
-        self._template = chat_template(self.tokenizer, config.data)
-        self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer, config.data)
-        self.stream = self.load_data()
-        self.held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
-        if self.held_out is not None:
-            longest = max(len(prompt.token_ids) for prompt in self.held_out)
-            check_tokens(config.model, "held-out", max(int(prompt.token_ids.max()) for prompt in self.held_out))
-            check_lengths(config.model, self.sampling.max_new_tokens, "held-out", longest)
-            if self._reward is None:
-                check_answers((prompt.example for prompt in self.held_out), config.reward)
+        if (
+            self._began_at is None
+        ):  # signals are heard and the data read once, also by a run that is resumed after a loss
+            self._stop = self._whole.enter_context(listen_for_stop())
+            self._read_data()
+            self._began_at = self.stream.state()
+        self.stream.restore(self._began_at)
         # Closed after the workers: their end is what ends a call that a thread still waits for.
         ahead = 1 + config.run.max_staleness if config.run.schedule == "asynchronous" else 1
         self._threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
@@ -228,6 +225,7 @@ class Trainer(ABC, Generic[C, E, R]):
             started_roles(self._cluster, config, self._workers, (self.directory.path / "profile").absolute())
         )
         self.generators = stack.enter_context(self._open_generators()) if self.roles.generators else None
+        stack.callback(subscribe(self._on_loss))
 
     def _open_generators(self) -> Generators:
         """The generators as one. What they had begun is drawn again with ``sync``, and else continued."""
@@ -242,6 +240,21 @@ class Trainer(ABC, Generic[C, E, R]):
             capacity=parts_of(config.engine.max_sequences, sampling.n)[1],
             journals=None if config.run.schedule == "sync" else self.directory.journals(),
         )
+
+    def _read_data(self) -> None:
+        """Read tokenizer, prompts and held-out prompts, and check that the model can take them."""
+        config = self.config
+        self.tokenizer = load_tokenizer(config.model.tokenizer_source)
+        self._template = chat_template(self.tokenizer, config.data)
+        self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer, config.data)
+        self.stream = self.load_data()
+        self.held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
+        if self.held_out is not None:
+            longest = max(len(prompt.token_ids) for prompt in self.held_out)
+            check_tokens(config.model, "held-out", max(int(prompt.token_ids.max()) for prompt in self.held_out))
+            check_lengths(config.model, self.sampling.max_new_tokens, "held-out", longest)
+            if self._reward is None:
+                check_answers((prompt.example for prompt in self.held_out), config.reward)
 
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed. Returns the last step that is finished."""
@@ -354,6 +367,19 @@ class Trainer(ABC, Generic[C, E, R]):
     def _reached(self) -> bool:
         goal, last = self.config.eval.stop_at, self.state.last
         return goal is not None and last is not None and last.accuracy >= goal
+
+    def _on_loss(self, event: Event) -> None:
+        """End what the run waits for as soon as a worker is lost that cannot be restarted alone."""
+        if not isinstance(event, WorkerLost):
+            return
+        groups = [worker.group for worker in self.roles.workers.values()]
+        for lost in (group for group in groups if group.lost):
+            together = {lost.name, *lost.shares_processes_with}
+            draws = any(name.partition("-")[0] == "generator" for name in together)
+            if not draws or together & self.roles.learners.keys():
+                for group in groups:
+                    if not group.lost:
+                        group.give_up(lost)
 
     def _write_model(self) -> Path:
         final = self.directory.path / "model"

@@ -92,6 +92,7 @@ class ProcessCalls:
         self.handles: Sequence[ProcessHandle] = ()  # set by whoever starts them and passes on_death to the backend
         self.lost: dict[int, Death] = {}  # the ranks whose process has ended
         self.broken = ""  # why no call can succeed before a restart
+        self._needed: ProcessCalls | None = None  # have lost a rank, and these are of no use without them
         self._backend = backend
         self._in_flight: dict[int, InFlight] = {}  # by call_id: a number may be another call's by now
         self._sending = threading.RLock()
@@ -196,6 +197,8 @@ class ProcessCalls:
             raise CallCancelled(f"{label}: group {self.name} is closed")
         for rank, death in self.lost.items():
             raise self._died(label, rank, death, "has ended; call group.restart() to go on")
+        if self._needed is not None:
+            raise self._lacks(label, self._needed)
         if self.broken:
             what = f"{label}: group {self.name} is broken: {self.broken}; call group.restart() to go on"
             raise EndpointError(what, method=label, rank=-1, role=self.name)
@@ -288,6 +291,16 @@ class ProcessCalls:
             if not flight.open:
                 self._all_answered(flight)
             self._settle(flight)
+
+    def give_up(self, needed: "ProcessCalls") -> None:
+        """Fail the calls in flight, and refuse later ones, since a rank of ``needed`` has ended."""
+        self._needed = needed
+        for flight in list(self._in_flight.values()):
+            flight.call.fail(self._lacks(flight.call.label, needed))
+
+    def _lacks(self, label: str, needed: "ProcessCalls") -> WorkerDied:
+        rank, death = next(iter(needed.lost.items()))
+        return needed._died(label, rank, death, "has ended, and nobody waits for this call any more")
 
     def _died(self, label: str, rank: int, death: Death, what: str) -> WorkerDied:
         words = "".join(f"\n  | {line}" for line in death.last_words)

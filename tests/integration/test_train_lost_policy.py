@@ -1,0 +1,84 @@
+"""What a run does at once, and what it does not do again, when it has lost its policy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.data import Batch
+from podium.runtime import Cluster, concat, connect, endpoint, shard
+from podium.telemetry import Event, Note, Recovered, StepFinished, subscribe
+from podium.trainer import PRELOAD, GRPOConfig, PPOTrainer
+from podium.workers import Generator
+from tests.integration.training import losses, tiny
+
+LONG_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with connect("local", preload=PRELOAD) as cluster:
+        yield cluster
+
+
+def test_a_lost_policy_ends_the_wait_for_completions(cluster: Cluster, tmp_path: Path) -> None:
+    class Deadly(Generator):
+        """It kills the process whose id is in the file ``victim``, and then draws for very long."""
+
+        @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
+        def generate(self, prompts: Batch, sampling: Any) -> Batch:
+            if (tmp_path / "victim").exists():
+                (tmp_path / "victim").rename(tmp_path / "killed")
+                os.kill(int((tmp_path / "killed").read_text()), signal.SIGKILL)
+                time.sleep(LONG_S)
+            return super().generate(prompts, sampling)
+
+    settings: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "model": False}}
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 4}, placement={"layout": "split"}, **settings)
+    trainer = PPOTrainer(config, cluster=cluster, workers={"generator": Deadly}, show=False)
+    said: list[str] = []
+
+    def see(event: Event) -> None:
+        if isinstance(event, StepFinished) and event.step == 2 and not (tmp_path / "killed").exists():
+            (tmp_path / "victim").write_text(str(trainer.roles.policy.group.pids[0]))
+        if isinstance(event, Recovered):
+            said.append(event.text)
+
+    unsubscribe = subscribe(see)
+    began = time.monotonic()
+    try:
+        trainer.fit()
+    finally:
+        unsubscribe()
+    assert len(said) == 1
+    assert said[0].startswith("lost rank 0 of estimator, policy (signal SIGKILL)")
+    assert len(losses(tmp_path / "runs" / "run")) == 4
+    assert time.monotonic() - began < LONG_S / 2
+
+
+def test_a_resume_after_a_loss_has_heard_the_signal_and_reads_no_data_again(cluster: Cluster, tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 4}, save={"every": 1, "model": False})
+    trainer = PPOTrainer(config, cluster=cluster, show=False)
+    said: list[str] = []
+
+    def see(event: Event) -> None:
+        if isinstance(event, StepFinished) and not any("SIGINT" in text for text in said):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(trainer.roles.policy.group.pids[0], signal.SIGKILL)
+        if isinstance(event, Note | Recovered):
+            said.append(event.text)
+
+    unsubscribe = subscribe(see)
+    try:
+        summary = trainer.fit()
+    finally:
+        unsubscribe()
+    assert (summary.steps, summary.finished) == (1, False)
+    assert sum("has no checkpoint yet: starting at step 1" in text for text in said) == 1
+    assert sum("held out" in text for text in said) == 1
