@@ -49,8 +49,8 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        ids = self.token_ids[place]
-        return Prompt(torch.tensor(ids), str(self._tokenizer.decode(ids)), self.examples[place])
+        ids = self.token_ids.tensor(place).long()
+        return Prompt(ids, str(self._tokenizer.decode(ids.tolist())), self.examples[place])
 
 
 def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:

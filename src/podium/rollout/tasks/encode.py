@@ -42,6 +42,7 @@ class TokenRows(Sequence[list[int]]):
     def __init__(self, values: Tensor, offsets: Tensor) -> None:
         self.values = values
         self.offsets = offsets
+        self._ends: Any = offsets.numpy()  # a number of it is read faster than one of a tensor
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -53,10 +54,15 @@ class TokenRows(Sequence[list[int]]):
     def __getitem__(self, row: int | slice) -> list[int] | list[list[int]]:
         if isinstance(row, slice):
             return [self[each] for each in range(*row.indices(len(self)))]
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        start, stop = self.offsets[row % len(self) :][:2].tolist()
-        return self.values[start:stop].tolist()
+        return cast("list[int]", self.tensor(row).tolist())  # pyright: ignore[reportUnknownMemberType]
+
+    def tensor(self, row: int) -> Tensor:
+        """Row ``row`` as a view, ``[L]``."""
+        rows = self._ends.size - 1
+        if not -rows <= row < rows:
+            raise IndexError(f"row {row} of {rows}")
+        row %= rows
+        return self.values[self._ends[row] : self._ends[row + 1]]
 
     @property
     def lengths(self) -> list[int]:
