@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, PodiumError
@@ -20,7 +20,7 @@ from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, PodiumEr
 if TYPE_CHECKING:
     from podium.runtime.backend import Backend
 
-__all__ = ["Call", "CallArgument", "Watch", "refuse_in_a_fork", "wait"]
+__all__ = ["Call", "CallArgument", "Here", "Watch", "refuse_in_a_fork", "wait"]
 
 T = TypeVar("T")
 
@@ -29,9 +29,24 @@ FIRST_NAP_S, LAST_NAP_S = 0.0005, 0.1  # between two offers to deliver replies f
 TICK_S = 0.1
 
 
+class Here:
+    """This process. A fork notes its own number once, because every call asks for it."""
+
+    pid: ClassVar[int] = os.getpid()
+
+    @classmethod
+    def note(cls) -> None:
+        """Note the number of this process."""
+        cls.pid = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Here.note)
+
+
 def refuse_in_a_fork(process: int, what: str) -> None:
     """Raise a ConfigError if this process is a fork of ``process``, whose connections it shares. 0 allows forks."""
-    if process not in (os.getpid(), 0):
+    if process not in (Here.pid, 0):
         raise ConfigError(
             f"{what}: process {process} connected this cluster, and this process is a fork of it, which cannot use its "
             "connections; call podium.connect() in the fork"
@@ -54,7 +69,7 @@ class Call(Generic[T]):
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self.backend = backend
-        self._process = os.getpid()
+        self._process = Here.pid
         self._lock = threading.Lock()
         self._gate = threading.Lock()  # held until the call has ended: a lock wakes its waiter faster than an Event
         self._gate.acquire()
@@ -84,7 +99,8 @@ class Call(Generic[T]):
         until = None if timeout_s is None else time.monotonic() + timeout_s
         nap = FIRST_NAP_S
         while not self._ended:
-            refuse_in_a_fork(self._process, self.label)
+            if self._process != Here.pid:
+                refuse_in_a_fork(self._process, self.label)
             left = None if until is None else min(until - time.monotonic(), LONGEST_WAIT_S)
             if left is not None and not left > 0:
                 break
@@ -261,7 +277,7 @@ class Watch:
     """Calls ``tick(now)`` of every registered object ten times a second, for as long as the object exists."""
 
     def __init__(self) -> None:
-        self.process = os.getpid()
+        self.process = Here.pid
         self._ticking: WeakSet[Ticking] = WeakSet()
         self._lock = threading.Lock()
         self._closed = threading.Event()

@@ -24,7 +24,7 @@ from podium.errors import (
     WorkerDied,
 )
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.calls.call import Call, Watch, refuse_in_a_fork
+from podium.runtime.calls.call import Call, Here, Watch, refuse_in_a_fork
 from podium.runtime.calls.relay import Relay, travelled
 from podium.runtime.calls.stacks import collective_of, outside_stack
 from podium.runtime.collect import Collect, gather
@@ -77,7 +77,6 @@ class InFlight:
     held: PodiumError | None = None  # an error that waits for its cause to arrive
     expired: bool = False  # the deadline has passed, and the ranks are being asked for their stacks
     cancelled: bool = False  # the ranks were told to drop the call
-    dropped: set[int] = field(default_factory=set[int])  # the ranks that dropped it
     breaking: bool = False  # a rank that raised is destroying its process groups
     next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
     reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
@@ -141,7 +140,8 @@ class ProcessCalls:
             raise ConfigError(f"{call.label}: {WAITS_FOR_ITSELF}")
         if self._unsettled:
             self._wait_until(lambda: not self._unsettled, BREAK_S + STATUS_S)
-        self._refuse_if_unusable(call.label)
+        if self._process not in (Here.pid, 0) or self._is_unusable():
+            self._refuse(call.label)
         try:
             shared = self._backend.pack(split.shared, len(split.ranks))
             own = None if split.own is None else self._pack_own(split.own)
@@ -149,11 +149,9 @@ class ProcessCalls:
             raise SerializationError(f"{call.label}: {error}") from error.__cause__
         flight = InFlight(call, target, method, split, collect, collect.ranks(split), set(split.ranks))
         self._in_flight[flight.call_id] = flight  # from here on a death fails it; one while it was packed shows now
-        try:
-            self._refuse_if_unusable(call.label)
-        except PodiumError:
+        if self._is_unusable():
             self._in_flight.pop(flight.call_id, None)
-            raise
+            self._refuse(call.label)
         call.on_cancel = partial(self._tell_cancelled, flight)
         try:
             with self._sending:  # every rank sees two callers' calls in the same order, or collectives would deadlock
@@ -191,7 +189,11 @@ class ProcessCalls:
                 packed[id(part)] = self._backend.pack(part, readers.count(id(part)))
         return [packed[reader] for reader in readers]
 
-    def _refuse_if_unusable(self, label: str) -> None:
+    def _is_unusable(self) -> bool:
+        return self._ended or bool(self.lost or self.broken)
+
+    def _refuse(self, label: str) -> None:
+        """Say why no call can be sent."""
         refuse_in_a_fork(self._process, label)
         if self._ended and not self.broken:
             raise CallCancelled(f"{label}: group {self.name} is closed")
@@ -420,24 +422,24 @@ class ProcessCalls:
         """Have the ranks drop the call. If some drop it and others run it, the group is broken: those that run it may
         wait in a collective, where the others would meet them with the tensors of a later call."""
         flight.cancelled = True  # before a look at who has not replied: after the last reply its number is another's
-        asked = set(flight.open)
+        asked, dropped = set(flight.open), set[int]()
         if len(flight.split.ranks) > 1:
             self._unsettled.add(flight)
             _later(STATUS_S, _settle_late, ref(self), ref(flight))  # which keeps no arguments of the call
 
         def heard(rank: int, reply: Reply) -> None:
             if rank in flight.open and reply.status == "ok" and self._backend.unpack(reply.payload):
-                flight.dropped.add(rank)
+                dropped.add(rank)
             asked.discard(rank)
             if not asked:
-                self._after_drop(flight)
+                self._after_drop(flight, dropped)
 
         for rank in list(asked):
             self._ask(rank, "cancel", {"cancelled": flight.number}, partial(heard, rank))
 
-    def _after_drop(self, flight: InFlight) -> None:
+    def _after_drop(self, flight: InFlight, dropped_by: set[int]) -> None:
         """Every rank has said whether it dropped the call: break the group if some did and others did not."""
-        dropped, ran = sorted(flight.dropped), sorted(set(flight.split.ranks) - flight.dropped)
+        dropped, ran = sorted(dropped_by), sorted(set(flight.split.ranks) - dropped_by)
         if not dropped or not ran or self._ended:
             self._settle(flight)
             return
