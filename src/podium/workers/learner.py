@@ -29,7 +29,7 @@ from podium.workers.texts import sampled_counts
 __all__ = ["Learner", "Progress"]
 
 _RANDOM = "random."
-_FILE_BYTES = 1 << 30  # torch holds the tensors of one file in memory a second time while it writes them
+_FILE_BYTES = 1 << 30  # a copy is let go of file by file
 
 
 class Progress(NamedTuple):
@@ -43,9 +43,9 @@ class Progress(NamedTuple):
 class Learner(Worker):
     """A model, its optimizer, and its checkpoints on all ranks of the group.
 
-    A checkpoint has parameters, optimizer state, step counts and each rank's random state, written by
-    torch.distributed.checkpoint as safetensors files, with a manifest of their checksums. Reading a checkpoint runs no
-    code, whoever wrote it. It can be read on another number of ranks than it was written on, replicated or sharded.
+    A checkpoint has parameters, optimizer state, step counts and each rank's random state in safetensors files, with a
+    manifest of their checksums. torch.distributed.checkpoint reads it, and no code of whoever wrote it runs. It can be
+    read on another number of ranks than it was written on, replicated or sharded.
 
     Args:
         model: The model to train.
@@ -105,7 +105,7 @@ class Learner(Worker):
         """Copy the state to host memory, for :meth:`write_state`. The ranks together hold one copy of it."""
         state, parallel = self._state(), self.engine.parallel
         files = self._files(state)
-        self._copied = StateCopy(state, files, self.ctx.rank, self.ctx.world_size, parallel.gather_objects)
+        self._copied = StateCopy(state, files, self.ctx.rank, parallel.gather_objects)
 
     @endpoint(concurrent=True)
     def write_state(self, path: str) -> dict[str, Any]:
