@@ -28,11 +28,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = ["Supervisor", "children_of", "describe_exit", "is_stopped", "kill", "kill_marked"]
+__all__ = ["Supervisor", "children_of", "describe_exit", "is_ending", "is_stopped", "kill", "kill_marked"]
 
 _PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_PF_EXITING: Final = 4
 
 
 class Supervisor:
@@ -160,6 +161,15 @@ def children_of(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (task / "children").read_text().split())
     return found
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process of this machine has ended or is about to: the kernel closes its files by and by."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state in "ZX" or bool(int(fields[5]) & _PF_EXITING)
+    except (OSError, ValueError):
+        return True
 
 
 def is_stopped(pid: int) -> bool:

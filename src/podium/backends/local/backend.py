@@ -212,7 +212,10 @@ class LocalBackend(Backend):
         token, status = pickle.loads(message)
         if (process := self.processes.get(token)) is not None:
             process.drain()
-            process.end(Death(describe_exit(os.waitstatus_to_exitcode(status)), process.log.last_lines()))
+            cause = describe_exit(os.waitstatus_to_exitcode(status))
+            if process.is_cut_off:
+                cause += ", because its socket to the controller had closed"
+            process.end(Death(cause, process.log.last_lines()))
         return True
 
 

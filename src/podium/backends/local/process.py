@@ -26,7 +26,7 @@ from podium.backends.process import Surroundings, environment_of
 from podium.errors import WorkerStartError
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
-from podium.supervisor import is_stopped
+from podium.supervisor import is_ending, is_stopped
 
 if TYPE_CHECKING:
     from podium.backends.local.backend import ForkServer, LocalBackend
@@ -50,6 +50,7 @@ class LocalProcess(ProcessHandle):
         started: Set when the process takes requests, or its start has failed.
         ended: Set when the process is gone.
         death: How the process ended, if it did.
+        is_cut_off: Whether a socket to the process has closed although it ran, so that it was killed.
 
     Raises:
         WorkerStartError: The fork server is gone.
@@ -65,6 +66,7 @@ class LocalProcess(ProcessHandle):
         self.started = threading.Event()
         self.ended = threading.Event()
         self.death: Death | None = None
+        self.is_cut_off = False
         self._reported = threading.Event()
         self._backend = backend
         self._segments = backend.segments
@@ -74,13 +76,13 @@ class LocalProcess(ProcessHandle):
         self._pending: dict[int, Callable[[Reply], None]] = {}
         self._calls, calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._calls_out = Outbox(self._calls, backend.io.flush_later)
-        self._control_out = Outbox(self._control, backend.io.flush_later)
+        self._calls_out = Outbox(self._calls, backend.io.flush_later, self._cut_off)
+        self._control_out = Outbox(self._control, backend.io.flush_later, self._cut_off)
         self._releases = Releases(self._control)
         self._receiver = Receiver()
         backend.processes[token] = self
         backend.io.watch(self._calls.fileno(), self._on_readable, self._calls_out.flush)
-        backend.io.watch(self._control.fileno(), lambda: True, self._control_out.flush)
+        backend.io.watch(self._control.fileno(), self._cut_off, self._control_out.flush)  # nothing else comes there
         env = environment_of(spec, backend.accelerators)
         self._prefix = spec.options.get("prefix", {}).get(spec.rank, ())
         fresh = self._prefix or any(name.startswith(EARLY) for name in spec.env)
@@ -160,9 +162,9 @@ class LocalProcess(ProcessHandle):
         except BlockingIOError:
             return True
         except OSError:
-            return False
+            return self._cut_off()
         if not message:
-            return False
+            return self._cut_off()
         if message[0] == "release":
             for key in message[1]:
                 self._segments.release(key, self._token)
@@ -179,6 +181,15 @@ class LocalProcess(ProcessHandle):
             done(Reply(status, payload, started, ended))
         return True
 
+    def _cut_off(self) -> bool:
+        """A socket has closed. Kill the process, unless that is because it ends: no call reaches it any more. Returns
+        False, since nothing more comes."""
+        if self.started.is_set() and not self.ended.is_set() and not self._shut_down and not is_ending(self.pid):
+            self.is_cut_off = True
+            with contextlib.suppress(OSError):
+                self.server.tell(pickle.dumps(("kill", self._token)))
+        return False
+
 
 def _encode(request: Request) -> tuple[bytes, list[Lease]]:
     """The message for a request, the same for every process that it goes to; see wire.py."""
@@ -192,12 +203,16 @@ class Outbox:
     """Sends on one socket without ever waiting.
 
     What the socket does not take at once is kept in order, with the leases of its segments, until :meth:`flush`.
-    ``flush_later`` is called with the socket's number when there is something to flush.
+    ``flush_later`` is called with the socket's number when there is something to flush, and ``on_end`` when the other
+    end is closed.
     """
 
-    def __init__(self, connection: socket.socket, flush_later: Callable[[int], None]) -> None:
+    def __init__(
+        self, connection: socket.socket, flush_later: Callable[[int], None], on_end: Callable[[], object]
+    ) -> None:
         self._connection = connection
         self._flush_later = flush_later
+        self._on_end = on_end
         self._late: deque[tuple[bytes, Sequence[Lease]]] = deque()
         self._lock = threading.Lock()
         self._closed = False
@@ -240,4 +255,4 @@ class Outbox:
         except BlockingIOError:
             raise
         except OSError:
-            pass  # the process has ended; the fork server will say so
+            self._on_end()
