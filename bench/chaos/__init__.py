@@ -1,0 +1,10 @@
+"""Runs that are disturbed at random moments, and what became of each prompt.
+
+__main__   the command line, and the table of results
+campaign   one run of each schedule: faults in a random order, each with the outcome that is expected of it
+faults     what is done to a run, and what the run must do then
+victim     the run as it is seen from outside: its processes, its steps, its errors
+training   the run from inside: its configuration, and the roles that fail on order
+books      what must be true of a run when it has ended
+leftovers  what must not be there when it has ended
+"""

@@ -1,0 +1,89 @@
+"""`python -m bench.chaos`: runs that are disturbed at random moments, in every schedule; what became of each prompt.
+
+A small GRPO run trains on a copy task while faults strike it, which bench/chaos/faults.py lists with the outcome that
+each must have. A run whose controller has ended is started again with `--resume auto`, as a cluster's scheduler would.
+Then the books are checked (bench/chaos/books.py), and that nothing is left (bench/chaos/leftovers.py).
+
+One line a fault is printed as it comes, then one line for each kind of fault, and what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.chaos.campaign import Campaign, Result
+from bench.chaos.faults import FAULTS, ON_RAY
+from bench.chaos.training import STALENESS
+from bench.chaos.victim import Victim
+
+SMALL_DISK_MB = 192
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=2, help="faults of each kind, in each schedule")
+    parser.add_argument("--schedules", nargs="+", default=tuple(STALENESS), choices=tuple(STALENESS))
+    parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="kinds of faults (default: all that can be)")
+    parser.add_argument("--backend", default="local", choices=("local", "ray"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="keep everything here; a campaign that was interrupted here goes on")
+    parser.add_argument("--small-disk", action="store_true", help="put the runs on a small disk (as root), to fill it")
+    options = parser.parse_args()
+    failed = 0
+    with ExitStack() as stack:
+        folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-chaos-")))
+        folder = folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if options.small_disk:
+            stack.enter_context(_small_disk(folder / "runs"))
+        every = ON_RAY if options.backend == "ray" else [name for name in FAULTS if name != "disk_full"]
+        faults = options.faults or [*every, *(["disk_full"] if options.small_disk else [])]
+        for schedule in options.schedules:
+            seed = f"{options.seed}/{schedule}"
+            victim = partial(_victim, folder, schedule, options.backend, seed)
+            campaign = Campaign(folder, schedule, faults, options.kills, options.seed, victim)
+            began = time.monotonic()
+            wrong = campaign.run(_say)
+            for row in campaign.summary():
+                _print(row)
+            _print({"schedule": schedule, "seconds": round(time.monotonic() - began, 1), "wrong": wrong})
+            failed += bool(wrong)
+    return min(failed, 1)
+
+
+def _victim(folder: Path, schedule: str, backend: str, seed: str, name: str) -> Victim:
+    return Victim(folder, name, schedule, backend=backend, seed=seed, gone_s=5.0 if backend == "local" else 30.0)
+
+
+def _say(result: Result) -> None:
+    _print({name: value for name, value in result._asdict().items() if value})
+
+
+def _print(row: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MB}m", "podium-chaos", str(folder)]
+    subprocess.run(command, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""One run under faults, and its undisturbed twin.
+
+Moments and victims follow from a seed. What each fault led to is written at once, so that a campaign which is
+interrupted goes on with the faults that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.chaos.books import check_books
+from bench.chaos.faults import FAULTS, SURFACES_S
+from bench.chaos.training import PROMPTS, STALENESS
+from bench.chaos.victim import PATIENCE_S, Failed, Victim
+
+__all__ = ["Campaign", "Result"]
+
+QUIET_S = (0.1, 1.5)  # between the step after one fault and the next fault
+LAST_STEPS = 3  # after the last fault
+
+
+class Result(NamedTuple):
+    """What one fault led to.
+
+    Attributes:
+        outcome: "survived", "restarted", "surfaced", "missed" if there was nobody to harm, or "wrong".
+        recovery_s: From the fault to the end of the next step that had not been finished before.
+        surfaced_s: From the fault to the end of the controller, if the fault surfaced.
+        text: The error, or what is wrong.
+    """
+
+    schedule: str
+    fault: str
+    outcome: str
+    recovery_s: float
+    surfaced_s: float = 0.0
+    text: str = ""
+
+
+class Campaign:
+    """The faults of one schedule.
+
+    Args:
+        folder: Holds the two runs, and ``SCHEDULE.results.jsonl``. A campaign that was interrupted there goes on.
+        victim: Makes a run of a name.
+    """
+
+    def __init__(
+        self, folder: Path, schedule: str, faults: Sequence[str], kills: int, seed: int, victim: Callable[[str], Victim]
+    ) -> None:
+        self.folder, self.schedule = folder, schedule
+        self.path = folder / f"{schedule}.results.jsonl"
+        plan = [fault for fault in faults for _ in range(kills)]
+        random.Random(f"{seed}/{schedule}").shuffle(plan)
+        self.results = [Result(**json.loads(line)) for line in self._lines()]
+        self.plan = plan[len(self.results) :]
+        self._random = random.Random(f"{seed}/{schedule}/{len(self.results)}")
+        self._victim = victim
+
+    def _lines(self) -> list[str]:
+        return self.path.read_text().splitlines() if self.path.exists() else []
+
+    def run(self, say: Callable[[Result], None] = lambda result: None) -> list[str]:
+        """Run everything. Returns what is wrong."""
+        victim = self._victim(f"{self.schedule}-disturbed")
+        try:
+            if self.plan:
+                victim.start()
+            for fault in self.plan:
+                result = self._disturb(victim, fault)
+                self.results.append(result)
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result._asdict()) + "\n")
+                say(result)
+            return [f"{result.fault}: {result.text}" for result in self.results if result.outcome == "wrong"] + (
+                self._settle(victim)
+            )
+        finally:
+            victim.end()
+
+    def _disturb(self, victim: Victim, name: str) -> Result:
+        """One fault, from the step before it to the step after it. A run that does not do what it must is started
+        anew, so that the next fault finds one."""
+        fault = FAULTS[name]
+        struck = time.monotonic()
+        try:
+            victim.wait_for_step(victim.step() + 1)
+            if not fault.at_once:
+                time.sleep(self._random.uniform(*QUIET_S))
+            victim.look()
+            step, errors = victim.step(), len(victim.errors())
+            struck = time.monotonic()
+            try:
+                fault.strike(victim)
+            except ProcessLookupError as error:
+                return Result(self.schedule, name, "missed", 0.0, text=str(error))
+            victim.look()
+            outcome, text, surfaced_s = self._outcome(victim, name, step, errors, struck)
+            return Result(self.schedule, name, outcome, round(time.monotonic() - struck, 2), surfaced_s, text)
+        except Failed as error:
+            victim.end()
+            fault.heal(victim)
+            victim.start()
+            return Result(self.schedule, name, "wrong", round(time.monotonic() - struck, 2), text=str(error))
+
+    def _outcome(self, victim: Victim, name: str, step: int, errors: int, struck: float) -> tuple[str, str, float]:
+        """Wait until the run has gone on or ended, start it again if it has ended, and say which it was."""
+        fault, goal = (
+            FAULTS[name],
+            step + 2 + STALENESS[self.schedule],
+        )  # what was begun before may need nobody any more
+        patience_s = {"surfaces": SURFACES_S, "restarts": 30.0}.get(fault.outcome, PATIENCE_S)
+        until = time.monotonic() + patience_s
+        while victim.running() and time.monotonic() < until:
+            if fault.outcome in ("survives", "either") and victim.step() >= goal:
+                break
+            time.sleep(0.02)
+        if victim.running():
+            if fault.outcome in ("surfaces", "restarts"):
+                raise Failed(f"the run has not ended within {patience_s:g} s: {victim.said()}")
+            victim.wait_for_step(goal)
+            return "survived", "", 0.0
+        surfaced_s = round(time.monotonic() - struck, 2)
+        said, text = victim.errors()[errors:], ""
+        if fault.outcome in ("surfaces", "either"):
+            text = f"{said[-1]['type']}: {said[-1]['text']}" if said else "no error"
+            if len(said) != 1 or not re.search(fault.error, text):
+                raise Failed(
+                    f"the run ended with {len(said)} errors, expected {fault.error!r}: {text}\n{victim.said()}"
+                )
+        elif fault.outcome == "survives" or said:
+            raise Failed(f"the run ended: {said[-1:]}\n{victim.said()}")
+        if left := victim.leaves():
+            raise Failed("; ".join(left))
+        fault.heal(victim)
+        goal = victim.step() + 1
+        victim.start()
+        victim.wait_for_step(goal)
+        return ("restarted" if fault.outcome == "restarts" else "surfaced"), text[:1000], surfaced_s
+
+    def _settle(self, victim: Victim) -> list[str]:
+        """End the run some steps later, run its undisturbed twin for as many steps, and check the books."""
+        steps_path = self.folder / f"{self.schedule}.steps"
+        if not steps_path.exists():
+            victim.look()
+            victim.end()
+            steps_path.write_text(str(victim.step() + LAST_STEPS))
+        steps = int(steps_path.read_text())
+        twin = self._victim(f"{self.schedule}-undisturbed")
+        wrong: list[str] = []
+        try:
+            for run in (victim, twin):
+                run.start(steps)
+                if code := run.wait(PATIENCE_S + 2.0 * steps):
+                    return [f"{run.name} ended with exit code {code}: {run.said()}"]
+                wrong += run.leaves()
+        finally:
+            twin.end()
+        staleness = STALENESS[self.schedule]
+        return wrong + check_books(victim.directory, twin.directory, steps=steps, prompts=PROMPTS, staleness=staleness)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """For each kind of fault: how many there were, what they led to, and the slowest."""
+        rows: list[dict[str, Any]] = []
+        for name in dict.fromkeys(result.fault for result in self.results):
+            own = [result for result in self.results if result.fault == name]
+            row: dict[str, Any] = {"schedule": self.schedule, "fault": name}
+            for outcome in ("survived", "restarted", "surfaced", "missed", "wrong"):
+                row[outcome] = sum(result.outcome == outcome for result in own)
+            row["slowest_recovery_s"] = max(result.recovery_s for result in own)
+            row["slowest_error_s"] = max(result.surfaced_s for result in own)
+            rows.append(row)
+        return rows

@@ -1,0 +1,142 @@
+"""The run that is disturbed, from inside: a small GRPO run on a copy task, whose roles and clock fail on order.
+
+An order is a file in a folder that the variable ORDERS names. Whoever obeys it removes it first, so it works once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from podium.data import Batch
+from podium.rollout.sampling import SamplingParams
+from podium.runtime import concat, endpoint, first, shard
+from podium.telemetry import Event, WorkerStarted, subscribe
+from podium.trainer import GRPOConfig, PPOTrainer, build_config
+from podium.workers import Generator, Policy
+
+__all__ = ["ON_PURPOSE", "PROMPTS", "STALENESS", "configuration", "copied", "train"]
+
+ORDERS = "PODIUM_CHAOS_ORDERS"
+ON_PURPOSE = "raised on purpose"
+PROMPTS = 4
+STALENESS = {"sync": 0, "one_step_off": 1, "asynchronous": 2}
+GRADING_S = 1.5
+MODEL = {
+    "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+_CLOCK = """
+import os, time
+def _jumping(name, unit):
+    true = getattr(time, name)
+    def now():
+        try:
+            with open(os.environ["PODIUM_CHAOS_ORDERS"] + "/clock") as file:
+                return true() + int(file.read()) * unit
+        except (OSError, KeyError, ValueError):
+            return true()
+    setattr(time, name, now)
+_jumping("time", 1)
+_jumping("time_ns", 10**9)
+"""
+
+
+def configuration(folder: Path, name: str, schedule: str, steps: int) -> dict[str, Any]:
+    """The configuration of the run ``name`` in ``folder``."""
+    data = folder / "copy.jsonl"
+    if not data.exists():
+        rows = ({"prompt": f"{n:03d}=", "answer": f"{n:03d}"} for n in range(500))
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "run": {"dir": str(folder / "runs"), "name": name, "steps": steps, "schedule": schedule, "resume": "auto",
+                "max_restarts": 1000, "max_staleness": STALENESS["asynchronous"]},
+        "model": {"config": MODEL, "tokenizer": "chars:0123456789= "},
+        "data": {"train": str(data), "holdout": 0.1},
+        "reward": {"name": "bench.chaos.training:copied", "processes": 1, "time_limit_s": GRADING_S},
+        "batch": {"prompts": PROMPTS},
+        "sampling": {"n": 4, "max_new_tokens": 24},
+        "optim": {"lr": 1e-3},
+        "eval": {"items": 0},
+        "save": {"every": 2, "model": False},
+        "placement": {"layout": "split"},
+    }  # fmt: skip
+
+
+def copied(completion: str, row: Mapping[str, Any]) -> float:
+    """The share of the answer's digits that the completion has. It never returns for one completion in a few hundred,
+    always the same ones."""
+    while row["answer"].endswith("00") and completion[:1] in "01234":
+        pass
+    return sum(one == other for one, other in zip(completion, row["answer"], strict=False)) / len(row["answer"])
+
+
+class FailingPolicy(Policy):
+    """It raises once in its update, if it is told to."""
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
+    def update(self, batch: Batch) -> dict[str, float]:
+        _obey("policy")
+        return super().update(batch)
+
+
+class FailingGenerator(Generator):
+    """It raises once where it begins to draw, if it is told to."""
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
+    def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        _obey("generator")
+        return super().generate(prompts, sampling)
+
+
+def _obey(role: str) -> None:
+    with suppress(FileNotFoundError):
+        (Path(os.environ[ORDERS]) / role).unlink()
+        raise RuntimeError(f"the {role} {ON_PURPOSE}")
+
+
+def train(config: Mapping[str, Any], folder: str, backend: str, options: Mapping[str, Any]) -> None:
+    """Be the controller of a run, in a process of its own. Its error is written to ``errors.jsonl`` in ``folder``, and
+    the process of each worker to ``pids``."""
+    home = Path(folder)
+    output = os.open(home / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.setsid()
+    clock = home / "clock" / "sitecustomize.py"  # which every interpreter runs that is started below this one
+    clock.parent.mkdir(exist_ok=True)
+    clock.write_text(_CLOCK)
+    os.environ |= {ORDERS: str(home / "orders"), "TMPDIR": str(home / "tmp"), "PYTHONPATH": str(clock.parent)}
+    tempfile.tempdir = None
+    exec(_CLOCK, {})
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            with (home / "pids").open("a", encoding="utf-8") as file:
+                file.write(f"{event.role} {event.pid}\n")
+
+    subscribe(note)
+    workers = {"policy": FailingPolicy, "generator": FailingGenerator}
+    began = time.monotonic()
+    try:
+        PPOTrainer(
+            build_config(GRPOConfig, config), cluster=backend, backend_options=options, workers=workers,
+            show=False, report=False,
+        ).fit()  # fmt: skip
+    except Exception as error:  # noqa: BLE001 - whatever ends the run is what is looked at
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        said = {"type": type(error).__name__, "text": str(error), "after_s": time.monotonic() - began}
+        with (home / "errors.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(said) + "\n")
+        traceback.print_exc()
+        sys.exit(1)
