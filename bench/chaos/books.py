@@ -59,10 +59,10 @@ def _order_of_states(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     wrong: list[str] = []
     at: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
-        state = line.get("state")
+        state: str = line.get("state", "")
         for prompt in line.get("prompts", ()):
             before = at.get(prompt)
-            allowed = (None, "returned") if state == "taken" else (_BEFORE.get(state, before),)
+            allowed = (None, "returned") if state == "taken" else (_BEFORE.get(state, before),)  # or any
             if before not in allowed:
                 wrong.append(f"line {number}: prompt {prompt} is {state} after it was {before}")
             at[prompt] = state

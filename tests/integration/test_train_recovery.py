@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -202,3 +203,25 @@ def test_a_run_that_loses_workers_again_and_again_ends_with_the_causes(tmp_path:
     ) as caught:
         fit(config, lambda trainer, event: None, workers={"policy": Suicidal})
     assert str(caught.value).count("signal SIGKILL)") == 2
+
+
+def test_a_disk_that_takes_no_more_of_the_ledger_is_named_with_a_remedy(tmp_path: Path, undisturbed: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run = tmp_path / "runs" / "run"
+
+    def see(trainer: PPOTrainer, event: Event) -> None:
+        if isinstance(event, StageFinished) and (event.name, event.step) == ("generate", 3):
+            trainer.saver.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+
+    try:
+        with pytest.raises(PodiumError) as caught:
+            fit(tiny(GRPOConfig, tmp_path, run={"steps": 4}, **SECTIONS), see)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == (
+        f"cannot write the files in {run}: File too large; raise the limit on the size of files (ulimit -f). "
+        f"{run}/checkpoints/step-000002 is whole: then resume with --resume {run}"
+    )
+    fit(tiny(GRPOConfig, tmp_path, run={"steps": 4, "resume": str(run)}, **SECTIONS), lambda trainer, event: None)
+    same_as(run, undisturbed)

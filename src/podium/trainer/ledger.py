@@ -22,6 +22,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -102,7 +103,8 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        self._file.close()
+        with suppress(OSError):  # of a write that has failed and said so
+            self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with self._lock:

@@ -163,7 +163,8 @@ class RunDirectory:
             yield path
         finally:
             root.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # a full disk, which takes no last record either
+                handler.close()
             podium.setLevel(level)
 
     def sinks(self, config: PPOConfig | SFTConfig, console: Console | None) -> Iterator[Sink]:

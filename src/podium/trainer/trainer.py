@@ -50,6 +50,7 @@ from podium.trainer.run_dir import RunDirectory, Summary
 from podium.trainer.run_path import resolve_resume, run_path
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
 from podium.workers import load_tokenizer
+from podium.workers.manifest import explain, is_refusal
 
 __all__ = ["ECHO_S", "StopRequest", "Trainer", "listen_for_stop"]
 
@@ -172,6 +173,8 @@ class Trainer(ABC, Generic[C, E, R]):
                 self.saver.wait()  # what was copied before the error is saved
             except PodiumError as late:
                 _logger.warning("after the error that ends the run: %s", late)
+            if isinstance(error, OSError) and is_refusal(error):
+                raise PodiumError(self._disk_refuses(error)) from error
             if isinstance(error, LostTooOften) or not isinstance(error, PodiumError):
                 raise
             if not (causes := self.roles.lost()):
@@ -380,6 +383,11 @@ class Trainer(ABC, Generic[C, E, R]):
                 for group in groups:
                     if not group.lost:
                         group.give_up(lost)
+
+    def _disk_refuses(self, error: OSError) -> str:
+        run, latest = self.directory.path, self.directory.checkpoints.latest()
+        goes_on = f"{latest} is whole: then resume with --resume {run}" if latest else "there is no checkpoint yet"
+        return f"cannot write {error.filename or f'the files in {run}'}: {explain(error)}. {goes_on}"
 
     def _write_model(self) -> Path:
         final = self.directory.path / "model"

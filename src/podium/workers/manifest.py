@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from podium.errors import CheckpointError
 
-__all__ = ["MANIFEST", "check_manifest", "explain", "file_sums", "write_manifest"]
+__all__ = ["MANIFEST", "check_manifest", "explain", "file_sums", "is_refusal", "write_manifest"]
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 1
@@ -22,6 +22,11 @@ _REMEDIES: Final = {
     errno.EDQUOT: "make room, or ask for a larger quota",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
 }
+
+
+def is_refusal(error: OSError) -> bool:
+    """Return whether a disk refuses to write since it is full, or since a limit is reached."""
+    return error.errno in _REMEDIES
 
 
 def explain(error: OSError) -> str:

@@ -1,0 +1,126 @@
+"""The checks of chaos find what is wrong: doctored ledgers, other completions, metrics or weights, and leftovers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bench.chaos.books import check_ledger, check_same, same_lengths
+from bench.chaos.leftovers import alive, leftovers, segments
+
+Line = dict[str, Any]
+
+
+def step(number: int, prompts: Sequence[int], behind: int = 0) -> list[Line]:
+    """The lines of a step whose prompts are trained, with tokens that are ``behind`` updates old."""
+    base = {"step": number, "prompts": list(prompts)}
+    versions = [[number - 1 - behind, number - 1]] * len(prompts)
+    return [
+        {"state": "taken", **base},
+        {"state": "rolled_out", **base, "versions": versions},
+        {"state": "graded", **base},
+        {"state": "trained", **base},
+    ]
+
+
+def wrong(folder: Path, lines: Sequence[Line], prompts: int = 4, staleness: int = 1) -> list[str]:
+    path = folder / "ledger.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"first": 0}, *lines]))
+    return check_ledger(path, prompts=prompts, staleness=staleness)
+
+
+def test_a_ledger_that_balances_is_not_wrong(tmp_path: Path) -> None:
+    assert wrong(tmp_path, [*step(1, [0, 1]), *step(2, [2, 3], behind=1)]) == []
+    returned = [{"state": "taken", "step": 2, "prompts": [2, 3]}, {"state": "returned", "prompts": [2, 3]}]
+    assert wrong(tmp_path, [*step(1, [0, 1]), *returned, *step(2, [2, 3])]) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([*step(1, [0, 1]), *step(2, [2, 1])], "prompt 1 was trained 2 times"),
+        ([*step(1, [0, 1]), *step(2, [2, 3]), *step(3, [3])], "prompt 3 was trained 2 times"),
+        ([*step(1, [0, 1]), *step(2, [3])], "1 prompts were not trained, the first of them [2]"),
+        ([*step(1, [0, 1]), *step(2, [2, 3])[:3]], "2 prompts were not trained, the first of them [2, 3]"),
+        ([*step(1, [0, 1]), *step(2, [2, 3]), *step(3, [4])], "prompts were trained that are none of the first 4: [4]"),
+        ([*step(1, [0, 1]), *step(2, [2, 3])[1:]], "line 6: prompt 2 is rolled_out after it was None"),
+        ([*step(1, [0, 1]), *step(2, [2, 3])[:2], step(2, [2, 3])[3]], "prompt 2 is trained after it was rolled_out"),
+        ([*step(1, [0, 1]), *step(4, [2, 3], behind=2)], "step 4 has a token that is 2 versions old; allowed are 1"),
+        (
+            [*step(1, [0, 1]), *step(2, [2, 3])[:1], {**step(2, [2, 3])[1], "versions": [[1, 1]]}],
+            "step 2 has 1 versions of 2 prompts",
+        ),
+    ],
+)  # fmt: skip
+def test_a_doctored_ledger_is_found_wrong(tmp_path: Path, lines: list[Line], found: str) -> None:
+    said = wrong(tmp_path, lines)
+    assert any(found in text for text in said), said
+
+
+def run_directory(
+    folder: Path, *, prompt: str = "1=", completion: str = "1", loss: float = 0.5, weight: int = 7
+) -> Path:
+    """A run of two steps with one completion each."""
+    (folder / "completions").mkdir(parents=True)
+    (folder / "checkpoints" / "latest" / "policy").mkdir(parents=True)
+    for number in (1, 2):
+        row = {"step": number, "prompt": prompt, "completion": completion, "tokens": [1] * len(completion)}
+        row |= {"reward": 1.0, "advantage": 0.0, "version": number - 1}
+        pq.write_table(pa.Table.from_pylist([row]), folder / "completions" / f"step-00000{number}.parquet")
+    rows = [{"kind": "step", "step": number, "time": os.getpid(), "time/step": 1.0, "loss": loss} for number in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "checkpoints" / "latest" / "policy" / "model.safetensors").write_bytes(bytes([weight]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        ({"prompt": "2="}, "the prompts that trained are others"),
+        ({"completion": "2"}, "the completions of step 1 are not those"),
+        ({"loss": 0.25}, "step 1: loss are not those"),
+        ({"weight": 8}, "the weights of the last checkpoint"),
+    ],
+)
+def test_a_run_that_differs_is_found_wrong(tmp_path: Path, other: dict[str, Any], found: str) -> None:
+    first, same = run_directory(tmp_path / "first"), run_directory(tmp_path / "same")
+    assert check_same(first, same, identical=True) == []
+    said = check_same(run_directory(tmp_path / "other", **other), first, identical=True)
+    assert len([text for text in said if found in text]) == 1, said
+
+
+def test_a_run_that_lacks_a_row_of_metrics_is_found_wrong(tmp_path: Path) -> None:
+    first, second = run_directory(tmp_path / "first"), run_directory(tmp_path / "second")
+    path = second / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert check_same(second, first, identical=True) == ["metrics.jsonl does not have one row for each step"]
+
+
+def test_lengths_that_are_biased_are_other_lengths() -> None:
+    """As where the longest tenth of the completions is lost."""
+    lengths = [number % 25 for number in range(2500)]
+    assert same_lengths(lengths, lengths[::-1]) == 1.0
+    assert same_lengths(lengths, [length for length in lengths if length < 22]) < 0.001
+
+
+def test_processes_and_files_that_are_left_are_named(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        (said,) = leftovers([child.pid], tmp_path, segments(), 0.1)
+        assert said.startswith(f"process {child.pid} is left")
+        assert "time.sleep(60)" in said
+    finally:
+        child.kill()
+        child.wait()
+    assert not alive(child.pid)
+    (tmp_path / "rest").touch()
+    assert leftovers([child.pid], tmp_path, segments(), 0.1) == [f"{tmp_path}/rest is left"]
