@@ -187,7 +187,7 @@ def _no_memory(victim: Victim) -> None:
 
 
 _OUT_OF_MEMORY = r"MemoryError|[Cc]annot allocate memory|can't allocate memory|bad_alloc|out of memory"
-_NO_ROOM = r"(?s)(No space left on device|File too large).*(room|space)"
+_NO_ROOM = r"(No space left on device.*; make room|File too large; raise the limit)"
 _GRADER = r"the process that grades .* ended \(signal SIGKILL\)|ended its process \(signal SIGKILL\)"
 
 FAULTS: dict[str, Fault] = {

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, Self
 from podium.data import Batch
 from podium.errors import PlacementError, PodiumError, WorkerStartError
 from podium.telemetry import Note, Recovered, emit
+from podium.trainer.recovery import RunLost
 from podium.trainer.rollout_queue import RolloutQueue
 
 if TYPE_CHECKING:
@@ -197,6 +198,9 @@ class Generators:
         """Restart a generator that is lost, and give it the current weights.
 
         If another thread does so, this waits until it has the weights. ``error`` is raised where too much was lost.
+
+        Raises:
+            RunLost: It cannot be restarted where it was. A run that is resumed places all roles anew.
         """
         handle = self._handles[number]
         group = handle.group
@@ -205,7 +209,10 @@ class Generators:
                 return
             causes = [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]
             what = self._losses.add(causes or [f"{group.name}, which is broken"], error, of=group.name)
-            group.restart()
+            try:
+                group.restart()
+            except (PlacementError, WorkerStartError) as failed:  # its node is gone, say
+                raise RunLost(f"{what}; it cannot be restarted in its place: {failed}") from error
             self._restarts[number] += 1
             with self.changing:  # no update runs, so the policy's weights are those of one version
                 self._weight_sync.sync(self._version, [handle])
@@ -311,7 +318,7 @@ class Generators:
 
     def _give_up(self, number: int, error: Exception) -> None:
         """Go on without a generator for which there is no room, if another one draws. Otherwise fail what waits."""
-        if left := len(self._queue.open) * isinstance(error, PlacementError | WorkerStartError):
+        if left := len(self._queue.open) * isinstance(error, RunLost):
             name = self._handles[number].group.name
             emit(Note(f"{name} could not be restarted; the run goes on with {left} of {len(self._handles)}: {error}"))
         else:
