@@ -54,7 +54,7 @@ def test_a_run_that_loses_nodes_goes_on_elsewhere_or_says_that_there_is_no_room(
         if isinstance(event, Recovered):
             said.append(event.text)
         if isinstance(event, StepFinished) and event.step in victims and event.step not in lost:
-            trainer.saver.wait()  # the checkpoint of the step before; that of this step is not begun yet
+            trainer.saver.wait()  # the checkpoint of the step before
             (slot,) = trainer.roles.workers[victims[event.step]].group.processes.pool
             machines.remove_node(nodes[slot.node], allow_graceful=False)
             lost[event.step] = time.monotonic()
@@ -69,7 +69,9 @@ def test_a_run_that_loses_nodes_goes_on_elsewhere_or_says_that_there_is_no_room(
     assert time.monotonic() - lost[4] < SAYS_SO_S, caught.value
     assert len(said) == 1
     assert "generator" in said[0]
-    assert losses(tmp_path / "runs" / "run") == undisturbed[:3], "step 4 was not saved"
+    kept = losses(tmp_path / "runs" / "run")
+    assert kept == undisturbed[: len(kept)]
+    assert len(kept) in (3, 4), "the policy may have copied its state after step 4 before it was lost"
 
     add_node(machines, "fourth", num_cpus=1)
     PPOTrainer(config, cluster="ray", backend_options=options, show=False).fit()

@@ -9,7 +9,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import Event, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.completions import ScoredBatch
 from podium.trainer.ledger import read_ledger
+from podium.trainer.prompts import Prompt
 from podium.workers import Generator, Policy
 from tests.integration.processes import all_gone
 from tests.integration.training import MODEL, losses, tiny
@@ -225,3 +227,34 @@ def test_a_disk_that_takes_no_more_of_the_ledger_is_named_with_a_remedy(tmp_path
     )
     fit(tiny(GRPOConfig, tmp_path, run={"steps": 4, "resume": str(run)}, **SECTIONS), lambda trainer, event: None)
     same_as(run, undisturbed)
+
+
+class FailsOnce(PPOTrainer):
+    """Its grading of step 4 fails while step 2 is learned, and before step 2 is saved."""
+
+    failed = threading.Event()
+
+    def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        if step == 4 and not self.failed.is_set():
+            self.failed.set()
+            raise RuntimeError("on purpose")
+        return super().score(batch, prompts, step)
+
+    def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
+        if scored.step == 2:
+            assert self.failed.wait(60.0)
+            time.sleep(0.2)
+        return super().learn(scored)
+
+
+def test_a_step_that_fails_ahead_of_a_checkpoint_is_collected_again_by_the_resumed_run(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    asked = {"steps": 6, "schedule": "asynchronous", "max_staleness": 2}
+    config = tiny(GRPOConfig, tmp_path, run={**asked, "resume": "auto"}, placement=SPLIT, **SECTIONS)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        FailsOnce(config, cluster="local", show=False).fit()
+    counts = read_ledger(run / "ledger.jsonl").counts()
+    assert counts["trained"] == 12
+    assert "dropped" not in counts
+    FailsOnce(config, cluster="local", show=False).fit()
+    assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 24}

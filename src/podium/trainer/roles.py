@@ -213,16 +213,20 @@ def _started(
         for (roles, _), place in zip(config.processes, pool.split(ranks), strict=True):
             calls = [call for call in config.run.profile if call.partition(".")[0] in roles]
             profile = Profile(calls=calls, directory=traces or "profile") if calls else None
-            how = {"timeout_s": config.run.timeout_s, "profile": profile}
+            how, seed = {"timeout_s": config.run.timeout_s, "profile": profile}, config.run.seed
             if replicas and roles == ("generator",) and len(place) > 1:
                 handles = {
                     f"generator-{number}": cluster.start(
-                        bound["generator"], place[number : number + 1], name=f"generator-{number}", seed=number, **how
+                        bound["generator"],
+                        place[number : number + 1],
+                        name=f"generator-{number}",
+                        seed=seed + number,
+                        **how,
                     )
                     for number in range(len(place))
                 }
             else:
-                handles = cluster.start(colocate(**{role: bound[role] for role in roles}), place, **how)
+                handles = cluster.start(colocate(**{role: bound[role] for role in roles}), place, seed=seed, **how)
             started.update(handles)
             for handle in handles.values():
                 stack.push(partial(_close, handle))

@@ -77,6 +77,7 @@ class Learner(Worker):
             world_size=self.ctx.world_size,
             dropout=not self.algorithm.reinforces if model.dropout is None else model.dropout,
         )
+        torch.manual_seed(self.ctx.seed)  # dropout draws from what torch seeds by chance
         self._copied: StateCopy | None = None
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError
@@ -89,3 +90,13 @@ def test_a_model_without_named_layers_cannot_be_checkpointed(monkeypatch: pytest
     monkeypatch.setattr(models, "decoder_layers", lambda model: [])
     with pytest.raises(ConfigError, match=r"model\.gradient_checkpointing: transformers names no layers of Qwen3"):
         load_model(replace(TINY, gradient_checkpointing=True))
+
+
+def test_what_dropout_draws_follows_from_the_seed() -> None:
+    """torch seeds each process by chance, and a run that is begun again must be the same run."""
+    states: list[torch.Tensor] = []
+    for chance in (1, 2):
+        torch.manual_seed(chance)
+        Policy(noisy("qwen3"), FROZEN)
+        states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])

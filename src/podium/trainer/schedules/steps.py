@@ -117,6 +117,7 @@ class Steps:
         self._ends = self.done >= self.last
         self._given = self.done  # the step that the loop is at
         self._saved_s = time.monotonic()
+        self._failures: dict[int, str] = {}  # by step, why its last collect failed
         self._failed = False  # a collect has failed, so that no later one gets its prompts in order
 
     def __iter__(self) -> Iterator[int]:
@@ -149,6 +150,8 @@ class Steps:
         if self.side_by_side:
             with self._changed:  # threads begin in any order
                 self._changed.wait_for(lambda: self._took >= step - 1 or self._failed)
+        if reason := self._failures.pop(step, ""):  # only now: a resumed run takes the prompts of a failure again
+            self._trainer.ledger.move(step, "dropped", reason=reason)
         try:
             with self._half("collect", step):
                 rollout: Rollout = self._trainer.collect(step)
@@ -158,7 +161,7 @@ class Steps:
                 self._failed = True
                 self._took = min(self._took, step - 1)
                 self._changed.notify_all()
-            self._trainer.ledger.move(step, "dropped", reason=f"{type(error).__name__} in collect")
+            self._failures[step] = f"{type(error).__name__} in collect"
             raise
         return rollout
 
