@@ -107,7 +107,7 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._tidy()
+        self.tidy()
 
     @contextmanager
     def writing(self, step: int, *, keep: int = 0, keep_best: int = 0) -> Iterator[Path]:
@@ -162,7 +162,7 @@ class Checkpoints:
                     found.append((state.last.accuracy, state.step, path))
         return [path for *_, path in sorted(found, reverse=True)]
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         """Remove what a process that was killed in the middle of a checkpoint left."""
         for half in self.folder.glob(".*.tmp"):
             remove(half)
@@ -243,8 +243,11 @@ class Saver:
             writing.result()
 
     def close(self) -> None:
-        """End the thread. The workers are closed before, which ends what it still waits for."""
+        """End the thread, and remove what a rank went on writing after another one had failed. The workers are closed
+        before, which ends what the thread still waits for."""
         self._thread.shutdown()
+        with suppress(OSError):  # a later start tries again
+            self._checkpoints.tidy()
 
     def _write(self, step: int, text: str, roles: Roles) -> None:
         config = self._config

@@ -183,3 +183,22 @@ def test_a_checkpoint_on_a_disk_that_is_not_shared_is_no_checkpoint(tmp_path: Pa
     with pytest.raises(CheckpointError, match=expected):
         PPOTrainer(config, cluster="inline", workers={"policy": Elsewhere}, show=False).fit()
     assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))
+
+
+def test_what_a_rank_writes_after_another_one_has_failed_is_removed_with_the_workers(tmp_path: Path) -> None:
+    class Late(Policy):
+        @endpoint(concurrent=True)
+        def write_state(self, path: str) -> dict[str, Any]:
+            raise CheckpointError("no room")
+
+        def close(self) -> None:
+            half = tmp_path / "runs" / "run" / "checkpoints" / ".step-000001.tmp" / "policy"
+            half.mkdir(parents=True)
+            (half / "shard-00001.safetensors").write_text("late")
+
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint of step 1 is not written: no room\. \S+ has no checkpoint"
+    ):
+        PPOTrainer(config, cluster="inline", workers={"policy": Late}, show=False).fit()
+    assert not list((tmp_path / "runs" / "run" / "checkpoints").iterdir())
