@@ -26,7 +26,7 @@ class Jagged(Rows):
     Row i is ``values[offsets[i] : offsets[i + 1]]``. The values may be a reference, which ``data`` returns. Then rows
     are cut and joined without touching its bytes, and ``values`` raises an error.
 
-    Every method returns a new object and changes none. Slices share memory with the whole.
+    No method changes it. Slices share memory with the whole.
 
     Raises:
         DataError: The offsets do not start at 0, decrease, or do not end at N.
@@ -120,6 +120,8 @@ class Jagged(Rows):
     def slice(self, start: int, stop: int) -> Jagged:
         """Return the rows ``start:stop``, clipped as Python does. The values are a view."""
         start, stop, _ = slice(start, stop).indices(len(self))
+        if start == 0 and stop == len(self):
+            return self
         offsets = self.offsets[start : max(start, stop) + 1]
         first, last = int(offsets[0]), int(offsets[-1])
         return Jagged(self.data[first:last], offsets - first)

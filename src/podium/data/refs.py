@@ -124,6 +124,8 @@ class TensorRef(Rows):
     def slice(self, start: int, stop: int) -> TensorRef:
         """Return the rows ``start:stop``, clipped as Python does."""
         start, stop, _ = slice(start, stop).indices(len(self))
+        if start == 0 and stop == len(self):
+            return self  # a reference never changes
         return self.ranges(np.array([start]), np.array([max(start, stop)]))
 
     def take(self, index: RowIndex) -> TensorRef:

@@ -162,3 +162,20 @@ def test_columns_that_share_their_rows_and_columns_that_do_not_are_taken_alike()
     for name in batch:
         expected = [batch.jagged(name).fetch().row(at).tolist() for at in index]
         assert [row.tolist() for row in taken.jagged(name).unbind()] == expected, name
+
+
+def test_all_rows_of_what_never_changes_are_the_thing_itself() -> None:
+    """A call to one rank, and a weight that is sent in one piece, cut nothing."""
+    jagged = Jagged.from_rows([torch.arange(2), torch.arange(3)])
+    ref = TensorRef.of(torch.arange(4))
+    assert jagged.slice(0, 2) is jagged
+    assert jagged.slice(0, 9) is jagged
+    assert jagged.slice(1, 2) is not jagged
+    assert ref[0:4] is ref
+    assert ref[0:3] is not ref
+    batch = Batch({"rows": jagged, "names": ["a", "b"]}, {"step": 1})
+    whole = batch.slice(0, 2)
+    whole.python("names").append("c")
+    whole.meta["step"] = 2
+    assert batch.python("names") == ["a", "b"]
+    assert batch.meta == {"step": 1}
