@@ -57,6 +57,9 @@ _UNDONE: tuple[type[Any], ...] = (CoroutineType, asyncio.Future, Future, Call)
 _LONG = ("close_worker", "take_call")
 """Requests to the process itself that may take long."""
 
+MOST_CONCURRENT = 256
+"""So many calls of concurrent endpoints run at a time. Further ones wait, weight syncs among them."""
+
 LOOP_END_S = 1.0  # for async endpoints that still run when their process shuts down
 
 _OF_COLLECTIVES = (
@@ -141,7 +144,7 @@ class WorkerProcess:
         self._cancelled: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
-        self._pool = ThreadPoolExecutor(32, "podium-concurrent")
+        self._pool = ThreadPoolExecutor(MOST_CONCURRENT, "podium-concurrent")
         self._functions: dict[tuple[str, str], _Function] = {}
         self._recorded: dict[tuple[str, str], Recorded] = {}
         self._owns_process_group = False

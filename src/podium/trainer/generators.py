@@ -36,16 +36,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Generators", "parts_of"]
 
-_MOST_CALLS: Final = 16  # a generator draws at the same time; each takes a thread of its process
+_MOST_PARTS: Final = 128  # of one generator; each takes a thread of its process
+_AHEAD: Final = 5  # times as many completions as a generator draws at the same time
 
 
 def parts_of(max_sequences: int, n: int) -> tuple[int, int]:
-    """The number of prompts in a part, and the number of parts that keep a generator of ``max_sequences`` busy.
+    """The number of prompts in a part, and the most parts of a generator that draws ``max_sequences`` at a time.
 
-    One part more than fits is there, so that its first tokens need not wait for the controller.
+    A part lasts until its longest completion, while the others have ended long before. So a generator has several times
+    as many completions as it draws at the same time (``bench/async.py`` shows what fewer cost).
     """
-    size = max(1, -(-max_sequences // (_MOST_CALLS * n)))
-    return size, max(1, -(-max_sequences // (size * n))) + 1
+    size = max(1, -(-_AHEAD * max_sequences // (_MOST_PARTS * n)))
+    return size, max(2, -(-_AHEAD * max_sequences // (size * n)))
 
 
 @dataclass(eq=False)

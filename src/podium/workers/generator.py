@@ -1,8 +1,10 @@
 """The generator: completions from prompts, by an engine that holds the policy's weights."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.errors import DataError
-from podium.rollout.engines.journal import Journal, read_journal
+from podium.rollout.engines.journal import Drawn, Journal, read_journal
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.runtime import concat, endpoint, shard
 from podium.workers.texts import decode_sampled, text_column
@@ -18,6 +20,14 @@ from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_sync.receiver import WeightReceiver
 
 __all__ = ["Generator"]
+
+
+class _Asked(NamedTuple):
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+    seeds: Sequence[int]
+    journal: Journal | None
+    begun: Mapping[int, Drawn] | None
 
 
 class Generator(WeightReceiver):
@@ -42,7 +52,21 @@ class Generator(WeightReceiver):
         Raises:
             DataError: There are not n seeds for each prompt.
         """
-        engine = self._ready_engine()
+        asked = self._asked(prompts, sampling)
+        return self._drawn(prompts, sampling, self._ready_engine().generate(*asked) if asked[0] else [])
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
+    async def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        """As :meth:`generate`, beside other calls. The completions of all of them are drawn together."""
+        if next(cls for cls in type(self).__mro__ if "generate" in vars(cls)) is not Generator:
+            return await asyncio.to_thread(self.generate, prompts, sampling)  # a subclass's own
+        asked = self._asked(prompts, sampling)
+        if not asked[0]:
+            return self._drawn(prompts, sampling, [])
+        return self._drawn(prompts, sampling, await asyncio.wrap_future(self._ready_engine().generate_later(*asked)))
+
+    def _asked(self, prompts: Batch, sampling: SamplingParams) -> _Asked:
+        """The arguments of the engine's ``generate``."""
         rows = [row.tolist() for row in prompts.jagged(fields.PROMPT_TOKENS).unbind()]
         seeds = prompts.dense(fields.SEED)
         if seeds.numel() != len(rows) * sampling.n:
@@ -52,17 +76,15 @@ class Generator(WeightReceiver):
             )
         begun = read_journal(Path(path)) if (path := prompts.meta.get("begun")) else None
         journal = self._journal_at(prompts.meta["journal"]) if prompts.meta.get("journal") else None
-        drawn = engine.generate(rows, sampling, seeds.flatten().tolist(), journal, begun) if rows else []
+        return _Asked(rows, sampling, seeds.flatten().tolist(), journal, begun)
+
+    def _drawn(self, prompts: Batch, sampling: SamplingParams, drawn: Sequence[Completion]) -> Batch:
+        rows = [row.tolist() for row in prompts.jagged(fields.PROMPT_TOKENS).unbind()]
         group = prompts.dense(fields.GROUP).repeat_interleave(sampling.n)
         batch = _as_batch(rows, drawn, group, sampling)
         if prompts.meta.get("text"):
             batch = batch.with_columns({fields.TEXT: text_column(decode_sampled(batch, self._tokenizer))})
         return batch
-
-    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
-    def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
-        """As :meth:`generate`, beside other calls. The completions of all of them are drawn together."""
-        return self.generate(prompts, sampling)
 
     def _journal_at(self, path: str) -> Journal:
         with self._making:

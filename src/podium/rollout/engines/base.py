@@ -1,6 +1,6 @@
 """The contract of a generation engine.
 
-    any thread     submit(request) ─┐   abort(id) ─┐
+    any thread     submit(request) ─┐   abort(id) ─┐           generate_later: in a thread that ends with its requests
                                     v              v
     one thread     poll or generate: take in ── drop ── advance ── advance ── ... ── events go to whom they belong to
     at a time                                              │
@@ -11,7 +11,7 @@
 The thread that calls ``poll`` or ``generate`` does the work of the engine. It calls ``advance`` until an event is there
 for it. Another thread that calls ``poll`` or ``generate`` meanwhile waits until the first one has delivered its events,
 or takes over when the first one has all of its own. ``submit`` and ``abort`` do not wait for a forward pass; a running
-``advance`` sees them when it next calls ``interrupted``. An engine has no thread of its own to shut down.
+``advance`` sees them when it next calls ``interrupted``. An engine has no thread to shut down.
 """
 
 from __future__ import annotations
@@ -20,27 +20,25 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.engines.draw import seed_at
 from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import REPORT_EVERY_S, Drawn, Journal
 from podium.rollout.engines.requests import (
     Aborted,
     Event,
     Failed,
-    Finished,
     Request,
     RequestId,
     RequestQueue,
-    RowOfBatch,
     Tokens,
 )
+from podium.rollout.engines.rows import Rows
 from podium.rollout.sampling import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -97,6 +95,9 @@ class Engine(ABC):
         self._in_flight: dict[RequestId, list[Event]] = {}  # where the events of each request go
         self._journals: dict[RequestId, tuple[Journal, int, int]] = {}  # journal, seed, and tokens drawn elsewhere
         self._reported_s = 0.0
+        self._later: dict[RequestId, tuple[Rows, Future[list[Completion]]]] = {}  # what the thread draws
+        self._later_box: list[Event] = []
+        self._later_runs = False
 
     @classmethod
     @abstractmethod
@@ -174,6 +175,79 @@ class Engine(ABC):
                 ``max_new_tokens`` is longer than the model's positions.
             GenerationError: The model's logits are not finite, or there are no whole weights to draw from.
         """
+        box: list[Event] = []
+        rows = self._rows(prompts, params, seeds, journal, begun)
+        self._enqueue(rows.missing(), box)
+        try:
+            while not rows.done:
+                for event in self._drive(box, None):
+                    rows.take(event)
+        finally:
+            self._finish(rows)
+        return [rows.completions[row] for row in rows.seeds]
+
+    def generate_later(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        journal: Journal | None = None,
+        begun: Mapping[int, Drawn] | None = None,
+    ) -> Future[list[Completion]]:
+        """As :meth:`generate`, in a thread that draws for all such calls. What it raises, the future raises.
+
+        ``cancel()`` of the future ends the requests.
+        """
+        drawn: Future[list[Completion]] = Future()
+        rows = self._rows(prompts, params, seeds, journal, begun)
+        with self._changed:
+            self._later |= dict.fromkeys(rows.seeds, (rows, drawn))
+            self._enqueue(rows.missing(), self._later_box)
+            if not self._later_runs:
+                self._later_runs = True
+                threading.Thread(target=self._draw_later, name="podium-draw", daemon=True).start()
+        drawn.add_done_callback(lambda future: self._finish(rows) if future.cancelled() else None)
+        if rows.done:
+            self._settle(rows, drawn)
+        return drawn
+
+    def _draw_later(self) -> None:
+        """The thread of ``generate_later``. It ends when nothing is in flight."""
+        while True:
+            for event in self._drive(self._later_box, None):
+                with self._changed:
+                    rows, drawn = self._later.pop(event.id, (None, None))
+                if rows is None or drawn is None:
+                    continue
+                try:
+                    rows.take(event)
+                except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits
+                    self._settle(rows, drawn, error)
+                if rows.done:
+                    self._settle(rows, drawn)
+            with self._changed:
+                if not self._later:
+                    self._later_runs = False
+                    return
+
+    def _settle(self, rows: Rows, drawn: Future[list[Completion]], error: Exception | None = None) -> None:
+        self._finish(rows)
+        if drawn.done() or not drawn.set_running_or_notify_cancel():
+            return
+        if error is None:
+            drawn.set_result([rows.completions[row] for row in rows.seeds])
+        else:
+            drawn.set_exception(error)
+
+    def _rows(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        journal: Journal | None,
+        begun: Mapping[int, Drawn] | None,
+    ) -> Rows:
+        """Check what is asked for."""
         count = len(prompts) * params.n
         if len(seeds) != count:
             raise ConfigError(
@@ -181,24 +255,20 @@ class Engine(ABC):
             )
         for index, prompt in enumerate(prompts):
             self.check(f"prompt {index}", prompt, params)
-        rows = _Rows(prompts, params, seeds, journal, begun or {})
+        rows = Rows(prompts, params, seeds, journal, begun or {})
         if journal is not None:
             self._journals |= {row: (journal, seed, len(rows.heads.get(row, ()))) for row, seed in rows.seeds.items()}
-        box: list[Event] = []
-        self._enqueue(rows.missing(), box)
-        try:
-            while len(rows.completions) < count:
-                for event in self._drive(box, None):
-                    rows.take(event)
-        finally:
-            for row in rows.seeds:
-                if row not in rows.completions:
-                    self.abort(row)
-                self._journals.pop(row, None)
-        if journal is not None:
-            journal.finished(seeds)
-            journal.flush()
-        return [rows.completions[row] for row in rows.seeds]
+        return rows
+
+    def _finish(self, rows: Rows) -> None:
+        """End what is in flight of ``rows``."""
+        for row, seed in rows.seeds.items():
+            if row not in rows.completions:
+                self.abort(row)
+            self._later.pop(row, None)
+            if found := self._journals.pop(row, None):
+                found[0].finished([seed])
+                found[0].flush()
 
     def _report(self) -> None:
         """Write what is drawn into the journals. Only the thread that calls ``advance`` may do this."""
@@ -378,50 +448,3 @@ class Engine(ABC):
 
     def release(self) -> None:  # noqa: B027 - an engine that keeps no buffers between calls has nothing to do
         """Give back the buffers kept between calls; the next request makes them again."""
-
-
-class _Rows:
-    """The completions of one call of ``Engine.generate``, some of which another engine may have begun."""
-
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        seeds: Sequence[int],
-        journal: Journal | None,
-        begun: Mapping[int, Drawn],
-    ) -> None:
-        self.seeds: dict[RequestId, int] = {RowOfBatch(index, params.n): seed for index, seed in enumerate(seeds)}
-        self.heads = {row: begun[seed] for row, seed in self.seeds.items() if seed in begun}
-        self.completions = {
-            row: head.completion(reason) for row, head in self.heads.items() if (reason := head.ended(params))
-        }
-        self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
-        self._params, self._journal = params, journal
-        if journal is not None:
-            for row, head in self.heads.items():
-                journal.add(self.seeds[row], head)
-
-    def missing(self) -> list[Request]:
-        """The requests for what is not drawn yet."""
-        asked: list[Request] = []
-        for place, (row, seed) in enumerate(self.seeds.items()):
-            prompt, params, head = self._prompts[place // self._params.n], self._params, self.heads.get(row)
-            if row in self.completions:
-                continue
-            if head is not None:
-                prompt, seed = (*prompt, *head.token_ids), seed_at(seed, len(head))
-                params = replace(params, max_new_tokens=params.max_new_tokens - len(head))
-            asked.append(Request(id=row, prompt=prompt, params=params, seed=seed, reuse_completions=False))
-        return asked
-
-    def take(self, event: Event) -> None:
-        """Note a completion that is finished. Raises the error of one that failed."""
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Finished):
-            head, rest = self.heads.get(event.id), event.completion
-            whole = head.completion(rest.finish_reason, rest) if head else rest
-            self.completions[event.id] = whole
-            if self._journal is not None:
-                self._journal.add(self.seeds[event.id], Drawn.of(whole))

@@ -1,0 +1,63 @@
+"""The completions that one call of an engine draws: what it asks for, and what has come."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from podium.rollout.engines.draw import seed_at
+from podium.rollout.engines.journal import Drawn, Journal
+from podium.rollout.engines.requests import Event, Failed, Finished, Request, RequestId, RowOfBatch
+from podium.rollout.sampling import SamplingParams
+
+__all__ = ["Rows"]
+
+
+class Rows:
+    """The completions of one call, some of which another engine may have begun."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        journal: Journal | None,
+        begun: Mapping[int, Drawn],
+    ) -> None:
+        self.seeds: dict[RequestId, int] = {RowOfBatch(index, params.n): seed for index, seed in enumerate(seeds)}
+        self.heads = {row: begun[seed] for row, seed in self.seeds.items() if seed in begun}
+        self.completions = {
+            row: head.completion(reason) for row, head in self.heads.items() if (reason := head.ended(params))
+        }
+        self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
+        self._params, self._journal = params, journal
+        if journal is not None:
+            for row, head in self.heads.items():
+                journal.add(self.seeds[row], head)
+
+    def missing(self) -> list[Request]:
+        """The requests for what is not drawn yet."""
+        asked: list[Request] = []
+        for place, (row, seed) in enumerate(self.seeds.items()):
+            prompt, params, head = self._prompts[place // self._params.n], self._params, self.heads.get(row)
+            if row in self.completions:
+                continue
+            if head is not None:
+                prompt, seed = (*prompt, *head.token_ids), seed_at(seed, len(head))
+                params = replace(params, max_new_tokens=params.max_new_tokens - len(head))
+            asked.append(Request(id=row, prompt=prompt, params=params, seed=seed, reuse_completions=False))
+        return asked
+
+    def take(self, event: Event) -> None:
+        """Note a completion that is finished. Raises the error of one that failed."""
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Finished):
+            head, rest = self.heads.get(event.id), event.completion
+            whole = head.completion(rest.finish_reason, rest) if head else rest
+            self.completions[event.id] = whole
+            if self._journal is not None:
+                self._journal.add(self.seeds[event.id], Drawn.of(whole))
+
+    @property
+    def done(self) -> bool:
+        """Whether all completions are whole."""
+        return len(self.completions) == len(self.seeds)
