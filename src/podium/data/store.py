@@ -9,13 +9,13 @@ import contextlib
 import os
 import pickle
 import threading
+import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -179,22 +179,24 @@ class MemoryStore(TensorStore):
     def __init__(self, limit: int | None = None, *, shared: bool = False) -> None:
         super().__init__(limit)
         self._kind = _SharedBlock if shared else PlainBlock
-        self._made: WeakSet[Block] = WeakSet()
+        self._kept: Counter[str] = Counter()
+        self._changes: deque[tuple[str, int]] = deque()  # a block may end within any line, so its end only writes here
         self._lock = threading.Lock()
 
     def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
         block = self._kind(filled(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
-        with self._lock:
-            self._made.add(block)
+        self._changes.append((info.label, info.nbytes))
+        weakref.finalize(block, self._changes.append, (info.label, -info.nbytes)).atexit = False
         return block
 
     def kept(self) -> Counter[str]:
         with self._lock:
-            made = list(self._made)
-        kept: Counter[str] = Counter()
-        for block in made:
-            kept[block.info.label] += block.info.nbytes
-        return kept
+            while self._changes:
+                label, nbytes = self._changes.popleft()
+                self._kept[label] += nbytes
+                if not self._kept[label]:
+                    del self._kept[label]
+            return self._kept.copy()
 
 
 class _SharedBlock(PlainBlock):

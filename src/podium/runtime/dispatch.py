@@ -275,7 +275,10 @@ class shard(Dispatch):
             raise ConfigError(f"{arguments.method}: no mesh {self.mesh!r} in this group; it has {sorted(world.meshes)}")
         sharded = self._sharded(arguments)
         plan = self._plan(arguments.method, sharded, mesh.axis_size(self.axis))
-        parts = [{name: _part(value, rows) for name, value in sharded.items()} for rows in plan.rows]
+        if len(plan.rows) == 1 and plan.contiguous and not plan.padding[0]:
+            parts = [sharded]  # one part has all rows as they are
+        else:
+            parts = [{name: _part(value, rows) for name, value in sharded.items()} for rows in plan.rows]
         shared = {name: value for name, value in arguments.values.items() if name not in sharded}
         own = [parts[at] for at in mesh.along(self.axis)]
         return Split(range(mesh.size), shared, own, mesh.collectors(self.axis), plan)

@@ -106,6 +106,7 @@ class Generators:
         for number in range(len(handles)):
             self._queue.admit(number)
         self._in_flight: set[_Part] = set()
+        self._ended: list[tuple[int, _Part, Batch]] = []  # what is to be copied: its generator, part and batch
         self._away: set[int] = set()  # the generators that are being restarted, or could not be
         self._failed: Exception | None = None
 
@@ -244,6 +245,8 @@ class Generators:
             do()
             while (due := self._queue.next()) is not None:
                 self._send(*due)
+            if self._ended and self._todo.empty():
+                self._keep()
         self._fail(PodiumError("the run ended before the completions were drawn"))
 
     def _add(self, parts: Sequence[_Part]) -> None:
@@ -264,21 +267,50 @@ class Generators:
             return
         call.when_done(lambda: self._todo.put(partial(self._end, number, part, call)))
 
-    def _end(self, number: int, part: _Part, call: Call[Batch], *, is_kept: bool = False) -> None:
-        """Take in how a call ended: one that drew, or one that copied what was drawn."""
-        if not is_kept:
-            self._queue.finished(number)
+    def _end(self, number: int, part: _Part, call: Call[Batch]) -> None:
+        """Take in how a call ended."""
+        self._queue.finished(number)
         try:
             drawn = call.result()
-            if self._keeper is not None and not is_kept:
-                kept = next(self._keepers).keep.submit(drawn)
-                kept.when_done(lambda: self._todo.put(partial(self._end, number, part, kept, is_kept=True)))
-                return
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for the part
             self._failed_part(number, part, error)
             return
-        self._in_flight.discard(part)
-        part.drawn.set_result(drawn)
+        if self._keeper is None:
+            self._is_there(part, drawn)
+        else:
+            self._ended.append((number, part, drawn))
+
+    def _keep(self) -> None:
+        """Copy what was drawn since the last time to other processes, in one call."""
+        ended, self._ended = self._ended, []
+        whole = Batch.concat([drawn for *_, drawn in ended]) if len(ended) > 1 else ended[0][2]
+        try:
+            call = next(self._keepers).keep.submit(whole)
+        except PodiumError as error:
+            for number, part, _ in ended:
+                self._failed_part(number, part, error)
+            return
+        call.when_done(lambda: self._todo.put(partial(self._are_kept, ended, call)))
+
+    def _are_kept(self, ended: Sequence[tuple[int, _Part, Batch]], call: Call[Batch]) -> None:
+        try:
+            whole = call.result()
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for the parts
+            lost = [one for one in ended if self._is_restartable(one[0], one[1].processes)]
+            for number, part, _ in lost or ended:
+                self._failed_part(number, part, error)
+            if lost:  # those of the other generators are there
+                self._ended += [one for one in ended if one not in lost]
+            return
+        start = 0
+        for _, part, drawn in ended:
+            self._is_there(part, whole.slice(start, start + len(drawn)) if len(ended) > 1 else whole)
+            start += len(drawn)
+
+    def _is_there(self, part: _Part, drawn: Batch) -> None:
+        if part in self._in_flight:
+            self._in_flight.discard(part)
+            part.drawn.set_result(drawn)
 
     def _failed_part(self, number: int, part: _Part, error: Exception) -> None:
         """Let a part wait again if its generator was lost, or if the loss of another one interrupted it."""
