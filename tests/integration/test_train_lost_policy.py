@@ -63,8 +63,13 @@ def test_a_lost_policy_ends_the_wait_for_completions(cluster: Cluster, tmp_path:
 
 
 def test_a_resume_after_a_loss_has_heard_the_signal_and_reads_no_data_again(cluster: Cluster, tmp_path: Path) -> None:
+    def reward(completion: str, row: Any) -> float:
+        with (tmp_path / "graders").open("a") as file:
+            file.write(f"{os.getppid()}\n")  # the process that has imported the reward
+        return 1.0
+
     config = tiny(GRPOConfig, tmp_path, run={"steps": 4}, save={"every": 1, "model": False})
-    trainer = PPOTrainer(config, cluster=cluster, show=False)
+    trainer = PPOTrainer(config, cluster=cluster, reward=reward, show=False)
     said: list[str] = []
 
     def see(event: Event) -> None:
@@ -82,3 +87,4 @@ def test_a_resume_after_a_loss_has_heard_the_signal_and_reads_no_data_again(clus
     assert (summary.steps, summary.finished) == (1, False)
     assert sum("has no checkpoint yet: starting at step 1" in text for text in said) == 1
     assert sum("held out" in text for text in said) == 1
+    assert len(set((tmp_path / "graders").read_text().splitlines())) == 1

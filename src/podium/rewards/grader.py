@@ -114,6 +114,12 @@ class Grader:
             )
         return grades
 
+    def drop(self) -> None:
+        """Cancel all that has no grade yet, and keep the processes. Whoever waits for a grade gets CancelledError."""
+        with self._lock:
+            if self._processes is not None:
+                self._processes.drop_all()
+
     def close(self) -> None:
         """End all processes. Futures without a grade raise RewardError. A closed grader cannot be used again."""
         with self._lock:

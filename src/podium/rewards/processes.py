@@ -169,6 +169,11 @@ class GradingProcesses:
         known = [number for number in numbers if self._pending.pop(number, None) is not None]
         self._write(b"".join(ITEM.pack(number, 0) for number in known))
 
+    def drop_all(self) -> None:
+        """Cancel all items that have no grade yet."""
+        for pending in list(self._pending.values()):
+            pending.cancel()
+
     def _write(self, data: bytes) -> None:
         with self._sending, suppress(OSError):  # after an end, which the reader tells
             self._connection.sendall(data)

@@ -209,11 +209,12 @@ class Trainer(ABC, Generic[C, E, R]):
             hints = {"log_dir": self.directory.logs.absolute(), "preload": PRELOAD}
             cluster = connect(self._cluster, hints=hints, **self._backend_options)
             self._cluster, self._backend_options = self._whole.enter_context(cluster), {}
-        if (
-            self._began_at is None
-        ):  # signals are heard and the data read once, also by a run that is resumed after a loss
+        if self._began_at is None:  # these stay for a run that is resumed after a loss
             self._stop = self._whole.enter_context(listen_for_stop())
             self._read_data()
+            log_path = self.directory.logs / "reward.log"
+            self.grader = self._whole.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
+            self.grader.start()
             self._began_at = self.stream.state()
         self.stream.restore(self._began_at)
         # Closed after the workers: their end is what ends a call that a thread still waits for.
@@ -221,9 +222,7 @@ class Trainer(ABC, Generic[C, E, R]):
         self._threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
         self.saver = Saver(self.directory.checkpoints, config.save, beside=self._cluster.capabilities.concurrent)
         stack.callback(self.saver.close)
-        log_path = self.directory.logs / "reward.log"
-        self.grader = stack.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
-        self.grader.start()
+        stack.callback(self.grader.drop)
         self.roles = stack.enter_context(
             started_roles(self._cluster, config, self._workers, (self.directory.path / "profile").absolute())
         )

@@ -262,6 +262,10 @@ def test_a_cancelled_item_frees_its_process(tmp_path: Path) -> None:
         assert spinning.cancel()
         assert waiting.cancel()
         assert grader.submit("ok", {}).result(timeout=20).score == 1.0
+        dropped = [grader.submit("spin", {}) for _ in range(3)]
+        grader.drop()
+        assert all(future.cancelled() for future in dropped)
+        assert grader.submit("ok", {}).result(timeout=20).score == 1.0
 
 
 def test_an_error_in_a_batch_ends_the_work_on_its_other_items() -> None:
