@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 import podium
+from bench.schedules.figures import put_section
 from podium.backends import inline
 from podium.data import Batch, Jagged, fields
 from podium.rollout.sampling import SamplingParams
@@ -51,6 +52,9 @@ LANES: Final = 64  # of one generator
 N: Final = 16  # completions of a prompt
 PROMPTS_A_GENERATOR: Final = 16  # of one step
 GENERATORS, TRAINERS = 32, 8
+RESULTS: Final = Path(__file__).with_name("async.json")
+PAGE: Final = Path(__file__).parent.parent / "docs" / "schedules.md"
+MARK: Final = "<!-- begin: python -m bench.async --report -->"
 
 
 @dataclass(eq=False)
@@ -309,34 +313,76 @@ def controller(backend: str, generators: int, prompts: int) -> dict[str, Any]:
         }  # fmt: skip
 
 
+def section(found: Mapping[str, Any]) -> str:
+    """The results as the section of docs/schedules.md."""
+    runs, sync = found["schedules"], found["schedules"][0]
+    intro = (
+        f"{sync['samples']:,} completions in {sync['steps']} steps, {N} a prompt; {GENERATORS} generators of {LANES} "
+        f"lanes, {TRAINERS} trainers; lengths with median {MEDIAN:,}, sigma {SIGMA} and at most {LONGEST:,} tokens."
+    )
+    together = f"{found['colocated']:.1f} | {found['colocated'] / sync['samples_per_s']:.2f}"
+    lines = [
+        intro,
+        "",
+        "| schedule | completions a second | against `sync` | of the ideal | lanes busy | staleness: mean, most |",
+        "|---|---|---|---|---|---|",
+        f"| sync, colocated on all {GENERATORS + TRAINERS} | {together} | | | 0, 0 |",
+    ]
+    for run in runs:
+        mean = sum(int(stale) * share for stale, share in run["staleness"].items())
+        name, _, most = run["schedule"].partition(", max_staleness ")
+        lines.append(
+            f"| `{name}`{f', k = {most}' if most else ''} | {run['samples_per_s']:.1f} | "
+            f"{run['samples_per_s'] / sync['samples_per_s']:.2f} | {run['of_ideal']:.1%} | {run['lanes_busy']:.0%} | "
+            f"{mean:.1f}, {run['most_stale']} |"
+        )
+    lines += ["", "`asynchronous` with k = 4 and more generators, with as many more prompts a step:", ""]
+    lines += ["| generators | completions | of the ideal | most stale |", "|---|---|---|---|"]
+    for run in found["larger"]:
+        cells = (f"{run['generators']:,}", f"{run['samples']:,}", f"{run['of_ideal']:.1%}", str(run["most_stale"]))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "The controller's own processor time, without grading, on one core:", ""]
+    lines += ["| backend | generators | microseconds a completion |", "|---|---|---|"]
+    for run in found["controller"]:
+        us = f"{run['controller_us_a_sample']:.0f}"
+        lines.append(f"| `{run['backend']}` | {run['generators']:,} | {us} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.async", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--samples", type=int, default=1_000_000, help="about so many in each simulation")
-    parser.add_argument(
-        "--controller", nargs="+", choices=("inline", "ray"), help="measure the controller there instead"
-    )
+    parser.add_argument("--controller", nargs="+", choices=("inline", "ray"), help="measure the controller there, too")
     parser.add_argument("--generators", type=int, nargs="+", default=(64, 256, 1024))
+    parser.add_argument("--report", action="store_true", help="write docs/schedules.md from the results there are")
     options = parser.parse_args()
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
-    def say(found: Mapping[str, Any]) -> None:
-        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}
-        sys.stdout.write(json.dumps(rounded) + "\n")
+    def say(run: dict[str, Any]) -> dict[str, Any]:
+        sys.stdout.write(json.dumps(run) + "\n")
         sys.stdout.flush()
+        return run
 
-    inline._InlineProcess._run = _timed(inline._InlineProcess._run)  # pyright: ignore[reportPrivateUsage]
-    for backend in options.controller or ():
-        for generators in options.generators:
-            say(controller(backend, generators, max(1024, 2 * generators)))
-    if options.controller:
+    if options.report:
+        PAGE.write_text(put_section(PAGE.read_text(), section(found), MARK))
         return 0
-    a_step = PROMPTS_A_GENERATOR * N
-    steps = max(40, options.samples // (GENERATORS * a_step))
-    say({"schedule": "sync, all colocated", "generators": GENERATORS + TRAINERS, "samples_per_s": colocated(steps)})
-    asked = [("sync", 0), ("one_step_off", 0), *(("asynchronous", most) for most in (1, 2, 4, 8))]
-    for schedule, most in asked:
-        say(simulate(schedule, GENERATORS, steps, most))
-    for generators in options.generators:
-        say(simulate("asynchronous", generators, max(40, options.samples // (generators * a_step)), 4))
+    if options.controller:
+        run_timed = _timed(inline._InlineProcess._run)  # pyright: ignore[reportPrivateUsage]
+        inline._InlineProcess._run = run_timed  # pyright: ignore[reportPrivateUsage]
+        others = [run for run in found.get("controller", ()) if run["backend"] not in options.controller]
+        sizes = [(backend, count) for backend in options.controller for count in options.generators]
+        found["controller"] = others + [say(controller(*size, max(1024, 2 * size[1]))) for size in sizes]
+    else:
+        a_step = PROMPTS_A_GENERATOR * N
+        steps = max(40, options.samples // (GENERATORS * a_step))
+        found["colocated"] = colocated(steps)
+        asked = [("sync", 0), ("one_step_off", 0), *(("asynchronous", most) for most in (1, 2, 4, 8))]
+        found["schedules"] = [say(simulate(name, GENERATORS, steps, most)) for name, most in asked]
+        found["larger"] = [
+            say(simulate("asynchronous", count, max(40, options.samples // (count * a_step)), 4))
+            for count in options.generators
+        ]
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -155,14 +155,14 @@ def section(results: Mapping[str, Any], picture: str) -> str:
     return f"{words}\n\n{shown}\n\n{table(runs)}"
 
 
-def put_section(page: str, text: str) -> str:
-    """``page`` with ``text`` between the markers.
+def put_section(page: str, text: str, mark: str = BEGIN) -> str:
+    """``page`` with ``text`` between the marker ``mark`` and the end.
 
     Raises:
         ValueError: The page lacks the markers.
     """
-    before, begin, rest = page.partition(BEGIN)
+    before, begin, rest = page.partition(mark)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the page has no {BEGIN} … {END}")
+        raise ValueError(f"the page has no {mark} … {END}")
     return f"{before}{begin}\n{text.rstrip()}\n{end}{after}"

@@ -72,7 +72,8 @@ class RunConfig:
     timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
     """A call to workers fails when it takes longer than this many seconds."""
     max_restarts: int = Field(default=3, ge=0, le=10**6)
-    """The run goes on after it has lost a worker process, at most this many times within an hour."""
+    """The run goes on after it has lost a worker process, at most this many times within an hour. A generator in
+    processes of its own is counted for itself."""
     profile: tuple[str, ...] = ()
     """torch.profiler records the second call of each of these endpoints on rank 0, given as ROLE.ENDPOINT, such as
     policy.update."""
