@@ -5,7 +5,8 @@ The checks read the run's files and share no code with what wrote them.
     every prompt was trained exactly once, and in the order of the data
     no token is older than the schedule allows
     with `sync`, metrics, completions and weights are those of an undisturbed run, to the bit
-    the lengths that trained are those of the undisturbed run (Kolmogorov-Smirnov, where the schedule reorders time)
+    the lengths that trained are those of the undisturbed run (Kolmogorov-Smirnov, where the schedule reorders time;
+    these runs learn next to nothing, so that only what is skipped or repeated changes lengths)
 """
 
 from __future__ import annotations

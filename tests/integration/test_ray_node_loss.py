@@ -13,6 +13,7 @@ from podium.errors import PlacementError
 from podium.telemetry import Event, Recovered, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.ledger import read_ledger
+from tests.integration.processes import wait_for
 from tests.integration.training import losses, tiny
 
 if TYPE_CHECKING:
@@ -55,9 +56,11 @@ def test_a_run_that_loses_nodes_goes_on_elsewhere_or_says_that_there_is_no_room(
             said.append(event.text)
         if isinstance(event, StepFinished) and event.step in victims and event.step not in lost:
             trainer.saver.wait()  # the checkpoint of the step before
-            (slot,) = trainer.roles.workers[victims[event.step]].group.processes.pool
+            group = trainer.roles.workers[victims[event.step]].group
+            (slot,) = group.processes.pool
             machines.remove_node(nodes[slot.node], allow_graceful=False)
             lost[event.step] = time.monotonic()
+            assert wait_for(lambda: bool(group.lost), SAYS_SO_S), "the process outlives its node for a moment"
 
     trainer = PPOTrainer(config, cluster="ray", backend_options=options, show=False)
     unsubscribe = subscribe(see)
