@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.chaos.leftovers import below
-from bench.chaos.training import ON_PURPOSE
+from bench.chaos.training import HOARD, ON_PURPOSE
 from bench.chaos.victim import Failed, Victim
 
 __all__ = ["FAULTS", "ON_RAY", "Fault"]
@@ -174,16 +174,13 @@ def _filler(victim: Victim) -> Path:
 
 
 def _no_memory(victim: Victim) -> None:
-    """Let a worker take no more memory than it has."""
-    pid = victim.worker(victim.random.choice(("policy", "generator")))
+    """Let a worker take 64 MiB more than it has, and have it take more."""
+    role = victim.random.choice(("policy", "generator"))
+    pid = victim.worker(role)
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    limit = int(fields["VmSize"].split()[0]) << 10
-    before = resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    step, until = victim.step(), time.monotonic() + 3.0
-    while victim.running() and time.monotonic() < until and victim.step() < step + 5:
-        time.sleep(0.05)
-    with suppress(ProcessLookupError):
-        resource.prlimit(pid, resource.RLIMIT_AS, before)
+    limit = (int(fields["VmSize"].split()[0]) << 10) + (64 << 20)
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    victim.order(role, HOARD)
 
 
 _OUT_OF_MEMORY = r"MemoryError|[Cc]annot allocate memory|can't allocate memory|bad_alloc|out of memory"
@@ -207,7 +204,7 @@ FAULTS: dict[str, Fault] = {
     "generator_raises": Fault(
         lambda victim: victim.order("generator") and None, "surfaces", f"RuntimeError: the generator {ON_PURPOSE}"
     ),
-    "memory": Fault(_no_memory, "either", _OUT_OF_MEMORY),
+    "memory": Fault(_no_memory, "surfaces", _OUT_OF_MEMORY),
     "files_end": Fault(_files_end, "surfaces", _NO_ROOM),
     "disk_full": Fault(_disk_full, "surfaces", _NO_ROOM, heal=_make_room),
     "dispatcher": Fault(_kill_helper("podium.rewards.dispatcher"), "either", _GRADER),

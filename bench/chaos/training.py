@@ -24,10 +24,11 @@ from podium.telemetry import Event, WorkerStarted, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, build_config
 from podium.workers import Generator, Policy
 
-__all__ = ["ON_PURPOSE", "PROMPTS", "STALENESS", "configuration", "copied", "train"]
+__all__ = ["HOARD", "ON_PURPOSE", "PROMPTS", "STALENESS", "configuration", "copied", "train"]
 
 ORDERS = "PODIUM_CHAOS_ORDERS"
 ON_PURPOSE = "raised on purpose"
+HOARD = "take memory until there is none"
 PROMPTS = 4
 STALENESS = {"sync": 0, "one_step_off": 1, "asynchronous": 2}
 GRADING_S = 1.5
@@ -82,7 +83,7 @@ def copied(completion: str, row: Mapping[str, Any]) -> float:
 
 
 class FailingPolicy(Policy):
-    """It raises once in its update, if it is told to."""
+    """It raises once in its update, or takes all memory, if it is told to."""
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -91,7 +92,7 @@ class FailingPolicy(Policy):
 
 
 class FailingGenerator(Generator):
-    """It raises once where it begins to draw, if it is told to."""
+    """It raises once where it begins to draw, or takes all memory, if it is told to."""
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
@@ -100,8 +101,12 @@ class FailingGenerator(Generator):
 
 
 def _obey(role: str) -> None:
+    path, hoard = Path(os.environ[ORDERS]) / role, list[bytearray]()
     with suppress(FileNotFoundError):
-        (Path(os.environ[ORDERS]) / role).unlink()
+        told = path.read_text()
+        path.unlink()
+        while told == HOARD:
+            hoard.append(bytearray(1 << 20))
         raise RuntimeError(f"the {role} {ON_PURPOSE}")
 
 
