@@ -22,7 +22,7 @@ from podium.rollout.engines import Engine
 from podium.rollout.engines.journal import read_journal
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
-from podium.telemetry import Event, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
+from podium.telemetry import Event, Note, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.ledger import read_ledger
@@ -178,11 +178,39 @@ def test_a_generator_that_is_lost_again_and_again_ends_the_run_within_seconds(tm
     assert str(caught.value).count("s ago: rank 0 of generator (") == 2
 
 
+class Unlucky(Slow):
+    """The first of them cannot be made a second time."""
+
+    def __init__(self, *given: Any, folder: Path, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if self.ctx.role == "generator-0":
+            (folder / "made").touch(exist_ok=False)
+
+
+def test_a_run_goes_on_without_a_generator_that_cannot_be_restarted(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    def see(trainer: PPOTrainer, event: Event) -> None:
+        if isinstance(event, PhaseStarted):
+            os.kill(trainer.roles.generators[0].group.pids[0], signal.SIGKILL)
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    config = tiny(
+        GRPOConfig, tmp_path, run={"steps": 2, "schedule": "asynchronous"},
+        placement={**SPLIT, "generator_ranks": 2}, **SECTIONS,
+    )  # fmt: skip
+    unlucky = Unlucky.bind(config.model, config.engine, folder=tmp_path)
+    assert fit(config, see, workers={"generator": unlucky}) == []
+    assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 8}
+    assert any("generator-0" in note and "goes on with 1 of 2" in note for note in notes)
+
+
 class Ending(Generator):
     """It ends when it is asked for completions."""
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
-    def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+    async def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
         del prompts, sampling
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError

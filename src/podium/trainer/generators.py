@@ -73,6 +73,7 @@ class Generators:
         apart: Whether their processes hold nothing that is learned, so that they can be restarted alone.
         keeper: What copies drawn tensors to other processes, so that they outlive the generator.
         capacity: The most parts that a generator draws at the same time.
+        timeout_s: The deadline of a part, which also waits behind others. None means that of a generator's calls.
         journals: Directory of their journals, or None where completions are not continued.
 
     Attributes:
@@ -88,11 +89,12 @@ class Generators:
         apart: bool,
         keeper: Handle[Estimator] | None = None,
         capacity: int = 1,
+        timeout_s: float | None = None,
         journals: Path | None = None,
     ) -> None:
         self.changing = threading.RLock()
         self._handles, self._weight_sync, self._losses, self._apart = tuple(handles), weight_sync, losses, apart
-        self._journals, self._keeper = journals, keeper
+        self._journals, self._keeper, self._timeout_s = journals, keeper, timeout_s
         self._keepers = cycle([keeper.group.on([rank]) for rank in range(keeper.group.world_size)] if keeper else ())
         self._restarting = [threading.Lock() for _ in handles]  # taken before ``changing``
         self._restarts = [0] * len(handles)
@@ -261,7 +263,8 @@ class Generators:
         part.sent_s, part.processes, part.journal = time.monotonic(), handle.group.pids, self._journal(number)
         files = {"journal": part.journal, "begun": begun} if part.journal else {}
         try:
-            call = handle.generate_beside.submit(part.prompts.with_meta(**files), part.sampling)
+            draw = handle.generate_beside.within(timeout_s=self._timeout_s or handle.group.timeout_s)
+            call = draw.submit(part.prompts.with_meta(**files), part.sampling)
         except PodiumError as error:
             self._failed_part(number, part, error)
             return

@@ -240,6 +240,7 @@ class Trainer(ABC, Generic[C, E, R]):
             apart=self.roles.generators_are_apart,
             keeper=self.roles.estimator if self.roles.generators_are_apart else None,
             capacity=parts_of(config.engine.max_sequences, sampling.n)[1],
+            timeout_s=config.run.timeout_s * (1 + config.run.max_staleness),  # so many steps are in flight
             journals=None if config.run.schedule == "sync" else self.directory.journals(),
         )
 
