@@ -198,7 +198,7 @@ def test_a_run_goes_on_without_a_generator_that_cannot_be_restarted(tmp_path: Pa
 
     config = tiny(
         GRPOConfig, tmp_path, run={"steps": 2, "schedule": "asynchronous"},
-        placement={**SPLIT, "generator_ranks": 2}, **SECTIONS,
+        placement={**SPLIT, "generator_ranks": 2}, **{**SECTIONS, "eval": {"items": 4, "every": 1, "at_start": False}},
     )  # fmt: skip
     unlucky = Unlucky.bind(config.model, config.engine, folder=tmp_path)
     assert fit(config, see, workers={"generator": unlucky}) == []

@@ -104,6 +104,7 @@ class Generators:
         self._thread: threading.Thread | None = None
         self._opening = threading.Lock()  # guards the two lines above and the next one
         self._closed = False
+        self._gone: set[int] = set()  # the generators without which the run goes on
         self._queue = RolloutQueue[_Part](capacity)  # what follows belongs to the thread
         for number in range(len(handles)):
             self._queue.admit(number)
@@ -127,14 +128,15 @@ class Generators:
 
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
-        count = len(self._handles)
-        shares = [prompts.slice(at * len(prompts) // count, (at + 1) * len(prompts) // count) for at in range(count)]
-        sent = [
-            (number, self._ask(number, share, sampling))
-            for number, share in enumerate(shares)
-            if len(share) or count == 1
-        ]
-        found = [self._answer(number, shares[number], sampling, asked) for number, asked in sent]
+        numbers = [number for number in range(len(self._handles)) if number not in self._gone]
+        cuts = [at * len(prompts) // len(numbers) for at in range(len(numbers) + 1)]
+        shares = {number: prompts.slice(*cuts[at : at + 2]) for at, number in enumerate(numbers)}
+        sent = {
+            number: self._ask(number, share, sampling)
+            for number, share in shares.items()
+            if len(share) or len(numbers) == 1
+        }
+        found = [self._answer(number, shares[number], sampling, asked) for number, asked in sent.items()]
         return found[0] if len(found) == 1 else Batch.concat(found)
 
     def _ask(self, number: int, prompts: Batch, sampling: SamplingParams) -> _Asked:
@@ -155,9 +157,28 @@ class Generators:
             except PodiumError as error:
                 if not self._is_restartable(number, asked.processes):
                     raise
-                self._restart(number, error)
+                number = self._restart_or_leave_out(number, error)
                 again = prompts.with_meta(begun=asked.journal) if asked.journal else prompts
                 asked = self._ask(number, again, sampling)
+
+    def _restart_or_leave_out(self, number: int, error: PodiumError) -> int:
+        """Return the generator that is asked now: this one, or another one where this one cannot be restarted."""
+        try:
+            self._restart(number, error)
+        except RunLost as failed:
+            others = [other for other in range(len(self._handles)) if other != number and not self._is_lost(other)]
+            if not others:
+                raise
+            self._leave_out(number, failed, len(others))
+            return others[0]
+        return number
+
+    def _leave_out(self, number: int, error: RunLost, left: int) -> None:
+        """Go on without a generator."""
+        if number not in self._gone:
+            self._gone.add(number)
+            name = self._handles[number].group.name
+            emit(Note(f"{name} could not be restarted; the run goes on with {left} of {len(self._handles)}: {error}"))
 
     def _journal(self, number: int) -> str:
         """The file of the generator's present processes; "" where there is none."""
@@ -212,6 +233,8 @@ class Generators:
         with self._restarting[number]:
             if not (group.lost or group.processes.calls.broken):
                 return
+            if number in self._gone:
+                raise RunLost(f"{group.name} is left out") from error
             causes = [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]
             what = self._losses.add(causes or [f"{group.name}, which is broken"], error, of=group.name)
             try:
@@ -355,9 +378,8 @@ class Generators:
 
     def _give_up(self, number: int, error: Exception) -> None:
         """Go on without a generator for which there is no room, if another one draws. Otherwise fail what waits."""
-        if left := len(self._queue.open) * isinstance(error, RunLost):
-            name = self._handles[number].group.name
-            emit(Note(f"{name} could not be restarted; the run goes on with {left} of {len(self._handles)}: {error}"))
+        if self._queue.open and isinstance(error, RunLost):
+            self._leave_out(number, error, len(self._queue.open))
         else:
             self._fail(error)
 
