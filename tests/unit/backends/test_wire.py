@@ -156,7 +156,7 @@ def test_releases_that_a_full_socket_does_not_take_go_with_what_comes_next(pair:
 
 def test_an_outbox_keeps_order_and_segments(pair: Pair, segments: SegmentPool) -> None:
     asked: list[int] = []
-    outbox = Outbox(pair[0], asked.append)
+    outbox = Outbox(pair[0], asked.append, lambda: None)
     lease = segments.take(1, "a test")
     before = len(os.listdir("/proc/self/fd"))
     for number in range(2000):
@@ -179,7 +179,7 @@ def test_an_outbox_keeps_order_and_segments(pair: Pair, segments: SegmentPool) -
 
 
 def test_nothing_comes_between_the_parts_of_a_message_whoever_else_sends(pair: Pair, segments: SegmentPool) -> None:
-    outbox = Outbox(pair[0], lambda fd: None)
+    outbox = Outbox(pair[0], lambda fd: None, lambda: None)
     lease = segments.take(1, "a test")
     counts = [("many", 2 * MOST_FDS + 1), ("none", 0), ("one", 1)]
     senders = [
@@ -233,7 +233,7 @@ def test_a_message_that_loses_descriptors_loses_all_and_says_why(
 
 
 def test_a_closed_outbox_drops_what_is_kept(pair: Pair, segments: SegmentPool) -> None:
-    outbox = Outbox(pair[0], lambda fd: None)
+    outbox = Outbox(pair[0], lambda fd: None, lambda: None)
     lease = segments.take(1, "a test")
     for _ in range(1000):
         outbox.send(b"x" * 1000, [lease])
