@@ -22,11 +22,11 @@ from podium.rollout.engines import Engine
 from podium.rollout.engines.journal import read_journal
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
-from podium.telemetry import Event, Note, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
+from podium.telemetry import EvalFinished, Event, Note, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.ledger import read_ledger
-from podium.trainer.prompts import Prompt
+from podium.trainer.prompts import Prompt, completion_seeds
 from podium.workers import Generator, Policy
 from tests.integration.processes import all_gone
 from tests.integration.training import MODEL, losses, tiny
@@ -189,12 +189,16 @@ class Unlucky(Slow):
 
 def test_a_run_goes_on_without_a_generator_that_cannot_be_restarted(tmp_path: Path) -> None:
     notes: list[str] = []
+    begun: set[int] = set()
 
     def see(trainer: PPOTrainer, event: Event) -> None:
         if isinstance(event, PhaseStarted):
             os.kill(trainer.roles.generators[0].group.pids[0], signal.SIGKILL)
         if isinstance(event, Note):
             notes.append(event.text)
+        if isinstance(event, EvalFinished):
+            for journal in (tmp_path / "runs" / "run" / ".in_flight").iterdir():
+                begun.update(read_journal(journal))
 
     config = tiny(
         GRPOConfig, tmp_path, run={"steps": 2, "schedule": "asynchronous"},
@@ -204,6 +208,27 @@ def test_a_run_goes_on_without_a_generator_that_cannot_be_restarted(tmp_path: Pa
     assert fit(config, see, workers={"generator": unlucky}) == []
     assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 8}
     assert any("generator-0" in note and "goes on with 1 of 2" in note for note in notes)
+    assert begun, "completions that train are in the journals"
+    held_out = {*completion_seeds(config.run.seed, None, 4, 1).flatten().tolist()}
+    assert not begun & held_out, "evaluations have the same seeds each time, and other weights"
+
+
+class Odd(Generator):
+    """Some of its batches have a column that the others lack."""
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
+    def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        batch = super().generate(prompts, sampling)
+        return batch.with_columns(extra=batch.dense("group")) if int(batch.dense("group")[0]) else batch
+
+
+def test_what_goes_wrong_while_parts_are_taken_in_ends_the_run(tmp_path: Path) -> None:
+    config = tiny(
+        GRPOConfig, tmp_path, run={"steps": 2, "schedule": "asynchronous"}, engine={"max_sequences": 4},
+        placement=SPLIT, **SECTIONS,
+    )  # fmt: skip
+    with pytest.raises(PodiumError, match="extra"):
+        fit(config, lambda trainer, event: None, workers={"generator": Odd})
 
 
 class Ending(Generator):

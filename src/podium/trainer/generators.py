@@ -98,6 +98,7 @@ class Generators:
         self._keepers = cycle([keeper.group.on([rank]) for rank in range(keeper.group.world_size)] if keeper else ())
         self._restarting = [threading.Lock() for _ in handles]  # taken before ``changing``
         self._restarts = [0] * len(handles)
+        self._coming: set[int] = set()  # the generators that are being restarted and have no weights yet
         self._version = 0
         self._interrupted_s = 0.0  # when a sync failed, so that completions in flight may have failed too
         self._todo = SimpleQueue["Callable[[], None] | None"]()
@@ -126,21 +127,24 @@ class Generators:
 
     # -- a whole batch ---------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
-        """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
+    def generate(self, prompts: Batch, sampling: SamplingParams, *, continued: bool = False) -> Batch:
+        """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references.
+
+        With ``continued`` what a lost generator had begun is continued, where there are journals.
+        """
         numbers = [number for number in range(len(self._handles)) if number not in self._gone]
         cuts = [at * len(prompts) // len(numbers) for at in range(len(numbers) + 1)]
         shares = {number: prompts.slice(*cuts[at : at + 2]) for at, number in enumerate(numbers)}
         sent = {
-            number: self._ask(number, share, sampling)
+            number: self._ask(number, share, sampling, self._journal(number) if continued else "")
             for number, share in shares.items()
             if len(share) or len(numbers) == 1
         }
         found = [self._answer(number, shares[number], sampling, asked) for number, asked in sent.items()]
         return found[0] if len(found) == 1 else Batch.concat(found)
 
-    def _ask(self, number: int, prompts: Batch, sampling: SamplingParams) -> _Asked:
-        handle, journal = self._handles[number], self._journal(number)
+    def _ask(self, number: int, prompts: Batch, sampling: SamplingParams, journal: str) -> _Asked:
+        handle = self._handles[number]
         processes = handle.group.pids
         try:
             call = handle.generate.submit(prompts.with_meta(journal=journal) if journal else prompts, sampling)
@@ -159,7 +163,7 @@ class Generators:
                     raise
                 number = self._restart_or_leave_out(number, error)
                 again = prompts.with_meta(begun=asked.journal) if asked.journal else prompts
-                asked = self._ask(number, again, sampling)
+                asked = self._ask(number, again, sampling, self._journal(number) if asked.journal else "")
 
     def _restart_or_leave_out(self, number: int, error: PodiumError) -> int:
         """Return the generator that is asked now: this one, or another one where this one cannot be restarted."""
@@ -211,7 +215,7 @@ class Generators:
     def _is_lost(self, number: int) -> bool:
         """Whether a generator is lost, or not yet back."""
         calls = self._handles[number].group.processes.calls
-        return bool(calls.lost or calls.broken) or self._restarting[number].locked()
+        return bool(calls.lost or calls.broken) or number in self._coming
 
     # -- a generator that is lost ----------------------------------------------------------------------------------
 
@@ -237,14 +241,18 @@ class Generators:
                 raise RunLost(f"{group.name} is left out") from error
             causes = [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]
             what = self._losses.add(causes or [f"{group.name}, which is broken"], error, of=group.name)
+            self._coming.add(number)
             try:
                 group.restart()
+                self._restarts[number] += 1
+                with self.changing:  # no update runs, so the policy's weights are those of one version
+                    self._weight_sync.sync(self._version, [handle])
+                    version = self._version
+                    self._coming.discard(number)
             except (PlacementError, WorkerStartError) as failed:  # its node is gone, say
                 raise RunLost(f"{what}; it cannot be restarted in its place: {failed}") from error
-            self._restarts[number] += 1
-            with self.changing:  # no update runs, so the policy's weights are those of one version
-                self._weight_sync.sync(self._version, [handle])
-                version = self._version
+            finally:
+                self._coming.discard(number)
         emit(Recovered(f"{what}; it was restarted and has the weights of version {version}"))
 
     # -- parts of a few prompts ------------------------------------------------------------------------------------
@@ -267,11 +275,14 @@ class Generators:
     def _run(self) -> None:
         """The thread that alone uses the queue. It sends what is due after each thing that it does."""
         while (do := self._todo.get()) is not None:
-            do()
-            while (due := self._queue.next()) is not None:
-                self._send(*due)
-            if self._ended and self._todo.empty():
-                self._keep()
+            try:
+                do()
+                while (due := self._queue.next()) is not None:
+                    self._send(*due)
+                if self._ended and self._todo.empty():
+                    self._keep()
+            except Exception as error:  # noqa: BLE001 - whoever waits for completions would wait for ever
+                self._fail(error)
         self._fail(PodiumError("the run ended before the completions were drawn"))
 
     def _add(self, parts: Sequence[_Part]) -> None:
@@ -282,15 +293,17 @@ class Generators:
             self._fail(self._failed)
 
     def _send(self, number: int, part: _Part) -> None:
-        handle, begun = self._handles[number], part.journal
-        part.sent_s, part.processes, part.journal = time.monotonic(), handle.group.pids, self._journal(number)
-        files = {"journal": part.journal, "begun": begun} if part.journal else {}
+        handle, journal = self._handles[number], self._journal(number)
+        part.sent_s, part.processes = time.monotonic(), handle.group.pids
+        files = {"journal": journal, "begun": part.journal} if journal else {}
         try:
             draw = handle.generate_beside.within(timeout_s=self._timeout_s or handle.group.timeout_s)
             call = draw.submit(part.prompts.with_meta(**files), part.sampling)
         except PodiumError as error:
+            self._queue.finished(number)
             self._failed_part(number, part, error)
             return
+        part.journal = journal
         call.when_done(lambda: self._todo.put(partial(self._end, number, part, call)))
 
     def _end(self, number: int, part: _Part, call: Call[Batch]) -> None:
@@ -336,7 +349,8 @@ class Generators:
     def _is_there(self, part: _Part, drawn: Batch) -> None:
         if part in self._in_flight:
             self._in_flight.discard(part)
-            part.drawn.set_result(drawn)
+            if not part.drawn.done():
+                part.drawn.set_result(drawn)
 
     def _failed_part(self, number: int, part: _Part, error: Exception) -> None:
         """Let a part wait again if its generator was lost, or if the loss of another one interrupted it."""
@@ -350,7 +364,8 @@ class Generators:
             threading.Thread(target=self._once_weights_are_there, args=(again,), daemon=True).start()
         else:
             self._in_flight.discard(part)
-            part.drawn.set_exception(error)
+            if not part.drawn.done():
+                part.drawn.set_exception(error)
 
     def _once_weights_are_there(self, do: Callable[[], None]) -> None:
         with self.changing:
@@ -378,8 +393,9 @@ class Generators:
 
     def _give_up(self, number: int, error: Exception) -> None:
         """Go on without a generator for which there is no room, if another one draws. Otherwise fail what waits."""
-        if self._queue.open and isinstance(error, RunLost):
-            self._leave_out(number, error, len(self._queue.open))
+        others = (self._queue.open | self._away) - self._gone - {number}
+        if others and isinstance(error, RunLost):
+            self._leave_out(number, error, len(others))
         else:
             self._fail(error)
 
@@ -387,9 +403,11 @@ class Generators:
         """Fail all parts, and those that are yet to come."""
         self._failed = error
         self._queue.clear()
+        self._ended.clear()
         parts, self._in_flight = self._in_flight, set[_Part]()
         for part in parts:
-            part.drawn.set_exception(error)
+            if not part.drawn.done():
+                part.drawn.set_exception(error)
 
 
 @dataclass(frozen=True)

@@ -100,12 +100,16 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         stage = partial(self.clock.stage, step=step, half="collect")
         drawn: list[Batch] = []
         graded: list[Future[ScoredBatch]] = []
-        with stage("generate"):
-            for part in as_completed(self.draw(prompts, step)):
-                drawn.append(part.result())
-                graded.append(self._graders.submit(self.score, drawn[-1], prompts, step))
-        with stage("score"), self._kept_if_not_graded(drawn, prompts, step):
-            parts = [part.result() for part in graded]
+        with self._kept_if_not_graded(drawn, prompts, step):
+            with stage("generate"):
+                for part in as_completed(self.draw(prompts, step)):
+                    drawn.append(part.result())
+                    graded.append(self._graders.submit(self.score, drawn[-1], prompts, step))
+                    for over in graded:
+                        if over.done():
+                            over.result()  # an error of the reward need not wait for the rest
+            with stage("score"):
+                parts = [part.result() for part in graded]
         return ScoredBatch.join(sorted(parts, key=lambda part: part.groups[0]))
 
     def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
@@ -148,7 +152,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
-        return self.drawing.generate(prompt_batch(prompts, seeds), self.sampling)
+        return self.drawing.generate(prompt_batch(prompts, seeds), self.sampling, continued=True)
 
     def draw(self, prompts: Sequence[Prompt], step: int) -> list[Future[Batch]]:
         """As ``generate``, in parts of a few prompts, each of which is there as soon as its last completion is."""
@@ -337,7 +341,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(self.directory.completions))
         self._mismatch_noted = False
-        self._graders = stack.enter_context(ThreadPoolExecutor(4, thread_name_prefix="grade"))
+        self._graders = ThreadPoolExecutor(4, thread_name_prefix="grade")
+        stack.callback(self._graders.shutdown, cancel_futures=True)
 
     def save(self, step: int) -> None:
         self.completions.flush()

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.errors import DataError
-from podium.rollout.engines.journal import Drawn, Journal, read_journal
+from podium.rollout.engines.journal import Drawn, Journal, read_journals
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.runtime import concat, endpoint, shard
 from podium.workers.texts import decode_sampled, text_column
@@ -57,7 +57,10 @@ class Generator(WeightReceiver):
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
     async def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
-        """As :meth:`generate`, beside other calls. The completions of all of them are drawn together."""
+        """As :meth:`generate`, beside other calls. The completions of all of them are drawn together.
+
+        A ``generate`` of a subclass is called in a thread for each call, several at a time.
+        """
         if next(cls for cls in type(self).__mro__ if "generate" in vars(cls)) is not Generator:
             return await asyncio.to_thread(self.generate, prompts, sampling)  # a subclass's own
         asked = self._asked(prompts, sampling)
@@ -74,7 +77,7 @@ class Generator(WeightReceiver):
                 f"{fields.SEED} is {list(seeds.shape)}; {len(rows)} prompts with n={sampling.n} need one seed for each "
                 "completion"
             )
-        begun = read_journal(Path(path)) if (path := prompts.meta.get("begun")) else None
+        begun = read_journals(path) if (path := prompts.meta.get("begun")) else None
         journal = self._journal_at(prompts.meta["journal"]) if prompts.meta.get("journal") else None
         return _Asked(rows, sampling, seeds.flatten().tolist(), journal, begun)
 
@@ -87,9 +90,10 @@ class Generator(WeightReceiver):
         return batch
 
     def _journal_at(self, path: str) -> Journal:
+        own = Path(path if self.ctx.rank == 0 else f"{path}.{self.ctx.rank}")
         with self._making:
-            if self._journal is None or self._journal.path != Path(path):
-                self._journal = Journal(Path(path))
+            if self._journal is None or self._journal.path != own:
+                self._journal = Journal(own)
             return self._journal
 
     @cached_property

@@ -6,7 +6,7 @@ A completion is known by its seed. Each line of the file has further tokens of o
 
     {"seed": 4711, "at": 64, "ids": [5, 9], "logprobs": [-0.5, -1.25], "versions": [3, 3]}
 
-With top-k or top-p a line also has the ids ``kept`` for each of its tokens.
+With top-k or top-p a line also has the ids ``kept`` for each of its tokens. A line at 0 begins the completion anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from podium.rollout.sampling import Completion, FinishReason, KeptSet, SamplingParams
 
-__all__ = ["Drawn", "Journal", "read_journal"]
+__all__ = ["Drawn", "Journal", "read_journal", "read_journals"]
 
 REPORT_EVERY_S: Final = 1.0
 _KEEP_S: Final = 30.0  # a finished completion stays for so long, until another process has it for certain
@@ -85,8 +85,16 @@ class Journal:
         self._lengths: dict[int, int] = {}  # by seed, the number of tokens in the lines
         self._done: dict[int, float] = {}  # by seed of a finished completion, the time of its end
         self._lines: list[bytes] = []  # those that are not in the file
-        self._bytes = 0
+        self._bytes, self._limit = 0, _MOST_BYTES
         self._refused = False
+
+    def begin(self, seed: int, drawn: Drawn | None = None) -> None:
+        """Begin a completion, of which ``drawn`` was drawn elsewhere. What was known of its seed is over."""
+        with self._lock:
+            self._lengths[seed] = 0
+            self._done.pop(seed, None)
+        if drawn is not None:
+            self.add(seed, drawn)
 
     def add(self, seed: int, drawn: Drawn, at: int = 0) -> None:
         """Take those tokens of the completion ``seed`` that are not here. ``drawn`` are the ones from ``at`` on."""
@@ -112,8 +120,9 @@ class Journal:
                 with self.path.open("ab" if self._bytes else "wb") as file:
                     file.writelines(lines)
                 self._bytes += sum(map(len, lines))
-                if self._bytes > _MOST_BYTES:
+                if self._bytes > self._limit:
                     self._shorten()
+                    self._limit = max(_MOST_BYTES, 2 * self._bytes)
             except OSError as error:
                 self._refused = True
                 _logger.warning("%s cannot be written (%s): after a loss, completions are drawn anew", self.path, error)
@@ -137,6 +146,13 @@ class Journal:
             del self._done[seed]
 
 
+def read_journals(path: str) -> Mapping[int, Drawn]:
+    """Read the journals of a group: the file at ``path``, and those of further ranks, which end with their number."""
+    first = Path(path)
+    files = [first, *sorted(first.parent.glob(f"{first.name}.*[0-9]"))]
+    return {seed: drawn for file in files for seed, drawn in read_journal(file).items()}
+
+
 def read_journal(path: Path) -> Mapping[int, Drawn]:
     """Read what a process, which may have been killed, had drawn of each completion; {} where there is no file.
 
@@ -150,7 +166,9 @@ def read_journal(path: Path) -> Mapping[int, Drawn]:
     for line in data.splitlines():
         try:
             own = json.loads(line)
-            drawn = found.setdefault(own["seed"], Drawn([], [], [], [] if "kept" in own else None))
+            if own["seed"] not in found or own["at"] == 0:
+                found[own["seed"]] = Drawn([], [], [], [] if "kept" in own else None)
+            drawn = found[own["seed"]]
             sizes = {len(own[name]) for name in ("ids", "logprobs", "versions", *(("kept",) if "kept" in own else ()))}
             if own["at"] != len(drawn) or len(sizes) != 1:
                 continue

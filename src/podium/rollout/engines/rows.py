@@ -30,8 +30,8 @@ class Rows:
         self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
         self._params, self._journal = params, journal
         if journal is not None:
-            for row, head in self.heads.items():
-                journal.add(self.seeds[row], head)
+            for row, seed in self.seeds.items():
+                journal.begin(seed, self.heads.get(row))
 
     def missing(self) -> list[Request]:
         """The requests for what is not drawn yet."""

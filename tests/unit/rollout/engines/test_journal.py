@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from podium.rollout.engines import EngineConfig, journal as journals, make_engine
-from podium.rollout.engines.journal import Drawn, Journal, read_journal
+from podium.rollout.engines.journal import Drawn, Journal, read_journal, read_journals
 from podium.rollout.sampling import SamplingParams
 from podium.testing.engines import cut
 
@@ -35,13 +35,32 @@ def test_what_is_added_is_read_and_nothing_twice(tmp_path: Path) -> None:
     assert read_journal(journal.path) == {5: drawn(0, 9), 6: drawn(0, 2, kept=True)}
 
 
+def test_a_completion_that_begins_anew_is_not_mixed_with_the_one_before(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a.jsonl")
+    journal.add(5, drawn(0, 9))
+    journal.begin(5)
+    journal.add(5, drawn(20, 23))
+    journal.begin(6, drawn(3, 5))
+    journal.add(6, drawn(5, 8), at=2)
+    journal.flush()
+    assert read_journal(journal.path) == {5: drawn(20, 23), 6: drawn(3, 8)}
+
+
+def test_the_ranks_of_a_group_have_a_file_each(tmp_path: Path) -> None:
+    for seed, name in enumerate(("a.jsonl", "a.jsonl.1", "a.jsonl.12", "b.jsonl")):
+        journal = Journal(tmp_path / name)
+        journal.add(seed, drawn(0, 3))
+        journal.flush()
+    assert {*read_journals(str(tmp_path / "a.jsonl"))} == {0, 1, 2}
+
+
 def test_half_a_line_and_foreign_lines_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     journal = Journal(path)
     journal.add(5, drawn(0, 3))
     journal.flush()
     whole = path.read_bytes()
-    for more in (whole[:20], b"[1]\n", b'{"seed": 5, "at": 3, "ids": [1, 2], "logprobs": [], "versions": []}\n', whole):
+    for more in (whole[:20], b"[1]\n", b'{"seed": 5, "at": 3, "ids": [1, 2], "logprobs": [], "versions": []}\n'):
         path.write_bytes(whole + more)
         assert read_journal(path) == {5: drawn(0, 3)}
     assert read_journal(tmp_path / "none") == {}
