@@ -285,7 +285,7 @@ def controller(backend: str, generators: int, prompts: int) -> dict[str, Any]:
         fields.PROMPT_TOKENS: Jagged.from_rows([torch.arange(64)] * prompts),
         fields.SEED: torch.arange(prompts * N).view(prompts, N), fields.GROUP: torch.arange(prompts),
     })  # fmt: skip
-    options: Mapping[str, Any] = {} if backend == "inline" else {"num_cpus": generators + 1}
+    options: Mapping[str, Any] = {} if backend == "inline" else {"init": {"num_cpus": generators + 1}}
     with podium.connect(backend, **options) as cluster, tempfile.TemporaryDirectory() as folder:
         handles: Any = cluster.start_replicas(Instant.bind(), generators, name="generator", distributed=False)
         keeper: Any = cluster.start(Instant.bind(), name="keeper", distributed=False)
@@ -352,7 +352,7 @@ def section(found: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.async", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--samples", type=int, default=1_000_000, help="about so many in each simulation")
-    parser.add_argument("--controller", nargs="+", choices=("inline", "ray"), help="measure the controller there, too")
+    parser.add_argument("--controller", nargs="+", choices=("inline", "ray"), help="measure the controller there")
     parser.add_argument("--generators", type=int, nargs="+", default=(64, 256, 1024))
     parser.add_argument("--report", action="store_true", help="write docs/schedules.md from the results there are")
     options = parser.parse_args()

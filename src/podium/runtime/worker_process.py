@@ -57,7 +57,7 @@ _UNDONE: tuple[type[Any], ...] = (CoroutineType, asyncio.Future, Future, Call)
 _LONG = ("close_worker", "take_call")
 """Requests to the process itself that may take long."""
 
-MOST_CONCURRENT = 256
+MOST_CONCURRENT = 32
 """So many calls of concurrent endpoints run at a time. Further ones wait, weight syncs among them."""
 
 LOOP_END_S = 1.0  # for async endpoints that still run when their process shuts down

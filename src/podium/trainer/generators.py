@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Generators", "parts_of"]
 
-_MOST_PARTS: Final = 128  # of one generator; each takes a thread of its process
+_MOST_PARTS: Final = 24  # of one generator; each takes one of the 32 threads for concurrent calls
+_MOST_KEPT: Final = 64  # parts that one call copies
 _AHEAD: Final = 5  # times as many completions as a generator draws at the same time
 
 
@@ -94,7 +95,8 @@ class Generators:
     ) -> None:
         self.changing = threading.RLock()
         self._handles, self._weight_sync, self._losses, self._apart = tuple(handles), weight_sync, losses, apart
-        self._journals, self._keeper, self._timeout_s = journals, keeper, timeout_s
+        self._draws = [one.generate_beside.within(timeout_s=timeout_s or one.group.timeout_s) for one in handles]
+        self._journals, self._keeper = journals, keeper
         self._keepers = cycle([keeper.group.on([rank]) for rank in range(keeper.group.world_size)] if keeper else ())
         self._restarting = [threading.Lock() for _ in handles]  # taken before ``changing``
         self._restarts = [0] * len(handles)
@@ -279,7 +281,7 @@ class Generators:
                 do()
                 while (due := self._queue.next()) is not None:
                     self._send(*due)
-                if self._ended and self._todo.empty():
+                while self._ended and (self._todo.empty() or len(self._ended) >= _MOST_KEPT):
                     self._keep()
             except Exception as error:  # noqa: BLE001 - whoever waits for completions would wait for ever
                 self._fail(error)
@@ -297,8 +299,7 @@ class Generators:
         part.sent_s, part.processes = time.monotonic(), handle.group.pids
         files = {"journal": journal, "begun": part.journal} if journal else {}
         try:
-            draw = handle.generate_beside.within(timeout_s=self._timeout_s or handle.group.timeout_s)
-            call = draw.submit(part.prompts.with_meta(**files), part.sampling)
+            call = self._draws[number].submit(part.prompts.with_meta(**files), part.sampling)
         except PodiumError as error:
             self._queue.finished(number)
             self._failed_part(number, part, error)
@@ -321,7 +322,7 @@ class Generators:
 
     def _keep(self) -> None:
         """Copy what was drawn since the last time to other processes, in one call."""
-        ended, self._ended = self._ended, []
+        ended, self._ended = self._ended[:_MOST_KEPT], self._ended[_MOST_KEPT:]
         whole = Batch.concat([drawn for *_, drawn in ended]) if len(ended) > 1 else ended[0][2]
         try:
             call = next(self._keepers).keep.submit(whole)
