@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import StageFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.completions import ScoredBatch
 from podium.trainer.ledger import read_ledger
+from podium.trainer.prompts import Prompt
 from podium.workers import Generator, Policy
 from tests.integration.rewards import sevens
 from tests.integration.training import metrics_rows, tiny
@@ -151,3 +154,20 @@ def test_colocated_it_is_refused(tmp_path: Path, schedule: str) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"schedule": schedule}, eval={"items": 0})
     with pytest.raises(ConfigError, match=r"beside each other, but with placement\.layout = colocated .*to split"):
         PPOTrainer(config, cluster="local", workers={"policy": Slow}, show=False).fit()
+
+
+class Counting(PPOTrainer):
+    """It looks at the whole batch of a step before it is graded."""
+
+    def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        assert len(batch) == len(prompts) * self.sampling.n, "score gets a part of the step"
+        return super().score(batch, prompts, step)
+
+
+def test_a_stage_of_a_subclass_gets_the_whole_step_with_the_asynchronous_schedule(tmp_path: Path) -> None:
+    config = tiny(
+        GRPOConfig, tmp_path, run={"steps": 3, "schedule": "asynchronous"}, placement={"layout": "split"},
+        engine={"max_sequences": 4}, eval={"items": 0},
+    )  # fmt: skip
+    Counting(config, cluster="local", show=False).fit()
+    assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 12}

@@ -250,7 +250,7 @@ class Generators:
                 with self.changing:  # no update runs, so the policy's weights are those of one version
                     self._weight_sync.sync(self._version, [handle])
                     version = self._version
-                    self._coming.discard(number)
+                    self._coming.discard(number)  # before anybody can send the next weights
             except (PlacementError, WorkerStartError) as failed:  # its node is gone, say
                 raise RunLost(f"{what}; it cannot be restarted in its place: {failed}") from error
             finally:

@@ -84,7 +84,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         stage = partial(self.clock.stage, step=step, half="collect")
         with stage("prompts"):
             prompts = self.take(step, self.config.batch.prompts)
-        if self.steps.side_by_side:
+        if self.steps.side_by_side and self._takes_parts:
             scored = self.collect_parts(prompts, step)
         else:
             with stage("generate"):
@@ -280,6 +280,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             emit(Note(f"{what}; usual are 0.01 or less. {_MISMATCH_REMEDY}"))
 
     # -- the run ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether a step may come in parts. A subclass's own ``generate`` or ``score`` gets all of it at once."""
+        return type(self).generate is PPOTrainer.generate and type(self).score is PPOTrainer.score
 
     @property
     def drawing(self) -> Generators:
