@@ -190,6 +190,18 @@ class ReferenceContract:
         stash.drop()
         assert soon(lambda: kept(stash) == 0)
 
+    def test_a_look_at_what_is_kept_takes_nothing_away(self, stash: Handle[Stash]) -> None:
+        """Each result looks at what its worker keeps. What only the worker itself refers to must outlive that."""
+        maker: Any = stash.group.on(1)
+        ref, other = maker.hold(maker.make(LARGE, 1)[0]), maker.make(LARGE, 1)[0]
+        both = kept(stash)
+        del ref, other
+        assert soon(lambda: 2 * kept(stash) <= both), "nobody has the other one"
+        maker.make(LARGE, 1)
+        assert maker.held_total() == LARGE
+        stash.drop()
+        assert soon(lambda: kept(stash) == 0)
+
     def test_failed_and_cancelled_calls_leak_nothing(self, cluster: Cluster, stash: Handle[Stash]) -> None:
         need(cluster, "concurrent")
         ref: Any = stash.make(LARGE, 1)[0]

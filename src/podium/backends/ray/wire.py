@@ -178,7 +178,7 @@ class RayStore(TensorStore):
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__(limit)
-        self._made: list[tuple[bytes, BlockInfo]] = []  # with the binary form of a reference, which does not keep it
+        self._made: dict[bytes, BlockInfo] = {}  # by the binary form of a reference, which does not keep the object
 
     def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
         lines = list(_in_lines(buffers))
@@ -188,14 +188,16 @@ class RayStore(TensorStore):
             reference = ray.put(lines)
         except FULL as error:
             raise StoreFullError(str(no_room(f"{info.nbytes >> 20} MiB made by {info.label}"))) from error
-        self._made.append((reference.binary(), info))
+        self._made[reference.binary()] = info
         return _RayBlock(reference, info)
 
     def kept(self) -> Counter[str]:
-        self._made = [(key, info) for key, info in self._made if _is_here(key)]
         kept: Counter[str] = Counter()
-        for _, info in self._made:
-            kept[info.label] += info.nbytes
+        for key, info in list(self._made.items()):  # a copy, because other threads put meanwhile
+            if _is_here(key):
+                kept[info.label] += info.nbytes
+            else:
+                self._made.pop(key, None)
         return kept
 
 
@@ -228,11 +230,16 @@ def _joined(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
 
 
 def _is_here(key: bytes) -> bool:
-    """Whether this node's store still has an object; Ray's API has no way to ask that does not hold it."""
+    """Whether this node's store still has an object.
+
+    Ray asks this of a reference, so one is made and counted for the time of the question. A reference with
+    ``skip_adding_local_ref`` would not be counted, but Ray would count its end all the same. The object would lose a
+    reference that somebody else in this process holds, and Ray would free it.
+    """
     from ray._private.worker import global_worker
 
     worker: Any = global_worker
-    return worker.core_worker.object_exists(ray.ObjectRef(key, skip_adding_local_ref=True))
+    return worker.core_worker.object_exists(ray.ObjectRef(key))
 
 
 _TIMES = struct.Struct("<qq")
