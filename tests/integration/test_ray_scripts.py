@@ -282,6 +282,8 @@ def test_an_embedded_cluster_ends_with_its_script(tmp_path: Path, ending: str) -
             running.wait()
         assert not all_gone(map(int, pids), 15.0), "workers and their children"
         own = {running.pid}
+        places = (Path(session).parents[2], tmp_path / "tmp")
+        assert wait_for(lambda: not any(map(os.listdir, places)), 20.0), "Ray's session, and the logs of workers"
         assert wait_for(lambda: not set(session_processes(session)) - own, 60.0), "Ray's own end last"
 
 

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from podium.backends.files import Files, Log
 from podium.backends.process import Surroundings
 from podium.backends.ray.actor import GROUPS, ProcessActor
-from podium.backends.ray.connect import connect, disconnect, ray
+from podium.backends.ray.connect import connect, disconnect, ray, remove_at_end
 from podium.backends.ray.placement import Inventory
 from podium.backends.ray.process import RayProcess, Replies
 from podium.backends.ray.wire import Parcel, RayStore, pack
@@ -75,6 +75,7 @@ class RayBackend(Backend):
         self._inventory = Inventory()
         self._replies = Replies()
         self._files = Files(log_dir, echo)
+        remove_at_end(self._files.private)
         self._processes: set[RayProcess] = set()
         self._closed = False
 

@@ -18,9 +18,10 @@ from typing import Any
 import ray as typed
 from ray._private import ray_constants
 
+from podium.backends.ray.tidy import Tidier
 from podium.errors import ConfigError
 
-__all__ = ["connect", "disconnect", "ray"]
+__all__ = ["connect", "disconnect", "ray", "remove_at_end"]
 
 ray: Any = typed  # a strict type checker knows few of Ray's own types
 
@@ -43,6 +44,7 @@ CLIENT_LOG = (
 
 _users = [0, 0]  # open backends, and whether Ray was connected by somebody else
 _directories: list[str] = []  # of an embedded cluster
+_tidier = Tidier()
 
 
 def connect(address: str | None, init: Mapping[str, Any]) -> None:
@@ -74,10 +76,18 @@ def connect(address: str | None, init: Mapping[str, Any]) -> None:
 def disconnect() -> None:
     """The last backend ends the connection, and an embedded cluster with it."""
     _users[0] -= 1
-    if not _users[0] and not _users[1]:
+    if _users[0]:
+        return
+    if not _users[1]:
         ray.shutdown()
         while _directories:
             shutil.rmtree(_directories.pop(), ignore_errors=True)
+    _tidier.close()
+
+
+def remove_at_end(directory: str | Path) -> None:
+    """Have ``directory`` removed when the last backend ends the connection, or when this script is killed."""
+    _tidier.add(directory)
 
 
 def _embed(init: Mapping[str, Any]) -> None:
@@ -87,12 +97,14 @@ def _embed(init: Mapping[str, Any]) -> None:
         root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         os.makedirs(root, exist_ok=True)
         private = tempfile.mkdtemp(prefix="podium-", dir=root)
+        remove_at_end(private)
         own["_temp_dir"] = f"{private}/ray"  # Ray opens its own directories to everybody
     _keep_token_private()
     with contextlib.nullcontext() if "_node_ip_address" in own else _loopback():
         try:
             _init("local", {**EMBEDDED, **own})
         except Exception as error:
+            _tidier.close(remove=False)
             raise RuntimeError(
                 f"{str(error).strip().partition(chr(10))[0]} (Ray's logs: {own['_temp_dir']})"
             ) from error
