@@ -27,6 +27,11 @@ from bench.chaos.training import STALENESS
 from bench.chaos.victim import Victim
 
 SMALL_DISK_MB = 192
+BACKENDS: dict[str, tuple[dict[str, Any], float]] = {
+    "local": ({}, 5.0),
+    "ray": ({"init": {"object_store_memory": 100 << 20}}, 60.0),  # Ray's own agents end last
+}
+"""Options of each backend, and the seconds within which nothing may be left of a run whose controller has ended."""
 
 
 def main() -> int:
@@ -34,7 +39,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=2, help="faults of each kind, in each schedule")
     parser.add_argument("--schedules", nargs="+", default=tuple(STALENESS), choices=tuple(STALENESS))
     parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="kinds of faults (default: all that can be)")
-    parser.add_argument("--backend", default="local", choices=("local", "ray"))
+    parser.add_argument("--backend", default="local", choices=tuple(BACKENDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="keep everything here; a campaign that was interrupted here goes on")
     parser.add_argument("--small-disk", action="store_true", help="put the runs on a small disk (as root), to fill it")
@@ -62,7 +67,8 @@ def main() -> int:
 
 
 def _victim(folder: Path, schedule: str, backend: str, seed: str, name: str) -> Victim:
-    return Victim(folder, name, schedule, backend=backend, seed=seed, gone_s=5.0 if backend == "local" else 30.0)
+    options, gone_s = BACKENDS[backend]
+    return Victim(folder, name, schedule, backend=backend, options=options, seed=seed, gone_s=gone_s)
 
 
 def _say(result: Result) -> None:

@@ -212,4 +212,4 @@ FAULTS: dict[str, Fault] = {
 }
 """By name. A grader that spins is no fault: the reward of every run does, for some of its completions."""
 
-ON_RAY = ("controller", "policy", "generator")
+ON_RAY = ("controller", "policy", "generator", "save")

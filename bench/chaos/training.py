@@ -37,6 +37,8 @@ MODEL = {
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 
+RAY = {"RAY_worker_niceness": "0"}  # Ray's workers would hardly run beside what else keeps the machine busy
+
 _CLOCK = """
 import os, time
 def _jumping(name, unit):
@@ -110,9 +112,9 @@ def _obey(role: str) -> None:
         raise RuntimeError(f"the {role} {ON_PURPOSE}")
 
 
-def train(config: Mapping[str, Any], folder: str, backend: str, options: Mapping[str, Any]) -> None:
+def train(config: Mapping[str, Any], folder: str, temporary: str, backend: str, options: Mapping[str, Any]) -> None:
     """Be the controller of a run, in a process of its own. Its error is written to ``errors.jsonl`` in ``folder``, and
-    the process of each worker to ``pids``."""
+    the process of each worker to ``pids``. Temporary files of all processes lie in ``temporary``."""
     home = Path(folder)
     output = os.open(home / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
@@ -121,7 +123,7 @@ def train(config: Mapping[str, Any], folder: str, backend: str, options: Mapping
     clock = home / "clock" / "sitecustomize.py"  # which every interpreter runs that is started below this one
     clock.parent.mkdir(exist_ok=True)
     clock.write_text(_CLOCK)
-    os.environ |= {ORDERS: str(home / "orders"), "TMPDIR": str(home / "tmp"), "PYTHONPATH": str(clock.parent)}
+    os.environ |= {ORDERS: str(home / "orders"), "TMPDIR": temporary, "PYTHONPATH": str(clock.parent), **RAY}
     tempfile.tempdir = None
     exec(_CLOCK, {})
 

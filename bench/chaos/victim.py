@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,9 +49,9 @@ class Victim:
         self.folder, self.name, self.schedule, self.backend = folder, name, schedule, backend
         self.directory = folder / "runs" / name
         self.home = folder / name
-        self.orders, self.temporary = self.home / "orders", self.home / "tmp"
-        for path in (self.orders, self.temporary):
-            path.mkdir(parents=True, exist_ok=True)
+        self.orders = self.home / "orders"
+        self.orders.mkdir(parents=True, exist_ok=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix="pc-"))  # its path is short, as Ray's sockets lie below
         self.random = random.Random(seed)
         self.started = 0
         self._options = dict(options or {})
@@ -66,7 +67,8 @@ class Victim:
     def start(self, steps: int = ENDLESS) -> None:
         """Start the run, or go on with it from its latest checkpoint."""
         config = configuration(self.folder, self.name, self.schedule, steps)
-        given = (config, str(self.home), self.backend, self._options)
+        given = (config, str(self.home), str(self.temporary), self.backend, self._options)
+        self.temporary.mkdir(exist_ok=True)
         self._controller = self._context.Process(target=train, args=given)
         self._controller.start()
         self.started += 1
@@ -88,7 +90,7 @@ class Victim:
         return leftovers(self._had, self.temporary, self._segments, self._gone_s)
 
     def end(self) -> None:
-        """Kill what is left of the run."""
+        """Kill what is left of the run, and delete its temporary files."""
         if self._controller is not None and self.running():
             self.look()
             self._controller.kill()
@@ -96,6 +98,7 @@ class Victim:
         until = time.monotonic() + self._gone_s
         while any(map(alive, self._had)) and time.monotonic() < until:
             time.sleep(0.05)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     # -- its parts -------------------------------------------------------------------------------------------------
 
