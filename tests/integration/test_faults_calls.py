@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,30 +216,49 @@ def test_a_deadline_in_a_collective_shows_who_is_not_in_it(faulty: Handle[Faulty
     assert "all_gather" in ranks[3]
 
 
-def test_a_call_that_only_some_ranks_dropped_breaks_their_group(faulty: Handle[Faulty]) -> None:
+def test_a_call_that_only_some_ranks_dropped_breaks_their_group(faulty: Handle[Faulty], tmp_path: Path) -> None:
     """Otherwise rank 1 would meet its siblings of this call in the collective of the next one."""
-    busy = faulty.group.function(_sleep, on=1).submit(1.0)
+    busy = faulty.group.function(_wait_for_file, on=1).submit(str(tmp_path / "open"))
+    call, said = faulty.gather_ranks.within(timeout_s=1.0).submit(), list[str]()
+
+    def next_call() -> None:
+        try:
+            faulty.echo(1)
+        except EndpointError as error:
+            said.append(str(error))
+
+    next_one = threading.Thread(target=next_call)
+
+    def at_once() -> None:
+        """Submit the next call before the ranks are told of the deadline. It waits until they have answered."""
+        next_one.start()
+        next_one.join(0.2)
+
+    call.when_done(at_once)
     with pytest.raises(DeadlineExceeded, match=r"\.gather_ranks passed its deadline"):
-        faulty.gather_ranks.within(timeout_s=0.3)()
-    with pytest.raises(
-        EndpointError, match=r"broken: ranks \[1\] dropped faulty\.gather_ranks, which ranks \[0, 2\] ran"
-    ):
-        faulty.echo(1)
+        call.result()
+    assert wait_for(lambda: bool(said), PROMPT_S)
+    next_one.join()
+    assert re.search(r"broken: ranks \[1\] dropped faulty\.gather_ranks, which ranks \[0, 2\] ran", said[0])
+    (tmp_path / "open").touch()
     busy.wait()
 
 
-def test_a_call_that_all_ranks_dropped_breaks_nothing(faulty: Handle[Faulty]) -> None:
-    busy = faulty.group.function(_sleep).submit(0.8)
+def test_a_call_that_all_ranks_dropped_breaks_nothing(faulty: Handle[Faulty], tmp_path: Path) -> None:
+    busy = faulty.group.function(_wait_for_file).submit(str(tmp_path / "open"))
     queued = faulty.gather_ranks.submit()
     assert queued.cancel()
     with pytest.raises(DeadlineExceeded):
         faulty.gather_ranks.within(timeout_s=0.2)()
-    assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
+    after = faulty.gather_ranks.submit()  # which waits until all ranks have heard of the deadline
+    (tmp_path / "open").touch()
+    assert after.result() == [[0.0, 1.0, 2.0]] * 3
     assert busy.result() == [None] * 3
 
 
-def _sleep(_: Faulty, seconds: float) -> None:
-    time.sleep(seconds)
+def _wait_for_file(_: Faulty, path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
 
 
 def test_a_deadline_passes_although_the_interpreter_is_held(faulty: Handle[Faulty]) -> None:

@@ -151,20 +151,30 @@ def test_after_ctrl_c_an_interactive_session_goes_on(tmp_path: Path) -> None:
         BUSY
         + STARTED
         + """
-call = busy.work.submit(1.0)
+path = os.path.join(sys.path[0], "open")
+
+def wait_for_file(worker):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return "done"
+
+call = busy.group.function(wait_for_file).submit()
 try:
+    print("submitted", flush=True)
     call.result()
 except KeyboardInterrupt:
     print("interrupted", call.done(), flush=True)
+open(path, "w").close()
 print(call.result(), busy.work(0.0), flush=True)
 cluster.close()
 """
     )
     script = start_script(tmp_path, text)
     read_pids(script)
-    time.sleep(0.3)
-    os.killpg(script.pid, signal.SIGINT)
     assert script.stdout is not None
+    assert script.stdout.readline() == "submitted\n"
+    time.sleep(0.2)  # by then it waits for the result
+    os.killpg(script.pid, signal.SIGINT)
     assert script.stdout.readline() == "interrupted False\n", "workers ignore the terminal's Ctrl-C"
     assert script.stdout.readline() == "['done', 'done'] ['done', 'done']\n"
     assert finish(script) == 0

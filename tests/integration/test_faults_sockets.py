@@ -13,7 +13,7 @@ from podium.errors import WorkerDied
 from tests.integration.processes import all_gone
 
 CALLS, CONTROL = 0, 1
-SOON_S = 5.0
+SOON_S = 20.0  # far below the minutes that the worker would go on
 
 
 class Closing(Worker):

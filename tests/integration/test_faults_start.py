@@ -41,7 +41,7 @@ def test_a_constructor_that_takes_too_long_is_reported_with_its_stack(local: Clu
 
 def test_a_start_has_one_limit_for_its_processes_and_all_constructors(local: Cluster) -> None:
     nap = _Naps.bind(0.8)
-    with pytest.raises(WorkerStartError, match=r"(second|third) did not start: .*deadline of 1\.5 s"):
+    with pytest.raises(WorkerStartError, match=r"(first|second|third) did not start: .*deadline of 1\.5 s"):
         local.start(colocate(first=nap, second=nap, third=nap), start_timeout_s=1.5)
 
 

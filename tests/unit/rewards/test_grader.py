@@ -141,7 +141,7 @@ def test_what_runs_over_its_limit_is_killed_and_the_rest_goes_on(strict: Grader,
     unsubscribe = subscribe(heard.append)
     grades = strict.grade(words, [{}] * len(words))
     unsubscribe()
-    assert time.monotonic() - started < 2 * LIMIT_S + 1.5
+    assert time.monotonic() - started < 20, "they would run for minutes"
     assert [index for index, grade in enumerate(grades) if grade.timed_out] == [7, 30]
     assert [event.text for event in heard if isinstance(event, Note)] == [
         f"the reward {strict.name} failed on 2 of 40 completions, which got 0; the first: ran over {LIMIT_S:g} s"

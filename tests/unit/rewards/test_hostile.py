@@ -311,9 +311,18 @@ def parent_of(pid: int) -> int:
 def test_the_time_limit_is_kept_to_a_tenth() -> None:
     with Grader(RewardConfig(time_limit_s=2.0, processes=1), reward=misbehave) as grader:
         grader.grade(["ok"], [{}])
-        started = time.monotonic()
-        assert grader.grade(["stop"], [{}])[0].timed_out
-        assert 2.0 <= time.monotonic() - started < 2.2
+        took_s = [stopped_after_s(grader)]
+        while took_s[-1] >= 2.2 and len(took_s) < 3:  # on a busy machine one of them may take longer
+            took_s.append(stopped_after_s(grader))
+    assert min(took_s) >= 2.0
+    assert took_s[-1] < 2.2
+
+
+def stopped_after_s(grader: Grader) -> float:
+    """Seconds that an item takes which never ends."""
+    started = time.monotonic()
+    assert grader.grade(["stop"], [{}])[0].timed_out
+    return time.monotonic() - started
 
 
 def test_memory_above_the_limit_is_that_items_failure_and_the_run_goes_on() -> None:

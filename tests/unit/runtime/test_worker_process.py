@@ -63,7 +63,9 @@ def in_background(
     outcomes: list[Outcome] = []
     thread = threading.Thread(target=lambda: outcomes.append(run(process, method, number, **values)))
     thread.start()
-    time.sleep(0.1)
+    until = time.monotonic() + 10.0
+    while "sleep(seconds)" not in process.do_status() and time.monotonic() < until:
+        time.sleep(0.01)
     return thread, outcomes
 
 
@@ -119,14 +121,15 @@ def test_a_running_async_request_is_cancelled(process: WorkerProcess) -> None:
 
 
 def test_status_shows_the_line_where_each_request_waits(process: WorkerProcess) -> None:
-    first, _ = in_background(process, "wait", 1, seconds=0.4)
+    first, _ = in_background(process, "wait", 1, seconds=60.0)
     status = process.do_status()
     assert re.match(r"runs subject\.wait since [0-4]\.\d s, at\n      ", status)
     assert "await self._inner(seconds)" in status
     assert "await asyncio.sleep(seconds)" in status
     assert "await coroutine" not in status
+    process.do_cancel(1)
     first.join()
-    second, _ = in_background(process, "block_the_loop", 2, seconds=0.4)
+    second, _ = in_background(process, "block_the_loop", 2, seconds=1.0)
     assert "time.sleep(seconds)" in process.do_status()
     second.join()
     assert process.do_status() == "idle: the request is queued or lost"

@@ -174,14 +174,18 @@ class Call(Generic[T]):
             late = f"{self.label} took longer than its deadline of {self.timeout_s:g} s; its results are discarded"
             self._end(DeadlineExceeded(late, method=self.label), None)
 
-    def fail(self, error: BaseException) -> bool:
-        """End the call with ``error``. Returns False if it had ended."""
-        return self._end(error, None)
+    def fail(self, error: BaseException, first: Callable[[], object] | None = None) -> bool:
+        """Call ``first``, and end the call with ``error``. Returns False, and does neither, if it had ended."""
+        return self._end(error, None, first)
 
-    def _end(self, error: BaseException | None, read: Callable[[], T] | None) -> bool:
+    def _end(
+        self, error: BaseException | None, read: Callable[[], T] | None, first: Callable[[], object] | None = None
+    ) -> bool:
         with self._lock:
             if self._ended:
                 return False
+            if first is not None:
+                first()
             self._error, self._read, self._ended = error, read, True
             self.on_cancel = None  # it refers to this call: a cycle would keep large results until a collection
             callbacks, self._callbacks = self._callbacks, []

@@ -385,7 +385,9 @@ class ProcessCalls:
     def _expire(self, flight: InFlight) -> None:
         ranks, call = tuple(sorted(flight.open)), flight.call
         message = f"{call.label} passed its deadline of {call.timeout_s:g} s; {self._where(flight, ranks)}"
-        if call.fail(DeadlineExceeded(message, method=flight.method, running=ranks)):
+        # Unsettled first: whoever hears of the deadline may submit the next call before the ranks are told of it.
+        unsettle = partial(self._unsettled.add, flight) if len(flight.split.ranks) > 1 else None
+        if call.fail(DeadlineExceeded(message, method=flight.method, running=ranks), unsettle):
             self._tell_cancelled(flight)
 
     def _where(self, flight: InFlight, ranks: Sequence[int]) -> str:
