@@ -2,11 +2,13 @@
 
     engine ──what it drew, once a second──▶ file ◀──read── the engine that continues after the first one was lost
 
-A completion is known by its seed. Each line of the file has further tokens of one completion:
+A completion is known by its seed and its prompt. Each line of the file has further tokens of one completion:
 
-    {"seed": 4711, "at": 64, "ids": [5, 9], "logprobs": [-0.5, -1.25], "versions": [3, 3]}
+    {"seed": 4711, "at": 0, "prompt": 3632233996, "ids": [7], "logprobs": [-0.1], "versions": [3]}
+    {"seed": 4711, "at": 1, "ids": [5, 9], "logprobs": [-0.5, -1.25], "versions": [3, 3]}
 
-With top-k or top-p a line also has the ids ``kept`` for each of its tokens. A line at 0 begins the completion anew.
+With top-k or top-p a line also has the ids ``kept`` for each of its tokens. A line at 0 begins the completion anew, and
+has the checksum of its prompt.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
+from zlib import crc32
 
+import numpy as np
 import torch
 
 from podium.rollout.sampling import Completion, FinishReason, KeptSet, SamplingParams
 
-__all__ = ["Drawn", "Journal", "read_journal", "read_journals"]
+__all__ = ["Drawn", "Journal", "checksum", "read_journal", "read_journals"]
 
 REPORT_EVERY_S: Final = 1.0
 _KEEP_S: Final = 30.0  # a finished completion stays for so long, until another process has it for certain
@@ -34,12 +38,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drawn:
-    """The first tokens of a completion: ids, log-probabilities, versions of the weights, and the kept ids if any."""
+    """The first tokens of a completion: ids, log-probabilities, versions of the weights, and the kept ids if any.
+
+    ``prompt`` is the checksum of the prompt that they continue, or None where that is known to be the right one.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     kept: list[list[int]] | None = None
+    prompt: int | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -83,15 +91,19 @@ class Journal:
         self.path = path
         self._lock = Lock()
         self._lengths: dict[int, int] = {}  # by seed, the number of tokens in the lines
+        self._prompts: dict[int, int | None] = {}  # by seed, the checksum of the prompt
         self._done: dict[int, float] = {}  # by seed of a finished completion, the time of its end
         self._lines: list[bytes] = []  # those that are not in the file
         self._bytes, self._limit = 0, _MOST_BYTES
         self._refused = False
 
-    def begin(self, seed: int, drawn: Drawn | None = None) -> None:
-        """Begin a completion, of which ``drawn`` was drawn elsewhere. What was known of its seed is over."""
+    def begin(self, seed: int, drawn: Drawn | None = None, prompt: int | None = None) -> None:
+        """Begin a completion, of which ``drawn`` was drawn elsewhere. What was known of its seed is over. ``prompt`` is
+        the checksum of its prompt."""
         with self._lock:
-            self._lengths[seed] = 0
+            if self._refused:
+                return
+            self._lengths[seed], self._prompts[seed] = 0, prompt
             self._done.pop(seed, None)
         if drawn is not None:
             self.add(seed, drawn)
@@ -103,8 +115,9 @@ class Journal:
             new = slice(known - at, None)
             if known < at or len(drawn) <= known - at or self._refused:
                 return
-            line: dict[str, Any] = {"seed": seed, "at": known, "ids": drawn.token_ids[new]}
-            line |= {"logprobs": drawn.logprobs[new], "versions": drawn.versions[new]}
+            line: dict[str, Any] = {"seed": seed, "at": known}
+            line |= {} if known else {"prompt": self._prompts.get(seed)}
+            line |= {"ids": drawn.token_ids[new], "logprobs": drawn.logprobs[new], "versions": drawn.versions[new]}
             if drawn.kept is not None:
                 line["kept"] = drawn.kept[new]
             self._lines.append(json.dumps(line).encode() + b"\n")
@@ -125,25 +138,35 @@ class Journal:
                     self._limit = max(_MOST_BYTES, 2 * self._bytes)
             except OSError as error:
                 self._refused = True
+                for kept in (self._lengths, self._prompts, self._done):
+                    kept.clear()
                 _logger.warning("%s cannot be written (%s): after a loss, completions are drawn anew", self.path, error)
 
     def finished(self, seeds: Iterable[int]) -> None:
         """Note that these completions are whole and leave this process."""
         with self._lock:
-            self._done.update(dict.fromkeys(seeds, time.monotonic()))
+            if not self._refused:
+                self._done.update(dict.fromkeys(seeds, time.monotonic()))
 
     def _shorten(self) -> None:
         """Keep the completions alone that are not over."""
         now = time.monotonic()
         over = {seed for seed, ended in self._done.items() if now - ended >= _KEEP_S}
         lines = [line for line in self.path.read_bytes().splitlines(True) if json.loads(line)["seed"] not in over]
-        aside = self.path.with_suffix(".new")
+        aside = self.path.with_name(f"{self.path.name}.new")  # another rank has a file of its own
         aside.write_bytes(b"".join(lines))
         aside.replace(self.path)
         self._bytes = sum(map(len, lines))
         for seed in over:
             self._lengths.pop(seed, None)
+            self._prompts.pop(seed, None)
             del self._done[seed]
+
+
+def checksum(prompt: Sequence[int]) -> int:
+    """A number that other prompts most probably do not have. Seeds alone are not enough: a stage that draws twice for a
+    step gives other prompts the same seeds."""
+    return crc32(np.array(prompt, np.int64).tobytes())
 
 
 def read_journals(path: str) -> Mapping[int, Drawn]:
@@ -167,7 +190,7 @@ def read_journal(path: Path) -> Mapping[int, Drawn]:
         try:
             own = json.loads(line)
             if own["seed"] not in found or own["at"] == 0:
-                found[own["seed"]] = Drawn([], [], [], [] if "kept" in own else None)
+                found[own["seed"]] = Drawn([], [], [], [] if "kept" in own else None, own.get("prompt"))
             drawn = found[own["seed"]]
             sizes = {len(own[name]) for name in ("ids", "logprobs", "versions", *(("kept",) if "kept" in own else ()))}
             if own["at"] != len(drawn) or len(sizes) != 1:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from podium.rollout.engines.draw import seed_at
-from podium.rollout.engines.journal import Drawn, Journal
+from podium.rollout.engines.journal import Drawn, Journal, checksum
 from podium.rollout.engines.requests import Event, Failed, Finished, Request, RequestId, RowOfBatch
 from podium.rollout.sampling import SamplingParams
 
@@ -23,15 +23,23 @@ class Rows:
         begun: Mapping[int, Drawn],
     ) -> None:
         self.seeds: dict[RequestId, int] = {RowOfBatch(index, params.n): seed for index, seed in enumerate(seeds)}
-        self.heads = {row: begun[seed] for row, seed in self.seeds.items() if seed in begun}
+        self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
+        self._params, self._journal = params, journal
+        kept = journal is not None or bool(begun)
+        sums = [one for prompt in prompts for one in [checksum(prompt) if kept else 0] * params.n]
+        self.heads = {
+            row: head
+            for (row, seed), prompt in zip(self.seeds.items(), sums, strict=True)
+            if (head := begun.get(seed)) is not None and head.prompt in (None, prompt)
+        }
         self.completions = {
             row: head.completion(reason) for row, head in self.heads.items() if (reason := head.ended(params))
         }
-        self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
-        self._params, self._journal = params, journal
         if journal is not None:
-            for row, seed in self.seeds.items():
-                journal.begin(seed, self.heads.get(row))
+            for (row, seed), prompt in zip(self.seeds.items(), sums, strict=True):
+                journal.begin(seed, self.heads.get(row), prompt)
+            if self.heads:
+                journal.flush()  # what was reported of them is in this process alone
 
     def missing(self) -> list[Request]:
         """The requests for what is not drawn yet."""

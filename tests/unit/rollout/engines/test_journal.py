@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from podium.rollout.engines import EngineConfig, journal as journals, make_engine
+from podium.rollout.engines import EngineConfig, Event, journal as journals, make_engine
 from podium.rollout.engines.journal import Drawn, Journal, read_journal, read_journals
 from podium.rollout.sampling import SamplingParams
 from podium.testing.engines import cut
@@ -104,6 +105,57 @@ def test_another_engine_draws_the_same_next_tokens(
         mine = Drawn.of(one)
         assert (mine.token_ids, mine.kept) == (expected.token_ids, expected.kept)
         assert mine.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_what_was_drawn_for_another_prompt_is_not_continued(tmp_path: Path, make_model: MakeModel) -> None:
+    params = SamplingParams(max_new_tokens=6)
+    engine = make_engine(EngineConfig(name="native"), make_model("qwen3"))
+    first, second = Journal(tmp_path / "a.jsonl"), Journal(tmp_path / "b.jsonl")
+    engine.generate([[3, 4, 5]], params, [7], first)
+    begun = read_journal(first.path)
+    expected = Drawn.of(engine.generate([[6, 4]], params, [7])[0])
+    assert expected != begun[7]
+    assert Drawn.of(engine.generate([[6, 4]], params, [7], second, begun)[0]) == expected
+    assert Drawn.of(engine.generate([[3, 4, 5]], params, [7], second, begun)[0]) == begun[7]
+
+
+def test_what_another_engine_had_drawn_is_in_the_next_journal_at_once(tmp_path: Path, make_model: MakeModel) -> None:
+    params = SamplingParams(max_new_tokens=9)
+    engine = make_engine(EngineConfig(name="native"), make_model("qwen3"))
+    begun = {7: cut(Drawn.of(engine.generate([[3, 4, 5]], params, [7])[0]), 4)}
+    journal = Journal(tmp_path / "a.jsonl")
+    seen: list[int] = []
+    advance = engine.advance
+
+    def advance_seen(interrupted: Callable[[], bool]) -> list[Event]:
+        seen.append(len(read_journal(journal.path)[7]))
+        return advance(interrupted)
+
+    engine.advance = advance_seen
+    engine.generate([[3, 4, 5]], params, [7], journal, begun)
+    assert seen[0] == 4
+
+
+def test_two_ranks_shorten_their_files_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "_MOST_BYTES", 100)
+    made: list[str] = []
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda own, to: made.append(own.name) or replace(own, to))
+    for name in ("a.jsonl", "a.jsonl.1", "a.jsonl.2"):
+        journal = Journal(tmp_path / name)
+        journal.add(1, drawn(0, 40))
+        journal.flush()
+    assert len(made) == len({*made}) == 3
+
+
+def test_a_journal_that_the_disk_refuses_keeps_nothing_in_memory(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "none" / "a.jsonl")
+    for seed in range(9):
+        journal.begin(seed)
+        journal.add(seed, drawn(0, 3))
+        journal.flush()
+        journal.finished([seed])
+    assert not any(vars(journal)[name] for name in ("_lengths", "_prompts", "_done", "_lines"))
 
 
 def test_the_native_engine_writes_while_it_draws(
