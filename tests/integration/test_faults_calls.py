@@ -17,7 +17,7 @@ import torch
 
 import podium
 from podium import Cluster, Handle, telemetry
-from podium.errors import CallCancelled, DeadlineExceeded, EndpointError, PodiumError, WorkerDied
+from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, WorkerDied
 from podium.runtime import colocate
 from podium.runtime.calls import process_calls
 from tests.integration.fault_workers import Faulty, Slow
@@ -311,6 +311,37 @@ def test_colocated_workers_and_their_process_group_restart_together(local: Clust
     assert both.one.gather_ranks() == both.two.gather_ranks() == [[0.0, 1.0]] * 2
     both.one.group.close()
     both.two.group.close()
+
+
+def test_a_group_that_is_given_up_refuses_calls_until_it_is_restarted(local: Cluster, faulty: Handle[Faulty]) -> None:
+    both = local.start(colocate(one=Faulty.bind(), two=Faulty.bind()), local.pool([1]))
+    with pytest.raises(WorkerDied):
+        faulty.fail_on(1, "kill")
+    both.one.group.give_up(faulty.group)
+    with pytest.raises(WorkerDied, match=r"rank 1 of faulty .*nobody waits for this call any more"):
+        both.two.rank()
+    both.one.group.restart()
+    assert both.two.rank() == [0]
+    both.one.group.give_up(faulty.group)
+    both.one.group.close()
+    both.two.group.close()
+
+
+def test_a_group_that_is_closed_while_it_is_restarted_leaves_no_process(local: Cluster) -> None:
+    group = local.start(Faulty.bind(), local.pool([2])).group
+    boot, pids = group.processes._boot, list[int]()
+
+    def boot_and_close(until: float) -> process_calls.ProcessCalls:
+        calls = boot(until)
+        pids.extend(handle.pid for handle in calls.handles)
+        group.close()
+        return calls
+
+    group.processes._boot = boot_and_close
+    with pytest.raises(ConfigError, match="was closed while it was restarted"):
+        group.restart()
+    assert len(pids) == 2
+    assert not all_gone(pids, PROMPT_S)
 
 
 def test_other_groups_do_not_notice(local: Cluster, faulty: Handle[Faulty]) -> None:

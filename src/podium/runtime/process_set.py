@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,8 @@ class ProcessSet:
         self._threads = threads
         self._rendezvous = ""
         self._attached = attached is not None
+        self._ending = threading.Lock()
+        self._closed = False
         self.calls = attached or self._boot(time.monotonic() + options.start_timeout_s)  # a restart replaces them
         for reservation in pool.reservations:
             reservation.holders.append(name)
@@ -172,7 +175,7 @@ class ProcessSet:
         timeout_s = self.options.start_timeout_s
         until = time.monotonic() + timeout_s
         try:
-            self.calls = self._boot(until)
+            self._take_up(self._boot(until))
             for name, role in list(self.workers.items()):
                 self.construct(name, role, timeout_s, until)
         except BaseException as error:
@@ -188,6 +191,8 @@ class ProcessSet:
         """
         if os.getpid() != self.watch.process:  # a fork ends nothing of its parent's
             return
+        with self._ending:
+            self._closed = True
         reason = f"group {self.name} was closed while this call was in flight"
         if self.options.detached and not stop_detached:
             self.calls.end(reason)
@@ -218,10 +223,20 @@ class ProcessSet:
         """Close one of several colocated workers: behind its own calls, and beside those of its siblings. A process
         that is stuck in a call is not asked."""
         del self.workers[name]
-        if not self.calls.lost and not self.calls.broken and not self.calls.stuck():
+        if self.calls.usable and not self.calls.stuck():
             beside = self.calls.busy() and not self.calls.busy(name)
             label = f"{name}.close"
             self.calls.request(label, "close_worker", CLOSE_WORKER_S, {"name": name}, concurrent=beside)
+
+    def _take_up(self, calls: ProcessCalls) -> None:
+        """Call these new processes from now on. They end at once where another thread has closed the set meanwhile."""
+        with self._ending:
+            if not self._closed:
+                self.calls = calls
+                return
+        calls.end("")
+        calls.kill(0.0)
+        raise ConfigError(f"group {self.name} was closed while it was restarted")
 
     def _end(self, reason: str, shut_down_s: float) -> None:
         self.calls.end(reason)

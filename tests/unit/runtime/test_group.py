@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -35,6 +37,34 @@ def test_handles_are_found_as_attributes_and_as_a_mapping() -> None:
         assert both._critic is both["_critic"]
         with pytest.raises(AttributeError, match=r"no worker 'policy' here; there are \['_critic', 'actor'\]"):
             both.policy  # noqa: B018 - it raises
+
+
+class Gate(Worker):
+    def __init__(self) -> None:
+        self.begun, self.opened = threading.Event(), threading.Event()
+
+    @endpoint
+    def pass_in_order(self) -> bool:
+        self.begun.set()
+        return self.opened.wait(5.0)
+
+    @endpoint(concurrent=True)
+    def pass_beside(self) -> bool:
+        return self.pass_in_order()
+
+    @endpoint(concurrent=True)
+    def open(self) -> None:
+        assert self.begun.wait(5.0)
+        self.opened.set()
+
+
+@pytest.mark.parametrize("method", ["pass_in_order", "pass_beside"])
+def test_inline_a_concurrent_call_does_not_wait_for_one_that_another_thread_runs(method: str) -> None:
+    with podium.connect("inline") as cluster, ThreadPoolExecutor(1) as threads:
+        gate = cluster.start(Gate.bind())
+        passed = threads.submit(getattr(gate, method))
+        gate.open()
+        assert passed.result() == [True]
 
 
 class Dying(ProcessHandle):

@@ -140,7 +140,7 @@ class ProcessCalls:
             raise ConfigError(f"{call.label}: {WAITS_FOR_ITSELF}")
         if self._unsettled:
             self._wait_until(lambda: not self._unsettled, BREAK_S + STATUS_S)
-        if self._process not in (Here.pid, 0) or self._is_unusable():
+        if self._process not in (Here.pid, 0) or not self.usable:
             self._refuse(call.label)
         try:
             shared = self._backend.pack(split.shared, len(split.ranks))
@@ -149,17 +149,21 @@ class ProcessCalls:
             raise SerializationError(f"{call.label}: {error}") from error.__cause__
         flight = InFlight(call, target, method, split, collect, collect.ranks(split), set(split.ranks))
         self._in_flight[flight.call_id] = flight  # from here on a death fails it; one while it was packed shows now
-        if self._is_unusable():
+        if not self.usable:
             self._in_flight.pop(flight.call_id, None)
             self._refuse(call.label)
         call.on_cancel = partial(self._tell_cancelled, flight)
         try:
-            with self._sending:  # every rank sees two callers' calls in the same order, or collectives would deadlock
-                outer, self._sender = self._sender, threading.get_ident()
-                try:
-                    self._send_to_all(flight, shared, own, concurrent)
-                finally:
-                    self._sender = outer
+            if concurrent and not self._backend.capabilities.concurrent:
+                # It runs here and now, and what another thread runs here may wait for it: completions for new weights.
+                self._send_to_all(flight, shared, own, concurrent)
+            else:
+                with self._sending:  # every rank sees the calls of two callers in one order, as collectives need it
+                    outer, self._sender = self._sender, threading.get_ident()
+                    try:
+                        self._send_to_all(flight, shared, own, concurrent)
+                    finally:
+                        self._sender = outer
         except (SerializationError, StoreFullError) as error:  # no room for an argument: some ranks may have begun
             call.fail(type(error)(f"{call.label}: {error}"))
             self._tell_cancelled(flight)
@@ -189,8 +193,10 @@ class ProcessCalls:
                 packed[id(part)] = self._backend.pack(part, readers.count(id(part)))
         return [packed[reader] for reader in readers]
 
-    def _is_unusable(self) -> bool:
-        return self._ended or bool(self.lost or self.broken)
+    @property
+    def usable(self) -> bool:
+        """Whether a call can succeed."""
+        return not (self._ended or self.lost or self.broken or self._needed)
 
     def _refuse(self, label: str) -> None:
         """Say why no call can be sent."""
