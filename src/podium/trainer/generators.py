@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -95,13 +96,15 @@ class Generators:
     ) -> None:
         self.changing = threading.RLock()
         self._handles, self._weight_sync, self._losses, self._apart = tuple(handles), weight_sync, losses, apart
-        self._draws = [one.generate_beside.within(timeout_s=timeout_s or one.group.timeout_s) for one in handles]
+        self._timeout_s = timeout_s
         self._journals, self._keeper = journals, keeper
         self._keepers = cycle([keeper.group.on([rank]) for rank in range(keeper.group.world_size)] if keeper else ())
         self._restarting = [threading.Lock() for _ in handles]  # taken before ``changing``
         self._restarts = [0] * len(handles)
         self._coming: set[int] = set()  # the generators that are being restarted and have no weights yet
+        self._asking = [threading.Lock() for _ in handles]  # held while a call is sent, and while the set above grows
         self._version = 0
+        self._syncing = False
         self._interrupted_s = 0.0  # when a sync failed, so that completions in flight may have failed too
         self._todo = SimpleQueue["Callable[[], None] | None"]()
         self._thread: threading.Thread | None = None
@@ -138,34 +141,54 @@ class Generators:
         cuts = [at * len(prompts) // len(numbers) for at in range(len(numbers) + 1)]
         shares = {number: prompts.slice(*cuts[at : at + 2]) for at, number in enumerate(numbers)}
         sent = {
-            number: self._ask(number, share, sampling, self._journal(number) if continued else "")
+            number: self._ask(number, share, sampling, continued)
             for number, share in shares.items()
             if len(share) or len(numbers) == 1
         }
-        found = [self._answer(number, shares[number], sampling, asked) for number, asked in sent.items()]
+        found = [self._answer(number, shares[number], sampling, asked, continued) for number, asked in sent.items()]
         return found[0] if len(found) == 1 else Batch.concat(found)
 
-    def _ask(self, number: int, prompts: Batch, sampling: SamplingParams, journal: str) -> _Asked:
-        handle = self._handles[number]
-        processes = handle.group.pids
+    def _ask(self, number: int, prompts: Batch, sampling: SamplingParams, continued: bool) -> _Asked:
+        sent_s, processes, journal = time.monotonic(), tuple[int, ...](), ""
         try:
-            call = handle.generate.submit(prompts.with_meta(journal=journal) if journal else prompts, sampling)
+            with self._asked(number) as handle:
+                processes, journal = handle.group.pids, self._journal(number) if continued else ""
+                call = handle.generate.submit(prompts.with_meta(journal=journal) if journal else prompts, sampling)
         except PodiumError as error:
-            return _Asked(error, processes, journal)
-        return _Asked(call, processes, journal)
+            return _Asked(error, processes, journal, sent_s)
+        return _Asked(call, processes, journal, sent_s)
 
-    def _answer(self, number: int, prompts: Batch, sampling: SamplingParams, asked: _Asked) -> Batch:
-        """Wait for the completions, and draw them again if the generator was lost."""
+    @contextmanager
+    def _asked(self, number: int) -> Iterator[Handle[Generator]]:
+        """Give a generator, which nobody begins to restart during the block.
+
+        Raises:
+            PodiumError: It is being restarted. A new process has the weights of the model's file, and would draw from
+                them before it gets the current ones.
+        """
+        handle = self._handles[number]
+        with self._asking[number]:
+            if number in self._coming:
+                raise PodiumError(f"{handle.group.name} is being restarted")
+            yield handle
+
+    def _answer(self, number: int, prompts: Batch, sampling: SamplingParams, asked: _Asked, continued: bool) -> Batch:
+        """Wait for the completions. They are drawn again after a loss of the generator, or of one beside it."""
+        begun = ""
         while True:
+            begun = asked.journal or begun
             try:
                 drawn = asked.result()
                 return drawn if self._keeper is None else self._keeper.keep(drawn)
             except PodiumError as error:
-                if not self._is_restartable(number, asked.processes):
+                if self._is_restartable(number, asked.processes):
+                    number = self._restart_or_leave_out(number, error)
+                elif self._is_interrupted(asked.sent_s):
+                    with self.changing:
+                        pass
+                else:
                     raise
-                number = self._restart_or_leave_out(number, error)
-                again = prompts.with_meta(begun=asked.journal) if asked.journal else prompts
-                asked = self._ask(number, again, sampling, self._journal(number) if asked.journal else "")
+                asked = self._ask(number, prompts.with_meta(begun=begun) if begun else prompts, sampling, continued)
 
     def _restart_or_leave_out(self, number: int, error: PodiumError) -> int:
         """Return the generator that is asked now: this one, or another one where this one cannot be restarted."""
@@ -204,15 +227,22 @@ class Generators:
             while True:
                 alive = [number for number in range(len(self._handles)) if not self._is_lost(number)]
                 try:
+                    self._syncing = True
                     self._weight_sync.sync(version, [self._handles[number] for number in alive])
                     break
                 except PodiumError:
                     self._interrupted_s = time.monotonic()
                     if not self._apart or not any(map(self._is_lost, alive)):
                         raise
+                finally:
+                    self._syncing = False
         lost = PodiumError(f"a generator was lost before it had the weights of version {version}")
         for number in {*range(len(self._handles))} - {*alive}:
             self._todo.put(partial(self._lose, number, lost))
+
+    def _is_interrupted(self, sent_s: float) -> bool:
+        """Whether a sync that failed, or fails right now, may have ended a call that was sent at ``sent_s``."""
+        return self._apart and not self._closed and (self._syncing or self._interrupted_s >= sent_s)
 
     def _is_lost(self, number: int) -> bool:
         """Whether a generator is lost, or not yet back."""
@@ -234,28 +264,37 @@ class Generators:
         Raises:
             RunLost: It cannot be restarted where it was. A run that is resumed places all roles anew.
         """
+        with self._restarting[number]:
+            while self._is_lost(number):  # it may be lost again before it has the weights
+                lost = self._restart_once(number, error)
+                if lost is not None:
+                    error = lost
+
+    def _restart_once(self, number: int, error: PodiumError) -> PodiumError | None:
+        """As ``_restart``, for one loss. Returns the error of the next one, if it came before the weights."""
         handle = self._handles[number]
         group = handle.group
-        with self._restarting[number]:
-            if not (group.lost or group.processes.calls.broken):
-                return
-            if number in self._gone:
-                raise RunLost(f"{group.name} is left out") from error
-            causes = [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]
-            what = self._losses.add(causes or [f"{group.name}, which is broken"], error, of=group.name)
+        if number in self._gone:
+            raise RunLost(f"{group.name} is left out") from error
+        causes = [f"rank {rank} of {group.name} ({cause})" for rank, cause in group.lost.items()]
+        what = self._losses.add(causes or [f"{group.name}, which is broken"], error, of=group.name)
+        with self._asking[number]:
             self._coming.add(number)
-            try:
-                group.restart()
-                self._restarts[number] += 1
-                with self.changing:  # no update runs, so the policy's weights are those of one version
-                    self._weight_sync.sync(self._version, [handle])
-                    version = self._version
-                    self._coming.discard(number)  # before anybody can send the next weights
-            except (PlacementError, WorkerStartError) as failed:  # its node is gone, say
-                raise RunLost(f"{what}; it cannot be restarted in its place: {failed}") from error
-            finally:
-                self._coming.discard(number)
+        try:
+            group.restart()
+            self._restarts[number] += 1
+            with self.changing:  # no update runs, so the policy's weights are those of one version
+                self._weight_sync.sync(self._version, [handle])
+                version = self._version
+                self._coming.discard(number)  # before anybody can send the next weights
+        except (PlacementError, WorkerStartError) as failed:  # its node is gone, say
+            raise RunLost(f"{what}; it cannot be restarted in its place: {failed}") from error
+        except PodiumError as failed:
+            if not group.lost:
+                raise
+            return failed
         emit(Recovered(f"{what}; it was restarted and has the weights of version {version}"))
+        return None
 
     # -- parts of a few prompts ------------------------------------------------------------------------------------
 
@@ -295,11 +334,13 @@ class Generators:
             self._fail(self._failed)
 
     def _send(self, number: int, part: _Part) -> None:
-        handle, journal = self._handles[number], self._journal(number)
-        part.sent_s, part.processes = time.monotonic(), handle.group.pids
-        files = {"journal": journal, "begun": part.journal} if journal else {}
+        part.sent_s, part.processes = time.monotonic(), ()
         try:
-            call = self._draws[number].submit(part.prompts.with_meta(**files), part.sampling)
+            with self._asked(number) as handle:
+                part.processes, journal = handle.group.pids, self._journal(number)
+                files = {"journal": journal, "begun": part.journal} if journal else {}
+                draw = handle.generate_beside.within(timeout_s=self._timeout_s or handle.group.timeout_s)
+                call = draw.submit(part.prompts.with_meta(**files), part.sampling)
         except PodiumError as error:
             self._queue.finished(number)
             self._failed_part(number, part, error)
@@ -361,7 +402,7 @@ class Generators:
         if isinstance(error, PodiumError) and self._is_restartable(number, part.processes):
             self._lose(number, error)
             again()
-        elif isinstance(error, PodiumError) and self._apart and self._interrupted_s >= part.sent_s:
+        elif isinstance(error, PodiumError) and self._is_interrupted(part.sent_s):
             threading.Thread(target=self._once_weights_are_there, args=(again,), daemon=True).start()
         else:
             self._in_flight.discard(part)
@@ -418,6 +459,7 @@ class _Asked:
     call: Call[Batch] | PodiumError
     processes: Sequence[int]
     journal: str
+    sent_s: float
 
     def result(self) -> Batch:
         if isinstance(self.call, PodiumError):
