@@ -15,6 +15,7 @@ from podium.data import Batch
 from podium.runtime import Cluster, concat, connect, endpoint, shard
 from podium.telemetry import Event, Note, Recovered, StepFinished, subscribe
 from podium.trainer import PRELOAD, GRPOConfig, PPOTrainer
+from podium.trainer.ledger import read_ledger
 from podium.workers import Generator
 from tests.integration.training import losses, tiny
 
@@ -60,6 +61,28 @@ def test_a_lost_policy_ends_the_wait_for_completions(cluster: Cluster, tmp_path:
     assert said[0].startswith("lost rank 0 of estimator, policy (signal SIGKILL)")
     assert len(losses(tmp_path / "runs" / "run")) == 4
     assert time.monotonic() - began < LONG_S / 2
+
+
+def test_a_policy_that_is_lost_again_while_the_run_resumes_is_a_further_loss(cluster: Cluster, tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 3}, eval={"items": 0}, save={"every": 1, "model": False})
+    trainer = PPOTrainer(config, cluster=cluster, show=False)
+    said: list[str] = []
+
+    def see(event: Event) -> None:
+        ended = isinstance(event, StepFinished) and event.step == 2 and not said
+        resumed = isinstance(event, Note) and event.text.startswith("resuming after") and len(said) == 1
+        if ended or resumed:
+            os.kill(trainer.roles.policy.group.pids[0], signal.SIGKILL)
+        if isinstance(event, Recovered):
+            said.append(event.text)
+
+    unsubscribe = subscribe(see)
+    try:
+        assert trainer.fit().finished
+    finally:
+        unsubscribe()
+    assert ["loss 1 of" in said[0], "loss 2 of" in said[1], len(said)] == [True, True, 2]
+    assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 12}
 
 
 def test_a_resume_after_a_loss_has_heard_the_signal_and_reads_no_data_again(cluster: Cluster, tmp_path: Path) -> None:

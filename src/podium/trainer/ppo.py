@@ -342,12 +342,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return PromptStream(prompts, seed, prompts.digest)
 
     def prepare(self, stack: ExitStack) -> None:
+        self._graders = ThreadPoolExecutor(4, thread_name_prefix="grade")
+        stack.callback(self._graders.shutdown)  # after the workers, whose end ends a score that waits for one
         super().prepare(stack)
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(self.directory.completions))
         self._mismatch_noted = False
-        self._graders = ThreadPoolExecutor(4, thread_name_prefix="grade")
-        stack.callback(self._graders.shutdown, cancel_futures=True)
+        stack.callback(self._graders.shutdown, wait=False, cancel_futures=True)
 
     def save(self, step: int) -> None:
         self.completions.flush()

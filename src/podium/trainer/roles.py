@@ -17,6 +17,7 @@ from typing import Any, Final
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PlacementError, PodiumError
 from podium.runtime import Bound, Cluster, Handle, Profile, ResourcePool, Worker, colocate
+from podium.runtime.endpoints import endpoints_of
 from podium.telemetry import Note, emit
 from podium.trainer.config import InferenceConfig, PlacementConfig, PPOConfig, SFTConfig
 from podium.trainer.preflight import accelerators_each, check_placement
@@ -86,8 +87,8 @@ class Roles:
 
     @property
     def generators_are_apart(self) -> bool:
-        """Whether the generators' processes hold nothing that is learned, so that they can be restarted alone."""
-        return not any(self.learners.keys() & {*one.group.shares_processes_with} for one in self.generators)
+        """Whether the generators' processes hold no other role, so that they can be restarted alone."""
+        return not any(one.group.shares_processes_with for one in self.generators)
 
     @property
     def workers(self) -> dict[str, Handle[Any]]:
@@ -146,8 +147,30 @@ def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None
         worker = given[role]
         if not isinstance(worker, Bound) and not (isinstance(worker, type) and issubclass(worker, Worker)):
             raise ConfigError(f"workers[{role!r}] is {worker!r}: expected a subclass of Worker, or its .bind(...)")
+        _check_endpoints(role, worker.cls if isinstance(worker, Bound) else worker, config)
         bound[role] = worker if isinstance(worker, Bound) else worker.bind(**_arguments(role, config))
     return bound
+
+
+def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig) -> None:
+    """Check that a class of the user's own has the endpoints that a run like this asks it for, and others may not.
+
+    Raises:
+        ConfigError: It lacks one. The message says which, and what to do.
+    """
+    needed: dict[str, str] = {}
+    apart = ("generator",) in [roles for roles, _ in config.processes]
+    if role == "estimator" and apart:
+        needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
+    if role == "generator" and config.run.schedule == "asynchronous":
+        needed["generate_beside"] = "by which run.schedule = asynchronous draws several parts at the same time"
+    for method, why in needed.items():
+        if method not in endpoints_of(cls):
+            own = _ROLES[role].__name__
+            raise ConfigError(
+                f"workers[{role!r}]: {cls.__name__} has no endpoint {method!r}, {why}. Derive it from "
+                f"podium.workers.{own}, or give it the endpoint as {own}.{method} has it"
+            )
 
 
 @contextmanager

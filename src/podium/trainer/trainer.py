@@ -154,13 +154,13 @@ class Trainer(ABC, Generic[C, E, R]):
 
     def _train(self, stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""
-        first = self.resume() + 1
-        self.ledger = Ledger(self.directory.ledger_path, self.stream.number, self.state.ledger)
-        stack.callback(self.ledger.close)
-        self._began = time.monotonic()
-        emit(PhaseStarted(self.recipe, self.config.run.steps, first))
-        self.steps = Steps(self, first, self._stop, self._threads)
         try:
+            first = self.resume() + 1
+            self.ledger = Ledger(self.directory.ledger_path, self.stream.number, self.state.ledger)
+            stack.callback(self.ledger.close)
+            self._began = time.monotonic()
+            emit(PhaseStarted(self.recipe, self.config.run.steps, first))
+            self.steps = Steps(self, first, self._stop, self._threads)
             if self.config.eval.at_start and first == 1:
                 with named_stage("evaluate", 0):
                     self.evaluate(0)
@@ -377,9 +377,7 @@ class Trainer(ABC, Generic[C, E, R]):
             return
         groups = [worker.group for worker in self.roles.workers.values()]
         for lost in (group for group in groups if group.lost):
-            together = {lost.name, *lost.shares_processes_with}
-            draws = any(name.partition("-")[0] == "generator" for name in together)
-            if not draws or together & self.roles.learners.keys():
+            if lost.name.partition("-")[0] != "generator" or not self.roles.generators_are_apart:
                 for group in groups:
                     if not group.lost:
                         group.give_up(lost)

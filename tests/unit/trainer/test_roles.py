@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import podium
+from podium import Worker, endpoint
 from podium.errors import ConfigError, PlacementError
 from podium.telemetry import WorkerStarted, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from podium.trainer.roles import bind_roles, started_roles
 from tests.integration.training import tiny
 
 
@@ -29,6 +31,34 @@ def test_a_run_is_spread_over_nodes(tmp_path: Path) -> None:
     started = {event.role: event.node for event in events if isinstance(event, WorkerStarted)}
     assert started.keys() == {"policy+estimator", "generator"}
     assert set(started.values()) == {"node-0", "node-1"}
+
+
+def test_generators_that_share_processes_with_another_role_are_not_restarted_alone(tmp_path: Path) -> None:
+    for others, apart in ((["reference"], False), ([], True)):
+        pools = {
+            "train": {"roles": ["policy", *({"reference"} - {*others})]},
+            "draw": {"roles": ["generator", *others]},
+        }
+        config = tiny(GRPOConfig, tmp_path, placement={"pools": pools}, algorithm={"kl_in": "loss"})
+        with podium.connect("inline") as cluster, started_roles(cluster, config) as roles:
+            assert roles.generators_are_apart is apart
+
+
+def test_a_class_that_lacks_an_endpoint_of_this_schedule_or_placement_is_refused_before_it_starts(
+    tmp_path: Path,
+) -> None:
+    class Own(Worker):
+        @endpoint
+        def generate(self) -> None: ...
+
+    split = tiny(GRPOConfig, tmp_path, placement={"layout": "split"}, run={"schedule": "asynchronous"})
+    for role, says in (
+        ("estimator", r"'estimator'\]: Own has no endpoint 'keep', which copies .* podium\.workers\.Estimator"),
+        ("generator", r"'generator'\]: Own has no endpoint 'generate_beside', by which run\.schedule = asynchronous"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            PPOTrainer(split, cluster="inline", workers={role: Own}, show=False).fit()
+        assert bind_roles(tiny(GRPOConfig, tmp_path), {role: Own.bind()})[role].cls is Own
 
 
 def test_chosen_calls_leave_a_trace_in_the_run(tmp_path: Path) -> None:
