@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
@@ -40,6 +41,30 @@ class Heard(Sink):
         self.threads.add(threading.get_ident())
         self.times_ns.append(self.emitted_ns)
         self.some.set()
+
+
+def test_an_emit_may_come_in_the_middle_of_another_as_from_a_signal_handler() -> None:
+    def interrupted(at: int) -> None:
+        left = itertools.count(at, -1)
+
+        def look(frame: object, kind: str, called: object) -> None:
+            if next(left) == 0:
+                sys.setprofile(None)
+                emit(Note("inner"))
+
+        sys.setprofile(look)
+        try:
+            emit(Note("outer"))
+        finally:
+            sys.setprofile(None)
+
+    for at in range(40):  # more than the calls and returns of an emit
+        with Heard() as sink:
+            emitting = threading.Thread(target=interrupted, args=(at,), daemon=True)
+            emitting.start()
+            emitting.join(WAIT_S)
+            assert not emitting.is_alive(), f"it waits for itself, interrupted at {at}"
+        assert "outer" in sink.texts
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Final, Self
 
 from podium.telemetry.bus import report_failure, subscribe
@@ -45,7 +46,10 @@ class Sink(ABC):
         self.emitted_ns = time.monotonic_ns()
         self._queue: deque[tuple[Event, int]] = deque()
         self._handling = False
-        self._some = threading.Event()  # the queue is not empty, or the sink is closed
+        # It wakes the thread. A signal handler emits, too, maybe in the middle of another emit: a lock that is not
+        # re-entrant, such as that of an Event, would block the program for ever.
+        self._some = SimpleQueue[None]()
+        self._called = False
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -98,7 +102,7 @@ class Sink(ABC):
                         "%s is not complete: %s: %s", type(self).__qualname__, type(error).__name__, error
                     )
         self._over.set()
-        self._some.set()
+        self._some.put(None)
 
     def _handle(self, event: Event, emitted_ns: int) -> None:
         self.emitted_ns = emitted_ns
@@ -114,9 +118,9 @@ class Sink(ABC):
     def _handle_queue(self) -> None:
         """Handle the events of WRITE_S together, so that the steps of a run are seldom interrupted."""
         while not self._over.is_set():
-            self._some.wait()
+            self._some.get()
             self._over.wait(WRITE_S)
-            self._some.clear()
+            self._called = False
             self.flush()
 
     def _close_at_exit(self, attached_in: int) -> None:
@@ -129,8 +133,9 @@ class Sink(ABC):
         self._queue.append((event, time.monotonic_ns()))
         if len(self._queue) >= QUEUE_LENGTH:
             self.flush()
-        elif not self._some.is_set():
-            self._some.set()
+        elif not self._called:
+            self._called = True
+            self._some.put(None)
 
     def __enter__(self) -> Self:
         return self.attach()
