@@ -29,7 +29,7 @@ from bench.chaos.victim import Victim
 SMALL_DISK_MB = 192
 BACKENDS: dict[str, tuple[dict[str, Any], float]] = {
     "local": ({}, 5.0),
-    "ray": ({"init": {"object_store_memory": 100 << 20}}, 60.0),  # Ray's own agents end last
+    "ray": ({"init": {"object_store_memory": 100 << 20}}, 20.0),
 }
 """Options of each backend, and the seconds within which nothing may be left of a run whose controller has ended."""
 

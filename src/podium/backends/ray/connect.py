@@ -7,6 +7,7 @@ cannot enter, and the token that Ray asks its callers for is in a file that othe
 import contextlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -20,6 +21,7 @@ from ray._private import ray_constants
 
 from podium.backends.ray.tidy import Tidier
 from podium.errors import ConfigError
+from podium.supervisor import children_of
 
 __all__ = ["connect", "disconnect", "ray", "remove_at_end"]
 
@@ -35,6 +37,7 @@ ENVIRONMENT = {
 AUTHENTICATION = (
     "; if it wants a token (Ray logs InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray does not by itself"
 )
+AGENT = re.compile(rb"ray::\w+Agent|/agent\.py|/agent/main\.py")  # in a command line, before and after it is renamed
 CLIENT_STARTS = 3
 CLIENT_FAILED = ("Starting Ray client server failed", "Proxy failed to Connect")
 CLIENT_LOG = (
@@ -87,7 +90,7 @@ def disconnect() -> None:
 
 def remove_at_end(directory: str | Path) -> None:
     """Have ``directory`` removed when the last backend ends the connection, or when this script is killed."""
-    _tidier.add(directory)
+    _tidier.remove(directory)
 
 
 def _embed(init: Mapping[str, Any]) -> None:
@@ -108,8 +111,21 @@ def _embed(init: Mapping[str, Any]) -> None:
             raise RuntimeError(
                 f"{str(error).strip().partition(chr(10))[0]} (Ray's logs: {own['_temp_dir']})"
             ) from error
+    for agent in _agents():
+        _tidier.kill(agent)
     if "_temp_dir" not in init:
         _directories.append(os.path.dirname(own["_temp_dir"]))
+
+
+def _agents() -> list[int]:
+    """Process ids of the embedded cluster's own agents. Workers end by themselves, with what they have started."""
+    found: list[int] = []
+    for raylet in ray._private.worker._global_node.all_processes[ray_constants.PROCESS_TYPE_RAYLET]:
+        for pid in children_of(raylet.process.pid):
+            with contextlib.suppress(OSError):
+                if AGENT.search(Path(f"/proc/{pid}/cmdline").read_bytes()):
+                    found.append(pid)
+    return found
 
 
 @contextlib.contextmanager
