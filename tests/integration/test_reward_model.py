@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import podium
+from podium import Worker, endpoint
 from podium.cli import main
 from podium.data import Batch
-from podium.errors import ConfigError, DataError
+from podium.errors import ConfigError, DataError, EndpointError
 from podium.trainer import GRPOConfig, PPOTrainer, describe_plan
 from podium.trainer.preflight import check_given, names_of_given
 from podium.workers import RewardModel, char_tokenizer
@@ -70,6 +72,29 @@ def test_a_run_trains_on_the_models_scores(tmp_path: Path, pools: Mapping[str, A
     assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 2]
     if not pools:
         assert main(["eval", str(run), "--backend", "inline"]) == 0
+
+
+class Stuck(Worker):
+    """It fails once, and then never answers."""
+
+    failed = False
+
+    @endpoint
+    def score(self, batch: Batch) -> Batch:
+        if self.failed:
+            time.sleep(600)
+        self.failed = True
+        raise LookupError("on purpose")
+
+
+def test_a_run_that_ends_does_not_wait_for_a_score_that_never_comes(tmp_path: Path) -> None:
+    config = tiny(
+        GRPOConfig, tmp_path, reward={"name": "model", "path": str(write_scorer(tmp_path / "scorer"))},
+        run={"schedule": "asynchronous"}, engine={"max_sequences": 4}, eval={"items": 0},
+        placement={"pools": {name: {"roles": [name]} for name in ("policy", "generator", "reward")}},
+    )  # fmt: skip
+    with pytest.raises(EndpointError, match="on purpose"):
+        PPOTrainer(config, cluster="local", workers={"reward": Stuck.bind()}, show=False).fit()
 
 
 def test_a_reward_of_ones_own_reads_the_models_score(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                         if over.done():
                             over.result()  # an error of the reward need not wait for the rest
             with stage("score"):
+                for over in as_completed(graded):
+                    over.result()  # the first error, whichever part has it
                 parts = [part.result() for part in graded]
         return ScoredBatch.join(sorted(parts, key=lambda part: part.groups[0]))
 
