@@ -134,23 +134,26 @@ class Trainer(ABC, Generic[C, E, R]):
         Raises:
             PodiumError: The error that ended the run. What was computed until then is in the run's directory.
         """
-        lost = ""
-        with ExitStack() as self._whole:
-            self._began_at = None
-            while True:
-                try:
-                    with ExitStack() as stack:
-                        self.prepare(stack)
-                        if lost:
-                            emit(Recovered(lost))
-                        else:  # only now is it a run: what failed until here leaves its directory free
-                            self.directory.write_config(config_to_yaml(self.config))
-                        return self._train(stack)
-                except RunLost as error:
-                    lost = str(error)
-                resumed = replace(self.config.run, resume=str(self.directory.path))
-                self.config = replace(self.config, run=resumed)
-                self.clock, self.state = StageClock(), TrainerState()
+        lost, given = "", (self.config, self._cluster, self._backend_options)
+        self._losses, self._began_at = Losses(self.config.run.max_restarts), None
+        try:
+            with ExitStack() as self._whole:
+                while True:
+                    self.clock, self.state = StageClock(), TrainerState()
+                    try:
+                        with ExitStack() as stack:
+                            self.prepare(stack)
+                            if lost:
+                                emit(Recovered(lost))
+                            else:  # only now is it a run: what failed until here leaves its directory free
+                                self.directory.write_config(config_to_yaml(self.config))
+                            return self._train(stack)
+                    except RunLost as error:
+                        lost = str(error)
+                    resumed = replace(self.config.run, resume=str(self.directory.path))
+                    self.config = replace(self.config, run=resumed)
+        finally:
+            self.config, self._cluster, self._backend_options = given  # a second call begins as this one did
 
     def _train(self, stack: ExitStack) -> Summary:
         """Train from the latest checkpoint to the end. Raises RunLost if the run is to be resumed."""

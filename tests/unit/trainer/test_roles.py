@@ -61,6 +61,14 @@ def test_a_class_that_lacks_an_endpoint_of_this_schedule_or_placement_is_refused
         assert bind_roles(tiny(GRPOConfig, tmp_path), {role: Own.bind()})[role].cls is Own
 
 
+def test_a_trainer_can_train_again(tmp_path: Path) -> None:
+    trainer = PPOTrainer(tiny(GRPOConfig, tmp_path, run={"name": "", "steps": 1}), cluster="inline", show=False)
+    first, second = trainer.fit(), trainer.fit()
+    assert (first.finished, second.finished) == (True, True)
+    assert second.prompts == {"trained": 4}
+    assert len([*(tmp_path / "runs").iterdir()]) == 2
+
+
 def test_chosen_calls_leave_a_trace_in_the_run(tmp_path: Path) -> None:
     run = {"steps": 2, "name": "recorded", "profile": ["policy.update"]}
     PPOTrainer(tiny(GRPOConfig, tmp_path, run=run), cluster="inline", show=False).fit()
