@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from podium.data import fields
-from podium.data.jagged import Jagged, TakenRows
+from podium.data.jagged import Jagged, JoinedRows, TakenRows
 from podium.data.refs import RowIndex, TensorRef, concat_values, row_numbers
 from podium.data.rows import Rows, part_name
 from podium.errors import DataError
@@ -200,7 +200,8 @@ class Batch(Rows):
                 )
         if len(parts) == 1:
             return first
-        joined = {name: _concat(name, [part[name] for part in parts], names) for name in first}
+        ragged = JoinedRows()
+        joined = {name: _concat(name, [part[name] for part in parts], names, ragged) for name in first}
         return Batch(joined, first.meta)
 
 
@@ -220,12 +221,12 @@ def _column(name: str, column: Any) -> Column:
     raise DataError(f"column {name!r} is {type(column).__name__}; a column is a tensor, an array, a Jagged or a list")
 
 
-def _concat(name: str, columns: Sequence[Any], names: Sequence[str]) -> Column:
+def _concat(name: str, columns: Sequence[Any], names: Sequence[str], ragged: JoinedRows) -> Column:
     try:
         if all(isinstance(column, Tensor | TensorRef) for column in columns):
             return concat_values(columns, names)
         if all(isinstance(column, Jagged) for column in columns):
-            return Jagged.concat(columns, names)
+            return ragged.of(columns, names)
     except DataError as error:
         raise DataError(f"column {name!r}: {error}") from None
     if all(isinstance(column, list) for column in columns):

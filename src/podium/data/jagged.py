@@ -13,7 +13,7 @@ from podium.data.refs import RowIndex, RowRanges, TensorRef, concat_values, row_
 from podium.data.rows import Rows
 from podium.errors import DataError
 
-__all__ = ["Jagged", "TakenRows"]
+__all__ = ["Jagged", "JoinedRows", "TakenRows"]
 
 
 def _ints(tensor: Tensor) -> list[int]:
@@ -71,8 +71,7 @@ class Jagged(Rows):
 
     @classmethod
     def concat(cls, parts: Sequence[Jagged], names: Sequence[str] = ()) -> Jagged:
-        lengths = torch.cat([part.lengths for part in parts])
-        return cls.from_lengths(concat_values([part.data for part in parts], names), lengths)
+        return JoinedRows().of(parts, names)
 
     @property
     def values(self) -> Tensor:
@@ -115,7 +114,7 @@ class Jagged(Rows):
 
     def like(self, values: Tensor | TensorRef) -> Jagged:
         """Return other ``values [N, …]`` in rows of the same lengths."""
-        return Jagged(values, self.offsets)
+        return _unchecked(values, self.offsets) if len(values) == len(self.data) else Jagged(values, self.offsets)
 
     def slice(self, start: int, stop: int) -> Jagged:
         """Return the rows ``start:stop``, clipped as Python does. The values are a view."""
@@ -145,6 +144,26 @@ class Jagged(Rows):
         return Jagged(self.values.to(device), self.offsets.to(device))
 
 
+class JoinedRows:
+    """Batches to be joined, column by column.
+
+    Columns of a batch mostly share their offsets. Those of the whole are then computed once, and shared too.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[list[Tensor], Tensor]] = []  # the offsets of the parts, and those of the whole
+
+    def of(self, parts: Sequence[Jagged], names: Sequence[str] = ()) -> Jagged:
+        """Return all rows of ``parts`` in order. Raises DataError as :meth:`Jagged.concat` does."""
+        values = concat_values([part.data for part in parts], names)
+        for given, offsets in self._known:
+            if all(part.offsets is own for part, own in zip(parts, given, strict=True)):
+                return _unchecked(values, offsets)
+        offsets = _offsets(torch.cat([part.lengths for part in parts]))
+        self._known.append(([part.offsets for part in parts], offsets))
+        return _unchecked(values, offsets)
+
+
 class TakenRows:
     """Rows to be taken of several columns in one order.
 
@@ -167,9 +186,7 @@ class TakenRows:
             self._layouts.append(layout)
         data = column.data
         taken = layout.ranges.of(data) if isinstance(data, TensorRef) else data[layout.places]
-        found = Jagged.__new__(Jagged)  # with offsets that need no check
-        found.data, found.offsets = taken, layout.offsets
-        return found
+        return _unchecked(taken, layout.offsets)
 
 
 class _Layout:
@@ -191,6 +208,13 @@ class _Layout:
         """The places of the rows' values among all values: int64 ``[N]``."""
         shifts = torch.repeat_interleave(self._firsts - self.offsets[:-1], self._lengths)
         return torch.arange(int(self.offsets[-1]), device=shifts.device) + shifts
+
+
+def _unchecked(values: Tensor | TensorRef, offsets: Tensor) -> Jagged:
+    """Return a Jagged whose offsets are known to fit."""
+    made = Jagged.__new__(Jagged)
+    made.data, made.offsets = values, offsets
+    return made
 
 
 def _same(offsets: Tensor, others: Tensor) -> bool:

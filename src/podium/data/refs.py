@@ -304,9 +304,8 @@ def _cut(runs: Ints, starts: Ints, stops: Ints) -> Ints:
 
 def _merged(runs: Ints) -> Ints:
     """Return the same rows in as few runs as possible."""
-    if len(runs) < 2:
+    apart = (runs[1:, 0] != runs[:-1, 0]) | (runs[1:, 1] != runs[:-1, 2])
+    if apart.all():
         return runs
-    heads = np.ones(len(runs), bool)
-    heads[1:] = (runs[1:, 0] != runs[:-1, 0]) | (runs[1:, 1] != runs[:-1, 2])
-    tails = np.append(heads[1:], True)
+    heads, tails = np.append(True, apart), np.append(apart, True)
     return np.stack([runs[heads, 0], runs[heads, 1], runs[tails, 2]], axis=1)

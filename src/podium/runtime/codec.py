@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,9 @@ Reading = Literal["tensor", "readonly", "ref"]
 Opener = Callable[["BlockInfo"], "Block"]
 """Makes the block that came beside a message."""
 
+FEW_RUNS = 8
+"""So many runs of a reference travel as a list of numbers, which pickles faster than an array."""
+
 _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
@@ -67,7 +71,7 @@ class _Encoder(cloudpickle.CloudPickler):
             case "default":
                 return NotImplemented
             case "code":
-                return cast(Any, super()).reducer_override(obj)
+                return NotImplemented if _is_ours(obj) else cast(Any, super()).reducer_override(obj)
             case "tensor":
                 return _reduce_tensor(obj) or NotImplemented
             case _:
@@ -82,6 +86,13 @@ def _reduction(cls: type[Any]) -> Literal["default", "code", "tensor", "ref"]:
     if kind_of(cls) != "tensor":
         return "default"
     return "ref" if issubclass(cls, Rows) else "tensor"
+
+
+def _is_ours(code: Any) -> bool:
+    """Whether a class or function is found under its name in one of Podium's modules, so that plain pickle carries it.
+    cloudpickle finds that out too, and takes longer."""
+    module: str = code.__module__ or ""
+    return module.startswith("podium.") and getattr(sys.modules.get(module), code.__qualname__, None) is code
 
 
 def read_as(mode: Reading, read: Callable[[], T]) -> T:
@@ -198,14 +209,20 @@ def _reduce_ref(ref: TensorRef, blocks: list[Block] | None, places: dict[int, in
             if carried == len(blocks):
                 blocks.append(block)
         parts.append((carried, block.info, offset, rows))
-    return _ref, (parts, ref.runs, ref.dtype, tuple(ref.shape))
+    runs: Any = ref.runs.tolist() if len(ref.runs) <= FEW_RUNS else ref.runs
+    return _ref, (parts, runs, ref.dtype, tuple(ref.shape))
 
 
 def _ref(parts: Sequence[tuple[Any, ...]], runs: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
     from podium.data.refs import Part, TensorRef
 
     found = TensorRef(
-        [Part(_block(at, info), offset, rows) for at, info, offset, rows in parts], runs, dtype=dtype, shape=shape
+        [Part(_block(at, info), offset, rows) for at, info, offset, rows in parts],
+        np.array(runs, np.int64).reshape(-1, 3) if isinstance(runs, list) else runs,
+        dtype=dtype,
+        shape=shape,
     )
     if _here.mode == "ref":
         return found

@@ -420,8 +420,8 @@ def _balanced(lengths: Sequence[int], parts: int, size: int) -> Sequence[Sequenc
         return [[group * size + at for group in part for at in range(size)] for part in _balanced(sums, parts, 1)]
     loads = [(0, 0, part) for part in range(parts)]  # tokens, rows, part
     chosen: list[list[int]] = [[] for _ in range(parts)]
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        load, count, part = heapq.heappop(loads)
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # equals keep their order
+        load, count, part = loads[0]
         chosen[part].append(row)
-        heapq.heappush(loads, (load + lengths[row], count + 1, part))
+        heapq.heapreplace(loads, (load + lengths[row], count + 1, part))
     return [sorted(rows) for rows in chosen]

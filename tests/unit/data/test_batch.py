@@ -179,3 +179,19 @@ def test_all_rows_of_what_never_changes_are_the_thing_itself() -> None:
     whole.meta["step"] = 2
     assert batch.python("names") == ["a", "b"]
     assert batch.meta == {"step": 1}
+
+
+def test_joined_columns_share_offsets_where_their_parts_do() -> None:
+    """They are computed once, and travel once."""
+    tokens = [Jagged.from_rows([torch.tensor([1, 2]), torch.tensor([3])]), Jagged.from_rows([torch.tensor([4])])]
+    parts = [
+        Batch({"tokens": one, "mask": one.like(one.values > 1), "text": Jagged.from_rows([*one.unbind()])})
+        for one in tokens
+    ]
+    joined = Batch.concat(parts)
+    assert joined.jagged("mask").offsets is joined.jagged("tokens").offsets
+    assert joined.jagged("text").offsets is not joined.jagged("tokens").offsets
+    assert joined.jagged("mask").offsets.tolist() == [0, 2, 3, 4]
+    assert joined.jagged("mask").values.tolist() == [False, True, True, True]
+    with pytest.raises(DataError, match="rise from 0 to the 2 values"):
+        tokens[0].like(torch.tensor([1, 2]))
