@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from podium.algorithms import flat_groups
 from podium.data import Batch, Jagged, fields
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks.examples import template_messages
@@ -123,10 +122,16 @@ class ScoredBatch:
         if fields.VERSION_RANGE not in self.batch:
             return []
         found: dict[int, tuple[int, int]] = {}
-        for group, (oldest, newest) in zip(self.groups, self.batch.dense(fields.VERSION_RANGE).tolist(), strict=True):
+        oldest_B, newest_B = self.batch.dense(fields.VERSION_RANGE).unbind(1)
+        for group, oldest, newest in {*zip(self.groups, oldest_B.tolist(), newest_B.tolist(), strict=True)}:
             low, high = found.get(group, (oldest, newest))
             found[group] = min(low, oldest), max(high, newest)
         return [found[group] for group in sorted(found)]
+
+    def oldest_version(self) -> int | None:
+        """The oldest version of the weights that drew a token of these rows; None where it is not known."""
+        drawn = fields.VERSION_RANGE in self.batch and len(self.batch) > 0
+        return int(self.batch.dense(fields.VERSION_RANGE)[:, 0].min()) if drawn else None
 
     @property
     def rewards_B(self) -> Tensor:
@@ -139,13 +144,10 @@ class ScoredBatch:
         return torch.tensor([grade.correct for grade in self.grades or ()], dtype=torch.bool)
 
     def metrics(self) -> dict[str, float]:
-        """Rewards, accuracy, groups without variance and tokens: the metrics that need no tensor from a worker."""
+        """Accuracy, completions that were cut off, and tokens: the metrics that this process knows by itself."""
         reasons = self.batch.python(fields.FINISH_REASON)
         return {
-            names.REWARD_MEAN: float(self.rewards_B.mean()),
-            names.REWARD_STD: float(self.rewards_B.std(correction=0)),
             names.ACCURACY: float(self.correct_B.float().mean()),
-            names.FLAT_GROUPS: flat_groups(self.rewards_B, self.batch.dense(fields.GROUP)),
             names.TRUNCATED: reasons.count("length") / len(reasons),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
         }
@@ -252,7 +254,7 @@ def _table(scored: ScoredBatch, advantages: Jagged | None, rows: range, parts: S
         "advantage": pa.array(_means(advantages, tokens, rows), pa.float64()),
         "finish_reason": pa.array(batch.python(fields.FINISH_REASON), pa.string()),
         "version": pa.array(batch.jagged(fields.VERSIONS).values[lasts].tolist(), pa.int64()),
-        "tokens": pa.array([ids.int().numpy() for ids in tokens.unbind()], pa.list_(pa.int32())),
+        "tokens": pa.ListArray.from_arrays(tokens.offsets.int().numpy(), tokens.values.int().numpy()),
         **{f"reward_{name}": pa.array([own.get(name) for own in part_of], pa.float64()) for name in parts},
     }
     return pa.table(table)

@@ -50,6 +50,7 @@ _ADVANTAGE_INPUTS = (
     fields.FINISH_REASON,
 )
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
+_FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
 _UPDATE_INPUTS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS),
@@ -239,7 +240,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def describe(self, scored: ScoredBatch, batch: Batch) -> dict[str, float]:
         """Metrics of a step's completions; ``batch`` has their columns from before the update."""
-        needed = (fields.LOSS_MASK, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
+        needed = (*_FIGURE_INPUTS, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
         # Without old log-probabilities the update itself reports the mismatch, since no policy has moved yet.
         return {**scored.metrics(), **self.estimator.describe(batch.select(*needed))}
 
@@ -252,9 +253,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def check_staleness(self, scored: ScoredBatch) -> None:
         """Check that no token is from older weights than the schedule allows. Raises PodiumError for one that is."""
-        bound, drawn = self.config.run.staleness, scored.versions()
-        oldest = min((low for low, _ in drawn), default=scored.step)
-        if bound is not None and scored.step - 1 - oldest > bound:
+        bound, oldest = self.config.run.staleness, scored.oldest_version()
+        if bound is not None and oldest is not None and scored.step - 1 - oldest > bound:
             raise PodiumError(
                 f"step {scored.step}: a token was drawn by version {oldest} of the weights, which is more than the "
                 f"{bound} updates behind that run.schedule = {self.config.run.schedule!r} allows: the generator did "

@@ -5,8 +5,9 @@ What is drawn depends on the run's seed, the step and the place, never on what w
 Legend: P prompts, n completions a prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,16 @@ _EVALUATION = -1
 
 @dataclass(frozen=True)
 class Prompt:
-    """An encoded prompt: its token ids, the text that they decode to, and the example that it was made from."""
+    """An encoded prompt: its token ids, the example that it was made from, and the decoder of its tokenizer."""
 
     token_ids: Tensor
-    text: str
     example: Example
+    decode: Callable[[list[int]], object]
+
+    @cached_property
+    def text(self) -> str:
+        """The text that the token ids decode to. Only whoever shows or stores the prompt needs it."""
+        return str(self.decode(self.token_ids.tolist()))
 
 
 class Prompts(Sequence[Prompt]):
@@ -49,8 +55,7 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        ids = self.token_ids.tensor(place).long()
-        return Prompt(ids, str(self._tokenizer.decode(ids.tolist())), self.examples[place])
+        return Prompt(self.token_ids.tensor(place).long(), self.examples[place], self._tokenizer.decode)
 
 
 def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:

@@ -11,6 +11,7 @@ from podium.algorithms import (
     advantage_declaration,
     check_functions,
     compute_advantages,
+    flat_groups,
     kl_estimate,
     penalize,
 )
@@ -88,14 +89,22 @@ class Estimator(Worker):
 
     @endpoint(dispatch=only(0), collect=first(), concurrent=True, readonly=True)
     def describe(self, batch: Batch) -> dict[str, float]:
-        """Return the lengths of completions, and how far the generator's log-probabilities are from the trainer's.
+        """Return metrics of the rewards and lengths of completions, and how far the generator's log-probabilities are
+        from the trainer's.
 
         Args:
-            batch: ``loss_mask``; for the latter, in nats, also ``old_logprobs`` and ``rollout_logprobs``.
+            batch: ``rewards``, ``group`` and ``loss_mask``; for the mismatch of log-probabilities, in nats, also
+                ``old_logprobs`` and ``rollout_logprobs``.
         """
-        mask = batch.jagged(fields.LOSS_MASK)
+        mask, rewards_B = batch.jagged(fields.LOSS_MASK), batch.dense(fields.REWARDS)
         lengths_B = sampled_counts(mask).float()
-        figures = {metrics.LENGTH_MEAN: float(lengths_B.mean()), metrics.LENGTH_MAX: float(lengths_B.max())}
+        figures = {
+            metrics.REWARD_MEAN: float(rewards_B.mean()),
+            metrics.REWARD_STD: float(rewards_B.std(correction=0)),
+            metrics.FLAT_GROUPS: flat_groups(rewards_B, batch.dense(fields.GROUP)),
+            metrics.LENGTH_MEAN: float(lengths_B.mean()),
+            metrics.LENGTH_MAX: float(lengths_B.max()),
+        }
         if fields.OLD_LOGPROBS in batch and bool(mask.values.any()):
             columns = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
             old_N, rollout_N = (batch.jagged(name).values[mask.values] for name in columns)

@@ -41,8 +41,8 @@ def rollouts() -> Batch:
 
 
 PROMPTS = [
-    Prompt(torch.tensor([5]), "p", Example("p", "x", {"worth": 1.0})),
-    Prompt(torch.tensor([1, 2]), "q", Example("q", None, {})),
+    Prompt(torch.tensor([5]), Example("p", "x", {"worth": 1.0}), lambda ids: "p"),
+    Prompt(torch.tensor([1, 2]), Example("q", None, {}), lambda ids: "q"),
 ]
 
 
@@ -54,10 +54,7 @@ def scored(grades: list[Grade] | None, batch: Batch | None = None, step: int = 1
 def test_metrics_of_completions() -> None:
     found = scored([Grade(score, correct=score == 1.0) for score in (1.0, 0.0, 0.5, 0.5)]).metrics()
     assert found == {
-        metrics.REWARD_MEAN: 0.5,
-        metrics.REWARD_STD: pytest.approx(math.sqrt(0.125)),
         metrics.ACCURACY: 0.25,
-        metrics.FLAT_GROUPS: 0.5,
         metrics.TRUNCATED: 0.25,
         metrics.TOKENS: 14.0,
     }
@@ -70,6 +67,15 @@ def test_each_completion_is_graded_with_the_row_of_its_prompt(most: int, monkeyp
         graded = scored(None).graded(grader)
     assert graded.rewards_B.tolist() == [2.0, 3.0, 1.0, 3.0]
     assert graded.batch.dense(fields.REWARDS).tolist() == [2.0, 3.0, 1.0, 3.0]
+
+
+def test_the_versions_of_each_prompt_and_the_oldest_of_all() -> None:
+    ranges = torch.tensor([[3, 4], [2, 2], [5, 5], [5, 7]])
+    found = scored(None, rollouts().with_columns({fields.VERSION_RANGE: ranges}))
+    assert found.versions() == [(2, 4), (5, 7)]
+    assert found.oldest_version() == 2
+    assert scored(None).versions() == []
+    assert scored(None).oldest_version() is None
 
 
 def elsewhere(batch: Batch) -> Batch:
@@ -132,7 +138,7 @@ def test_completions_are_written_with_tokens_grades_and_the_mean_advantage(tmp_p
 
 
 def test_text_without_utf_8_is_written_nevertheless(tmp_path: Path) -> None:
-    odd = [replace(PROMPTS[0], text="p\ud800"), PROMPTS[1]]
+    odd = [replace(PROMPTS[0], decode=lambda ids: "p\ud800"), PROMPTS[1]]
     batch = ScoredBatch(step=1, batch=rollouts(), prompts=odd, tokenizer=char_tokenizer("abcdef"))
     with CompletionsLog(tmp_path) as log:
         log.write(batch, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -100,7 +102,7 @@ def of_a_wrong_shape(inputs: object, config: object) -> int:
     return 3
 
 
-def test_lengths_and_the_mismatch_of_sampled_tokens_only() -> None:
+def test_figures_of_rewards_and_lengths_and_the_mismatch_of_sampled_tokens_only() -> None:
     batch = rollouts()
     tokens, mask = batch.jagged(fields.TOKENS), batch.jagged(fields.LOSS_MASK).values
     generator = torch.where(mask, torch.tensor(-1.0), torch.tensor(-50.0))
@@ -109,7 +111,13 @@ def test_lengths_and_the_mismatch_of_sampled_tokens_only() -> None:
     columns = {fields.OLD_LOGPROBS: tokens.like(trainer), fields.ROLLOUT_LOGPROBS: tokens.like(generator)}
     with podium.connect("inline") as cluster:
         estimator = cluster.start(Estimator.bind(AlgorithmConfig()), cluster.pool([1]))
-        assert estimator.describe(batch) == {metrics.LENGTH_MEAN: 2.0, metrics.LENGTH_MAX: 3.0}
+        assert estimator.describe(batch) == {
+            metrics.REWARD_MEAN: 0.5,
+            metrics.REWARD_STD: pytest.approx(math.sqrt(0.125)),
+            metrics.FLAT_GROUPS: 0.5,
+            metrics.LENGTH_MEAN: 2.0,
+            metrics.LENGTH_MAX: 3.0,
+        }
         found = estimator.describe(batch.with_columns(columns))
     assert found[metrics.MISMATCH_MEAN] == pytest.approx((7 * 0.5 + 2.0) / 8)
     assert found[metrics.MISMATCH_MAX] == 2.0
