@@ -249,6 +249,10 @@ def test_a_bucket_that_never_came_is_named() -> None:
     with pytest.raises(DataError, match="not whole"):
         generator.finish_weight_sync(2)
     assert generator.weights_version() is None
+    for index in range(len(buckets)):  # the next version begins anew, and needs no second announcement
+        assert generator.receive_weights(2, index, *policy.weight_bucket(index, BUCKET)) == []
+    generator.finish_weight_sync(2)
+    assert generator.weights_version() == 2
 
 
 class Hasty(Policy):
@@ -279,7 +283,8 @@ class Books:
     """A policy and a generator that only keep books: which buckets were made, and which of them are copied."""
 
     def __init__(self) -> None:
-        self.made, self.copied, self.most = 0, 0, 0
+        self.made, self.copied, self.most, self.announced = 0, 0, 0, 0
+        self.version: int | None = None
         names = ("weights_version", "prepare_weight_sync", "receive_weights", "finish_weight_sync")
         for name in names:
             setattr(self, name, SimpleNamespace(submit=partial(self.submit, name)))
@@ -301,13 +306,25 @@ class Books:
 
     def result(self, name: str) -> list[Any]:
         self.copied += name == "receive_weights"
-        return [[]] if name == "receive_weights" else [None]
+        self.announced += name == "prepare_weight_sync"
+        return [[]] if name == "receive_weights" else [self.version]
 
 
 def test_two_buckets_are_in_flight_and_no_more() -> None:
     books: Any = Books()
     StreamedSync(books, [books], bucket_bytes=40).sync(1)
     assert (books.made, books.copied, books.most) == (9, 9, 2)
+
+
+def test_weights_are_announced_once_and_again_to_a_generator_that_has_none() -> None:
+    books: Any = Books()
+    sync = StreamedSync(books, [books], bucket_bytes=40)
+    found: list[int] = []
+    for version, held in ((1, None), (2, 1), (3, 2), (4, None), (5, 4)):
+        books.version, books.made = held, 0
+        sync.sync(version)
+        found.append(books.announced)
+    assert found == [1, 1, 1, 2, 2]
 
 
 def test_buckets_hold_every_row_once_and_no_more_than_they_may() -> None:

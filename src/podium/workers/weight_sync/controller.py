@@ -16,7 +16,7 @@ from podium.workers.weight_sync.buckets import cut
 
 if TYPE_CHECKING:
     from podium.workers.policy import Policy
-    from podium.workers.weight_sync.buckets import WeightManifest
+    from podium.workers.weight_sync.buckets import WeightInfo, WeightManifest
     from podium.workers.weight_sync.receiver import WeightReceiver
 
 __all__ = ["ColocatedSync", "StreamedSync", "WeightSync"]
@@ -137,6 +137,8 @@ class StreamedSync(WeightSync):
         self._copied = delta  # whether the policy's weights cannot be read where they are
         self._place = ""  # the memory that ``_refs`` point to, as the manifest names it
         self._refs: Mapping[str, TensorRef] = {}  # the policy's weights, where they can be read in place
+        # What each generator was told to expect: the weights, and the size of a bucket.
+        self._announced: dict[Handle[WeightReceiver], tuple[Sequence[WeightInfo], int]] = {}
         # The checksums of what the generators hold, by bucket and piece; empty where they are not known.
         self._sums: dict[int, list[int]] = {}
 
@@ -148,13 +150,15 @@ class StreamedSync(WeightSync):
         behind = [generator for generator, versions in held if _is_behind(versions, version)]
         if not behind:
             return
-        if any(None in versions for _, versions in held):
+        for generator in (generator for generator, versions in held if None in versions):
             self._sums = {}
+            self._announced.pop(generator, None)
         try:
             self._send(behind, version)
             _wait([generator.finish_weight_sync.submit(version) for generator in behind])
         except BaseException as error:
             self._sums = {}
+            self._announced.clear()
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             for generator in behind:  # generators that died or are broken have no request that waits
                 with contextlib.suppress(PodiumError):
@@ -163,12 +167,14 @@ class StreamedSync(WeightSync):
 
     def close(self) -> None:
         self._sums, self._refs, self._place = {}, {}, ""
+        self._announced.clear()
 
     def _send(self, generators: Sequence[Handle[WeightReceiver]], version: int) -> None:
         known, self._sums = self._sums, {}
         manifest, wrong = self._stream(generators, version, known)
         if wrong and known:
             emit(Note(f"weight sync {version}: generators do not hold {_few(wrong)} as sent; sending all"))
+            self._announced.clear()
             manifest, wrong = self._stream(generators, version, {})
         if self._policy.weight_manifest() != manifest:
             raise DataError(
@@ -179,7 +185,7 @@ class StreamedSync(WeightSync):
             raise DataError(f"the weights of version {version} arrived damaged: the checksums of {_few(wrong)} differ")
 
     def _prepare(self, generators: Sequence[Handle[WeightReceiver]]) -> tuple[WeightManifest, int]:
-        """Announce the weights as they are now; return their manifest and the size of a bucket."""
+        """Announce the weights to generators that do not expect them yet; return their manifest and a bucket's size."""
         manifest = self._policy.weight_manifest()
         if not self._copied and (not manifest.place or manifest.place != self._place):
             self.close()
@@ -190,7 +196,10 @@ class StreamedSync(WeightSync):
                 self._place = manifest.place
                 self._refs = {info.name: ref for info, ref in zip(manifest.weights, refs, strict=True)}
         bucket_bytes = self._bucket_bytes * (IN_PLACE_BUCKETS if self._refs else 1)
-        _wait([generator.prepare_weight_sync.submit(manifest.weights, bucket_bytes) for generator in generators])
+        announced = manifest.weights, bucket_bytes
+        new = [generator for generator in generators if self._announced.get(generator) != announced]
+        _wait([generator.prepare_weight_sync.submit(*announced) for generator in new])
+        self._announced.update(dict.fromkeys(new, announced))
         return manifest, bucket_bytes
 
     def _stream(

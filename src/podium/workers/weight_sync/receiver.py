@@ -49,7 +49,8 @@ class WeightReceiver(Worker):
         self._lock = threading.Lock()
         self._arriving: int | None = None  # the version of the weights of which a bucket has come
         self._buckets: list[list[Piece]] = []
-        self._missing: dict[str, int] = {}  # rows of each tensor that have not arrived
+        self._rows: dict[str, int] = {}  # rows of each tensor that a sync brings
+        self._missing: dict[str, int] = {}  # those of them that have not arrived
         self._sums: dict[Piece, tuple[int, int]] = {}  # checksums of a piece as it was sent, and as the engine holds it
 
     @endpoint(concurrent=True)
@@ -83,7 +84,7 @@ class WeightReceiver(Worker):
 
     @endpoint(collect=nothing(), concurrent=True)
     def prepare_weight_sync(self, weights: Sequence[WeightInfo], bucket_bytes: int) -> None:
-        """Expect all of ``weights``, in the buckets of ``bucket_bytes`` that :func:`.cut` makes of them.
+        """Expect all of ``weights`` in each sync from now on, in the buckets that :func:`.cut` makes of them.
 
         Raises:
             ConfigError: These are not the tensors of the engine's model, or the engine reads a colocated policy's
@@ -93,7 +94,8 @@ class WeightReceiver(Worker):
             raise ConfigError("this generator reads a colocated policy: call refresh(version), weights are not sent")
         self._ready_engine().check_weights({info.name: info.shape for info in weights})
         with self._lock:
-            self._missing = {info.name: info.rows for info in weights}
+            self._rows = {info.name: info.rows for info in weights}
+            self._missing = dict(self._rows)
             self._buckets = cut(tuple(weights), bucket_bytes)
 
     @endpoint(concurrent=True, readonly=True)
@@ -114,6 +116,8 @@ class WeightReceiver(Worker):
         """
         engine = self._ready_engine()
         with self._lock:
+            if self._arriving != version:
+                self._missing = dict(self._rows)
             self._synced, self._arriving = None, version
             engine.gate.close()
         wrong: list[str] = []
