@@ -22,6 +22,11 @@ def meter() -> Meter:
             (began + 20 * MS, began + 30 * MS),
             (began + 50 * MS, began + 100 * MS),
         ]
+        meter.computed += [
+            ("generate", began + 45 * MS, 2 * step * MS + MS // 2),
+            ("update", began + 99 * MS, 2 * step * MS + 3 * MS // 2),
+            ("end", began + 100 * MS, 2 * (step + 1) * MS),
+        ]
         meter.stages += [("generate", began, began + 45 * MS), ("update", began + 48 * MS, began + 100 * MS)]
     return meter
 
@@ -44,3 +49,7 @@ def test_the_shares_of_a_step(meter: Meter) -> None:
 def test_where_nobody_works(meter: Meter) -> None:
     waits = {name: spent[0] for name, spent in meter.waits_ms().items()}
     assert waits == pytest.approx({"generate": 5, "update": 2, "between": 3})
+
+
+def test_what_the_thread_that_runs_the_steps_computes(meter: Meter) -> None:
+    assert meter.computed_ms() == {"generate": [0.5] * 3, "update": [1.0] * 3, "end": [0.5] * 3}
