@@ -131,10 +131,20 @@ class Stuck(Generator):
         return batch.with_columns(version_range=torch.zeros_like(batch.dense("version_range")))
 
 
-def test_a_generator_that_keeps_old_weights_ends_the_run(tmp_path: Path) -> None:
+class Bare(Stuck):
+    """It says so of its tokens alone."""
+
+    @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
+    def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        batch = super().generate(prompts, sampling).drop("version_range")
+        return batch.with_columns(versions=batch.jagged("versions").map_tensors(torch.zeros_like))
+
+
+@pytest.mark.parametrize("generator", [Stuck, Bare])
+def test_a_generator_that_keeps_old_weights_ends_the_run(tmp_path: Path, generator: type[Generator]) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"steps": 3}, eval={"items": 0})
     with pytest.raises(PodiumError, match=r"step 2: a token was drawn by version 0 .* more than the 0 updates behind"):
-        PPOTrainer(config, cluster="inline", workers={"generator": Stuck}, show=False).fit()
+        PPOTrainer(config, cluster="inline", workers={"generator": generator}, show=False).fit()
 
 
 def test_it_learns(tmp_path: Path, schedule: str) -> None:

@@ -30,7 +30,7 @@ from podium.trainer.files import step_name
 from podium.trainer.prompts import Prompt
 from podium.workers import RewardModel, completion_texts, sampled_tokens
 
-__all__ = ["CompletionsLog", "ScoredBatch", "write_completions"]
+__all__ = ["CompletionsLog", "ScoredBatch", "version_range", "write_completions"]
 
 _GRADED_TOKENS: Final = 1 << 19  # of the rows whose texts are here together: enough to keep all graders busy
 _WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be written; prompts count, too
@@ -209,6 +209,20 @@ class CompletionsLog:
         self._thread.shutdown(wait=True)
         if kind is None:
             self.flush()
+
+
+def version_range(batch: Batch) -> Tensor:
+    """The column ``version_range`` of a batch that lacks it, from the version of each token: int64 ``[B, 2]``."""
+    tokens = batch.select(fields.VERSIONS, fields.LOSS_MASK).fetch()
+    versions, sampled = tokens.jagged(fields.VERSIONS), tokens.jagged(fields.LOSS_MASK).values.bool()
+    row_K = torch.repeat_interleave(torch.arange(len(batch)), versions.lengths)[sampled]
+    own_K = versions.values[sampled].long()
+    newest = int(own_K.max()) if len(own_K) else 0  # of rows without a token
+    ends = [
+        torch.full((len(batch),), newest).scatter_reduce(0, row_K, own_K, how, include_self=False)
+        for how in ("amin", "amax")
+    ]
+    return torch.stack(ends, 1)
 
 
 def write_completions(folder: Path, scored: ScoredBatch, advantages: Jagged | None) -> None:

@@ -24,7 +24,7 @@ from podium.rollout.tasks import PromptStream, load_examples
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.trainer.checkpoints import TrainerState
-from podium.trainer.completions import CompletionsLog, ScoredBatch, write_completions
+from podium.trainer.completions import CompletionsLog, ScoredBatch, version_range, write_completions
 from podium.trainer.config import PPOConfig
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preflight import check_answers, check_columns, check_lengths, check_tokens
@@ -174,6 +174,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return scored
 
     def _ungraded(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        if (
+            fields.VERSION_RANGE not in batch and fields.VERSIONS in batch
+        ):  # of a generator or a stage of the user's own
+            batch = batch.with_columns({fields.VERSION_RANGE: version_range(batch)})
         rows = [name for name in (fields.GROUP, fields.VERSION_RANGE) if name in batch]
         return ScoredBatch(step=step, batch=batch.fetch(*rows), prompts=prompts, tokenizer=self.tokenizer)
 

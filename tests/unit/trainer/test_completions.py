@@ -51,6 +51,15 @@ def scored(grades: list[Grade] | None, batch: Batch | None = None, step: int = 1
     return ScoredBatch(step=step, batch=batch, prompts=PROMPTS, tokenizer=char_tokenizer("abcdef"), grades=grades)
 
 
+def test_the_versions_of_a_batch_that_only_has_those_of_its_tokens() -> None:
+    batch = rollouts()
+    tokens = batch.jagged(fields.TOKENS)  # of 2, 3, 4 and 5 tokens, with prompts of 1, 1, 2 and 2
+    versions = tokens.like(torch.tensor([0, 4, 0, 5, 3, 0, 0, 6, 6, 0, 0, 2, 9, 4]))
+    assert completions.version_range(batch.with_columns(versions=versions)).tolist() == [[4, 4], [3, 5], [6, 6], [2, 9]]
+    nothing = batch.with_columns(versions=versions, loss_mask=tokens.like(torch.arange(14) < 2))
+    assert completions.version_range(nothing).tolist() == [[0, 4], [4, 4], [4, 4], [4, 4]]
+
+
 def test_metrics_of_completions() -> None:
     found = scored([Grade(score, correct=score == 1.0) for score in (1.0, 0.0, 0.5, 0.5)]).metrics()
     assert found == {
