@@ -278,8 +278,8 @@ class NoWeights:
         del version, generators
 
 
-def controller(backend: str, generators: int, prompts: int) -> dict[str, Any]:
-    """Send ``prompts`` to real workers, twice, and time the second pass."""
+def controller(backend: str, generators: int, prompts: int, machine: str) -> dict[str, Any]:
+    """Send ``prompts`` to real workers, twice, and time the second pass. ``machine`` says how busy the machine is."""
     sampling = SamplingParams(max_new_tokens=LONGEST, n=N)
     whole = Batch({
         fields.PROMPT_TOKENS: Jagged.from_rows([torch.arange(64)] * prompts),
@@ -307,7 +307,7 @@ def controller(backend: str, generators: int, prompts: int) -> dict[str, Any]:
                 wall, spent = time.monotonic() - began, time.process_time() - spent
         ledger.close()
         return {
-            "backend": backend, "generators": generators, "samples": prompts * N,
+            "backend": backend, "generators": generators, "samples": prompts * N, "machine": machine,
             "controller_us_a_sample": 1e6 * (spent - _workers_s[0] * (backend == "inline")) / (prompts * N),
             "wall_us_a_sample": 1e6 * wall / (prompts * N),
         }  # fmt: skip
@@ -342,10 +342,10 @@ def section(found: Mapping[str, Any]) -> str:
         cells = (f"{run['generators']:,}", f"{run['samples']:,}", f"{run['of_ideal']:.1%}", str(run["most_stale"]))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "The controller's own processor time, without grading, on one core:", ""]
-    lines += ["| backend | generators | microseconds a completion |", "|---|---|---|"]
+    lines += ["| backend | generators | microseconds a completion | machine |", "|---|---|---|---|"]
     for run in found["controller"]:
         us = f"{run['controller_us_a_sample']:.0f}"
-        lines.append(f"| `{run['backend']}` | {run['generators']:,} | {us} |")
+        lines.append(f"| `{run['backend']}` | {run['generators']:,} | {us} | {run['machine']} |")
     return "\n".join(lines)
 
 
@@ -354,6 +354,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=1_000_000, help="about so many in each simulation")
     parser.add_argument("--controller", nargs="+", choices=("inline", "ray"), help="measure the controller there")
     parser.add_argument("--generators", type=int, nargs="+", default=(64, 256, 1024))
+    parser.add_argument("--machine", default="idle", help="how busy it is with other work, for the report")
     parser.add_argument("--report", action="store_true", help="write docs/schedules.md from the results there are")
     options = parser.parse_args()
     found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -369,9 +370,11 @@ def main() -> int:
     if options.controller:
         run_timed = _timed(inline._InlineProcess._run)  # pyright: ignore[reportPrivateUsage]
         inline._InlineProcess._run = run_timed  # pyright: ignore[reportPrivateUsage]
-        others = [run for run in found.get("controller", ()) if run["backend"] not in options.controller]
         sizes = [(backend, count) for backend in options.controller for count in options.generators]
-        found["controller"] = others + [say(controller(*size, max(1024, 2 * size[1]))) for size in sizes]
+        runs = {(run["backend"], run["generators"], run["machine"]): run for run in found.get("controller", ())}
+        for size in sizes:
+            runs[*size, options.machine] = say(controller(*size, max(1024, 2 * size[1]), options.machine))
+        found["controller"] = [runs[key] for key in sorted(runs)]
     else:
         a_step = PROMPTS_A_GENERATOR * N
         steps = max(40, options.samples // (GENERATORS * a_step))

@@ -37,7 +37,8 @@ MODEL = {
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 
-RAY = {"RAY_worker_niceness": "0"}  # Ray's workers would hardly run beside what else keeps the machine busy
+RAY = {"RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "150"}
+"""Without these, Ray hardly starts beside what else keeps the machine busy."""
 
 _CLOCK = """
 import os, time

@@ -55,6 +55,6 @@ def test_a_schedule_that_runs_too_far_ahead_is_found_stale(monkeypatch: pytest.M
 
 
 def test_the_controller_sends_every_prompt_once_on_inline() -> None:
-    found = simulation.controller("inline", 2, 8)
+    found = simulation.controller("inline", 2, 8, "idle")
     assert found["samples"] == 128
     assert found["controller_us_a_sample"] > 0
