@@ -181,10 +181,13 @@ def test_a_ray_that_was_there_before_is_joined_and_left_running(head: Head, tmp_
 
 
 FOUND = """
+import torch
 with podium.HOW as cluster:
     pool = cluster.pool([2], cpus=1)
     busy = cluster.start(Busy.bind(), pool, distributed=False)
     print(busy.ping(7), sorted(busy.echo(bytearray(1 << 20))[:2]))
+    put = [cluster.put(torch.full((50_000,), at)) for at in range(2)]
+    print([int(busy.echo(ref).sum()) for ref in put])
     try:
         cluster.pool([3], cpus=1)
     except podium.errors.PlacementError as error:
@@ -217,7 +220,7 @@ def test_a_running_cluster_is_found(head: Head, tmp_path: Path, way: str) -> Non
     how = 'connect("ray", address="auto", preload=())' if way == "auto" else f"connect({head.client!r}, preload=())"
     with said_by(head):
         out = run_script(tmp_path, START + FOUND.replace("HOW", how), PYTHONPATH=ROOT, RAY_ADDRESS=head.address)
-    assert out.splitlines() == ["[7, 7] [0, 0]", "True", "[8, 8]", "LookupError"]
+    assert out.splitlines() == ["[7, 7] [0, 0]", "[0, 50000]", "True", "[8, 8]", "LookupError"]
 
 
 @pytest.mark.parametrize("failures", [2, 3])

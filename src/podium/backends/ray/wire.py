@@ -230,7 +230,7 @@ def _joined(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
 
 
 def _is_here(key: bytes) -> bool:
-    """Whether this node's store still has an object.
+    """Whether this node's store still has an object. Through Ray's client, which cannot tell, no object is here.
 
     Ray asks this of a reference, so one is made and counted for the time of the question. A reference with
     ``skip_adding_local_ref`` would not be counted, but Ray would count its end all the same. The object would lose a
@@ -238,8 +238,8 @@ def _is_here(key: bytes) -> bool:
     """
     from ray._private.worker import global_worker
 
-    worker: Any = global_worker
-    return worker.core_worker.object_exists(ray.ObjectRef(key))
+    core: Any = getattr(global_worker, "core_worker", None)
+    return core is not None and core.object_exists(ray.ObjectRef(key))
 
 
 _TIMES = struct.Struct("<qq")
