@@ -18,6 +18,7 @@ from podium.testing.target import Target, all_gone, need, time_limit, wait_for
 __all__ = ["ScriptContract"]
 
 LIMIT_S = 100.0
+END_S = 5.0  # for processes that clean up after a killed script
 GONE_S = 20.0
 """The promise is two seconds on a machine that does nothing else."""
 SCRIPT = """
@@ -98,7 +99,7 @@ def _run(target: Target, directory: Path) -> Seen:
     finally:
         script.kill()
         script.wait()
-        for pid in everything:  # what a broken backend leaves must not stay on the machine
+        for pid in all_gone(everything, END_S):  # what a broken backend leaves must not stay on the machine
             kill(pid)
 
 
