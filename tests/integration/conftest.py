@@ -1,4 +1,4 @@
-"""One cluster of real processes for all integration tests: its fork server starts once, groups are cheap."""
+"""Clusters of real processes for all integration tests: a fork server starts once, and then groups are cheap."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 import podium
 from podium import Cluster, Worker
+from podium.trainer import PRELOAD
 
 
 @pytest.fixture(scope="session")
@@ -15,4 +16,11 @@ def local() -> Iterator[Cluster]:
     """A local cluster that outlives the failures of its groups. A test closes the groups that it starts."""
     with podium.connect("local") as cluster:
         cluster.start(Worker.bind()).group.close()  # the fork server is warm once a first process has started
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Cluster]:
+    """A local cluster for training: its fork server has imported what a run needs, which takes a run seconds."""
+    with podium.connect("local", preload=PRELOAD) as cluster:
         yield cluster

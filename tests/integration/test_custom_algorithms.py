@@ -12,6 +12,7 @@ import pytest
 
 from podium.cli import main
 from podium.errors import ConfigError
+from podium.runtime import Cluster
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.integration.rewards import two_parts
@@ -68,9 +69,9 @@ def config_of(folder: Path, ranks: int = 1, **algorithm: Any) -> GRPOConfig:
 
 
 @pytest.mark.parametrize(("cluster", "ranks"), [("inline", 1), ("local", 2)])
-def test_a_loss_of_ones_own_by_one_key(folder: Path, cluster: str, ranks: int) -> None:
+def test_a_loss_of_ones_own_by_one_key(preloaded: Cluster, folder: Path, cluster: str, ranks: int) -> None:
     config = config_of(folder, ranks, loss=f"{folder}/mine.py:sequence_reinforce", minibatches=2)
-    PPOTrainer(config, cluster=cluster, show=False).fit()
+    PPOTrainer(config, cluster=preloaded if cluster == "local" else cluster, show=False).fit()
     rows = metrics_rows(folder / "runs" / "run")
     assert [row["policy/row_ratio"] for row in rows] == pytest.approx([1.0, 1.0], abs=0.1)
     assert metrics.CLIP_FRACTION not in rows[0]  # no other loss was computed beside it
@@ -96,9 +97,9 @@ def test_an_advantage_sees_the_parts_of_the_reward(folder: Path) -> None:
     np.testing.assert_allclose(table["advantage"], expected, atol=1e-5)
 
 
-def test_an_advantage_sees_columns_of_the_data_finish_reasons_and_entropies(folder: Path) -> None:
+def test_an_advantage_sees_columns_of_the_data_finish_reasons_and_entropies(preloaded: Cluster, folder: Path) -> None:
     config = config_of(folder, advantage=f"{folder}/mine.py:per_source")
-    PPOTrainer(config, cluster="local", reward=two_parts, show=False).fit()
+    PPOTrainer(config, cluster=preloaded, reward=two_parts, show=False).fit()
     table = completions(folder)
     odd = np.array([int(prompt[:2]) % 2 for prompt in table["prompt"]])
     means = np.where(odd, table["reward"][odd == 1].mean(), table["reward"][odd == 0].mean())

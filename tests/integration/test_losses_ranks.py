@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, loss_weights
 from podium.data import Batch
-from podium.runtime import Cluster, connect, endpoint, first, shard
-from podium.trainer import PRELOAD
+from podium.runtime import Cluster, endpoint, first, shard
 from podium.workers import OptimConfig, ParallelConfig, Policy, load_model
 from podium.workers.config import Strategy
 from podium.workers.micro_batches import plan
@@ -70,9 +69,8 @@ CASES: dict[str, tuple[AlgorithmConfig, Oracle, str]] = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with connect("local", preload=PRELOAD) as running:
-        yield running
+def cluster(preloaded: Cluster) -> Cluster:
+    return preloaded
 
 
 def minibatch() -> Batch:

@@ -97,7 +97,7 @@ def test_a_pool_that_cannot_be_had_says_who_holds_what(cluster: Cluster, head: H
         began = time.monotonic()
         with pytest.raises(PlacementError) as caught:
             cluster.pool([2], cpus=1)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 20.0, "nothing is waited for"
         for said in (
             "asked for 2 cpu on 1 node",
             "0.25 cpu free on",
@@ -177,7 +177,7 @@ def test_a_ray_that_was_there_before_is_joined_and_left_running(head: Head, tmp_
     first, second = out.splitlines()
     assert first == "[1] True True"
     assert second.startswith("True True ")
-    assert not all_gone([int(second.split()[2])], 3.0)
+    assert not all_gone([int(second.split()[2])], 15.0)
 
 
 FOUND = """

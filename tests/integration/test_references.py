@@ -115,8 +115,9 @@ def test_descriptors_are_given_back(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("source", ["inline", "local"])
 @pytest.mark.parametrize("target", ["inline", "local"])
-def test_what_one_cluster_keeps_reaches_another_by_value(source: str, target: str) -> None:
-    with podium.connect(source) as one, podium.connect(target) as other:
+def test_what_one_cluster_keeps_reaches_another_by_value(cluster: Cluster, source: str, target: str) -> None:
+    with podium.connect(source) as one, podium.connect("inline") as inline:
+        other = cluster if target == "local" else inline
         keeper = one.start(Keeper.bind(), distributed=False)
         reader = other.start(Keeper.bind(), distributed=False)
         ref: Any = keeper.make(1)
@@ -137,9 +138,10 @@ def test_a_reference_passed_to_and_fro_holds_no_more_descriptors(cluster: Cluste
 
 
 @pytest.mark.parametrize("backend", ["inline", "local"])
-def test_what_is_reduced_is_fetched(backend: str) -> None:
-    with podium.connect(backend) as cluster:
-        keeper = cluster.start(Keeper.bind(), cluster.pool([2]), distributed=False, returns="ref")
+def test_what_is_reduced_is_fetched(cluster: Cluster, backend: str) -> None:
+    with podium.connect("inline") as inline:
+        where = cluster if backend == "local" else inline
+        keeper = where.start(Keeper.bind(), where.pool([2]), distributed=False, returns="ref")
         assert keeper.loss() == {"loss": torch.tensor(0.5)}
         assert keeper.most() == torch.tensor(1)
 
@@ -165,6 +167,10 @@ def test_a_worker_without_descriptors_fails_the_call_and_goes_on(cluster: Cluste
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with podium.connect("local") as cluster:
-        yield cluster
+def cluster(local: Cluster) -> Iterator[Cluster]:
+    """One whose groups end with the test."""
+    before = {*local.groups}
+    yield local
+    for name, group in local.groups.items():
+        if name not in before:
+            group.close()

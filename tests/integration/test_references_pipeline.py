@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import podium
 from podium import Batch, Call, Cluster, Handle, TensorRef, Worker, concat, endpoint, first, shard, telemetry
 from podium.errors import ConfigError, EndpointError
 from tests.integration.processes import wait_for
@@ -32,14 +31,11 @@ class Stage(Worker):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with podium.connect("local") as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def stages(cluster: Cluster) -> list[Handle[Stage]]:
-    return [cluster.start(Stage.bind(), name=f"stage-{at}", distributed=False) for at in range(3)]
+def stages(local: Cluster) -> Iterator[list[Handle[Stage]]]:
+    stages = [local.start(Stage.bind(), name=f"stage-{at}", distributed=False) for at in range(3)]
+    yield stages
+    for stage in stages:
+        stage.group.close()
 
 
 def overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:

@@ -41,11 +41,10 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, preloaded: Cluster) -> Iterator[Place]:
     """Local, or a running Ray cluster of two nodes with one core each."""
     if request.param == "local":
-        with podium.connect("local", preload=PRELOAD) as cluster:
-            yield Place("local", {}, cluster)
+        yield Place("local", {}, preloaded)
         return
     from tests.integration.ray_nodes import add_node, ray_nodes
 

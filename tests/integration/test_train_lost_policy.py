@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from podium.data import Batch
-from podium.runtime import Cluster, concat, connect, endpoint, shard
+from podium.runtime import Cluster, concat, endpoint, shard
 from podium.telemetry import Event, Note, Recovered, StepFinished, subscribe
-from podium.trainer import PRELOAD, GRPOConfig, PPOTrainer
+from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.ledger import read_ledger
 from podium.workers import Generator
 from tests.integration.training import losses, tiny
@@ -23,9 +22,8 @@ LONG_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with connect("local", preload=PRELOAD) as cluster:
-        yield cluster
+def cluster(preloaded: Cluster) -> Cluster:
+    return preloaded
 
 
 def test_a_lost_policy_ends_the_wait_for_completions(cluster: Cluster, tmp_path: Path) -> None:

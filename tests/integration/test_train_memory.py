@@ -13,7 +13,7 @@ from torch import Tensor
 
 from podium.data import Batch, Jagged, TensorRef, fields
 from podium.rollout.sampling import SamplingParams
-from podium.runtime import concat, endpoint, shard
+from podium.runtime import Cluster, concat, endpoint, shard
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer, completions
 from podium.workers import Generator
@@ -59,7 +59,7 @@ class Watched(PPOTrainer):
 
 @pytest.mark.parametrize("recipe", [{"kl_in": "reward", "kl_coef": 0.1, "epochs": 2, "minibatches": 2}, {}])
 def test_ten_times_the_tokens_bring_no_more_bytes_to_the_controller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any]
+    preloaded: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(completions, "_GRADED_TOKENS", CHUNK)
     monkeypatch.setattr(completions, "_WRITTEN_TOKENS", CHUNK)
@@ -84,7 +84,7 @@ def test_ten_times_the_tokens_bring_no_more_bytes_to_the_controller(
             algorithm={**recipe, "max_mismatch": None},  # the log-probabilities are made up
             eval={"items": 0},
         )
-        trainer = Watched(config, cluster="local", workers={"generator": Endless}, show=False)
+        trainer = Watched(config, cluster=preloaded, workers={"generator": Endless}, show=False)
         trainer.fit()
         run = tmp_path / "runs" / name
         tokens.append(metrics_rows(run)[0][metrics.TOKENS])

@@ -21,7 +21,7 @@ from podium.errors import PodiumError
 from podium.rollout.engines import Engine
 from podium.rollout.engines.journal import read_journal
 from podium.rollout.sampling import SamplingParams
-from podium.runtime import concat, endpoint, first, shard
+from podium.runtime import Cluster, concat, endpoint, first, shard
 from podium.telemetry import EvalFinished, Event, Note, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
@@ -36,9 +36,11 @@ SPLIT = {"layout": "split"}
 LONGER: Any = {**MODEL, "config": {**MODEL["config"], "max_position_embeddings": 64}}  # pyright: ignore[reportGeneralTypeIssues]
 
 
-def fit(config: GRPOConfig, on_event: Callable[[PPOTrainer, Event], None], **given: Any) -> list[str]:
+def fit(
+    cluster: Cluster | str, config: GRPOConfig, on_event: Callable[[PPOTrainer, Event], None], **given: Any
+) -> list[str]:
     """Train; returns what was said of recoveries. ``on_event`` sees the trainer at each event."""
-    trainer, said = PPOTrainer(config, cluster="local", show=False, **given), list[str]()
+    trainer, said = PPOTrainer(config, cluster=cluster, show=False, **given), list[str]()
 
     def see(event: Event) -> None:
         if isinstance(event, Recovered):
@@ -81,10 +83,12 @@ def same_as(run: Path, undisturbed: Path) -> None:
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 16}
 
 
-def test_a_generator_that_is_killed_draws_again_with_the_current_weights(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_generator_that_is_killed_draws_again_with_the_current_weights(
+    preloaded: Cluster, tmp_path: Path, undisturbed: Path
+) -> None:
     pids: list[int] = []
     config = tiny(GRPOConfig, tmp_path, run={"steps": 4}, placement=SPLIT, **SECTIONS)
-    (said,) = fit(config, killing("generator", 2, pids))
+    (said,) = fit(preloaded, config, killing("generator", 2, pids))
     assert (
         "signal SIGKILL) (loss 1 of at most 3 within an hour); it was restarted and has the weights of version 2"
         in said
@@ -95,14 +99,14 @@ def test_a_generator_that_is_killed_draws_again_with_the_current_weights(tmp_pat
 
 def test_a_run_that_loses_its_policy_goes_on_from_the_latest_checkpoint(tmp_path: Path, undisturbed: Path) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"steps": 4}, **SECTIONS)
-    (said,) = fit(config, killing("policy", 3, []))
+    (said,) = fit("local", config, killing("policy", 3, []))
     assert said.startswith("lost rank 0 of ")
     assert "policy" in said
     same_as(tmp_path / "runs" / "run", undisturbed)
     assert [file.name for file in (tmp_path / "runs" / "run").glob("config*.yaml")] == ["config.yaml"]
 
 
-def test_with_the_asynchronous_schedule_no_prompt_is_lost_with_a_generator(tmp_path: Path) -> None:
+def test_with_the_asynchronous_schedule_no_prompt_is_lost_with_a_generator(preloaded: Cluster, tmp_path: Path) -> None:
     pids: list[int] = []
 
     def see(trainer: PPOTrainer, event: Event) -> None:
@@ -112,7 +116,7 @@ def test_with_the_asynchronous_schedule_no_prompt_is_lost_with_a_generator(tmp_p
             os.kill(pids[0], signal.SIGKILL)  # while the steps after it are drawn, and before the weights are sent
 
     asked = {"steps": 7, "schedule": "asynchronous", "max_staleness": 2}
-    said = fit(tiny(GRPOConfig, tmp_path, run=asked, placement=SPLIT, **SECTIONS), see)
+    said = fit(preloaded, tiny(GRPOConfig, tmp_path, run=asked, placement=SPLIT, **SECTIONS), see)
     assert len(said) == 1
     ledger = tmp_path / "runs" / "run" / "ledger.jsonl"
     assert read_ledger(ledger).counts() == {"trained": 28}
@@ -135,7 +139,7 @@ class Slow(Generator):
         return engine
 
 
-def test_another_generator_goes_on_from_the_tokens_of_one_that_is_killed(tmp_path: Path) -> None:
+def test_another_generator_goes_on_from_the_tokens_of_one_that_is_killed(preloaded: Cluster, tmp_path: Path) -> None:
     begun: dict[int, list[int]] = {}
     run = tmp_path / "runs" / "run"
 
@@ -160,7 +164,7 @@ def test_another_generator_goes_on_from_the_tokens_of_one_that_is_killed(tmp_pat
         sampling={"max_new_tokens": 24, "n": 4, "stop_token_ids": [0]}, engine={"max_sequences": 8},
         placement={**SPLIT, "generator_ranks": 2}, **SECTIONS,
     )  # fmt: skip
-    (said,) = fit(config, see, workers={"generator": Slow})
+    (said,) = fit(preloaded, config, see, workers={"generator": Slow})
     assert "lost rank 0 of generator-" in said
     assert begun
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 8}
@@ -170,11 +174,13 @@ def test_another_generator_goes_on_from_the_tokens_of_one_that_is_killed(tmp_pat
     assert not (run / ".in_flight").exists()
 
 
-def test_a_generator_that_is_lost_again_and_again_ends_the_run_within_seconds(tmp_path: Path) -> None:
+def test_a_generator_that_is_lost_again_and_again_ends_the_run_within_seconds(
+    preloaded: Cluster, tmp_path: Path
+) -> None:
     asked = {"steps": 4, "schedule": "asynchronous", "max_restarts": 1}
     config = tiny(GRPOConfig, tmp_path, run=asked, placement=SPLIT, **SECTIONS)
     with pytest.raises(PodiumError, match=r"lost workers 2 times within an hour") as caught:
-        fit(config, lambda trainer, event: None, workers={"generator": Ending})
+        fit(preloaded, config, lambda trainer, event: None, workers={"generator": Ending})
     assert str(caught.value).count("s ago: rank 0 of generator (") == 2
 
 
@@ -187,7 +193,7 @@ class Unlucky(Slow):
             (folder / "made").touch(exist_ok=False)
 
 
-def test_a_run_goes_on_without_a_generator_that_cannot_be_restarted(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_a_generator_that_cannot_be_restarted(preloaded: Cluster, tmp_path: Path) -> None:
     notes: list[str] = []
     begun: set[int] = set()
 
@@ -205,7 +211,7 @@ def test_a_run_goes_on_without_a_generator_that_cannot_be_restarted(tmp_path: Pa
         placement={**SPLIT, "generator_ranks": 2}, **{**SECTIONS, "eval": {"items": 4, "every": 1, "at_start": False}},
     )  # fmt: skip
     unlucky = Unlucky.bind(config.model, config.engine, folder=tmp_path)
-    assert fit(config, see, workers={"generator": unlucky}) == []
+    assert fit(preloaded, config, see, workers={"generator": unlucky}) == []
     assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 8}
     assert any("generator-0" in note and "goes on with 1 of 2" in note for note in notes)
     assert begun, "completions that train are in the journals"
@@ -222,13 +228,13 @@ class Odd(Generator):
         return batch.with_columns(extra=batch.dense("group")) if int(batch.dense("group")[0]) else batch
 
 
-def test_what_goes_wrong_while_parts_are_taken_in_ends_the_run(tmp_path: Path) -> None:
+def test_what_goes_wrong_while_parts_are_taken_in_ends_the_run(preloaded: Cluster, tmp_path: Path) -> None:
     config = tiny(
         GRPOConfig, tmp_path, run={"steps": 2, "schedule": "asynchronous"}, engine={"max_sequences": 4},
         placement=SPLIT, **SECTIONS,
     )  # fmt: skip
     with pytest.raises(PodiumError, match="extra"):
-        fit(config, lambda trainer, event: None, workers={"generator": Odd})
+        fit(preloaded, config, lambda trainer, event: None, workers={"generator": Odd})
 
 
 class Ending(Generator):
@@ -251,16 +257,18 @@ class Suicidal(Policy):
         return super().update(batch)
 
 
-def test_a_run_that_loses_workers_again_and_again_ends_with_the_causes(tmp_path: Path) -> None:
+def test_a_run_that_loses_workers_again_and_again_ends_with_the_causes(preloaded: Cluster, tmp_path: Path) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"steps": 3, "max_restarts": 1}, **SECTIONS)
     with pytest.raises(
         PodiumError, match=r"lost workers 2 times within an hour, and run\.max_restarts = 1:\n"
     ) as caught:
-        fit(config, lambda trainer, event: None, workers={"policy": Suicidal})
+        fit(preloaded, config, lambda trainer, event: None, workers={"policy": Suicidal})
     assert str(caught.value).count("signal SIGKILL)") == 2
 
 
-def test_a_disk_that_takes_no_more_of_the_ledger_is_named_with_a_remedy(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_disk_that_takes_no_more_of_the_ledger_is_named_with_a_remedy(
+    preloaded: Cluster, tmp_path: Path, undisturbed: Path
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     run = tmp_path / "runs" / "run"
 
@@ -271,14 +279,15 @@ def test_a_disk_that_takes_no_more_of_the_ledger_is_named_with_a_remedy(tmp_path
 
     try:
         with pytest.raises(PodiumError) as caught:
-            fit(tiny(GRPOConfig, tmp_path, run={"steps": 4}, **SECTIONS), see)
+            fit(preloaded, tiny(GRPOConfig, tmp_path, run={"steps": 4}, **SECTIONS), see)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(caught.value) == (
         f"cannot write the files in {run}: File too large; raise the limit on the size of files (ulimit -f). "
         f"{run}/checkpoints/step-000002 is whole: then resume with --resume {run}"
     )
-    fit(tiny(GRPOConfig, tmp_path, run={"steps": 4, "resume": str(run)}, **SECTIONS), lambda trainer, event: None)
+    resumed = tiny(GRPOConfig, tmp_path, run={"steps": 4, "resume": str(run)}, **SECTIONS)
+    fit(preloaded, resumed, lambda trainer, event: None)
     same_as(run, undisturbed)
 
 
@@ -300,14 +309,16 @@ class FailsOnce(PPOTrainer):
         return super().learn(scored)
 
 
-def test_a_step_that_fails_ahead_of_a_checkpoint_is_collected_again_by_the_resumed_run(tmp_path: Path) -> None:
+def test_a_step_that_fails_ahead_of_a_checkpoint_is_collected_again_by_the_resumed_run(
+    preloaded: Cluster, tmp_path: Path
+) -> None:
     run = tmp_path / "runs" / "run"
     asked = {"steps": 6, "schedule": "asynchronous", "max_staleness": 2}
     config = tiny(GRPOConfig, tmp_path, run={**asked, "resume": "auto"}, placement=SPLIT, **SECTIONS)
     with pytest.raises(RuntimeError, match="on purpose"):
-        FailsOnce(config, cluster="local", show=False).fit()
+        FailsOnce(config, cluster=preloaded, show=False).fit()
     counts = read_ledger(run / "ledger.jsonl").counts()
     assert counts["trained"] == 12
     assert "dropped" not in counts
-    FailsOnce(config, cluster="local", show=False).fit()
+    FailsOnce(config, cluster=preloaded, show=False).fit()
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 24}

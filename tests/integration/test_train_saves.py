@@ -8,7 +8,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from podium.errors import CheckpointError
-from podium.runtime import Cluster, connect, endpoint
+from podium.runtime import Cluster, endpoint
 from podium.telemetry import CheckpointSaved, Event, Note, Recovered, StageFinished, StepFinished, subscribe
-from podium.trainer import PRELOAD, GRPOConfig, PPOTrainer
+from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.ledger import read_ledger
 from podium.workers import Policy
 from tests.integration.training import losses, tiny
@@ -46,9 +46,8 @@ def config(folder: Path, **sections: Any) -> GRPOConfig:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with connect("local", preload=PRELOAD) as cluster:
-        yield cluster
+def cluster(preloaded: Cluster) -> Cluster:
+    return preloaded
 
 
 def fit(cluster: Cluster, asked: GRPOConfig, see: Callable[[PPOTrainer, Event], None], policy: Any = Gated) -> None:

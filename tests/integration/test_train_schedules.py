@@ -17,13 +17,14 @@ from podium.cli import main
 from podium.data import Batch
 from podium.errors import ConfigError, PodiumError
 from podium.rollout.sampling import SamplingParams
-from podium.runtime import concat, endpoint, first, shard
-from podium.telemetry import StageFinished, metrics, subscribe
+from podium.runtime import Cluster, concat, endpoint, first, shard
+from podium.telemetry import Event, StageFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.ledger import read_ledger
 from podium.trainer.prompts import Prompt
 from podium.workers import Generator, Policy
+from tests.integration.processes import wait_for
 from tests.integration.rewards import sevens
 from tests.integration.training import metrics_rows, tiny
 
@@ -55,16 +56,33 @@ class Slow(Policy):
 
 
 def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    preloaded: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    class Waiting(Policy):
+        """Its update waits for the completions of the next step, so that they are of one version."""
+
+        @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
+        def update(self, batch: Batch) -> dict[str, float]:
+            step = self.engine.step_count + 1
+            if step < 4:
+                wait_for((tmp_path / f"generated-{step + 1}").exists, 20.0)
+            return super().update(batch)
+
     config = tiny(
         GRPOConfig, tmp_path, run={"steps": 4, "schedule": "one_step_off"}, placement={"layout": "split"},
         save={"every": 1}, eval={"items": 0},
     )  # fmt: skip
     stages: list[StageFinished] = []
-    unsubscribe = subscribe(lambda event: stages.append(event) if isinstance(event, StageFinished) else None)
+
+    def see(event: Event) -> None:
+        if isinstance(event, StageFinished):
+            stages.append(event)
+            if event.name == "generate":
+                (tmp_path / f"generated-{event.step}").touch()
+
+    unsubscribe = subscribe(see)
     try:
-        PPOTrainer(config, cluster="local", workers={"policy": Slow}, show=False).fit()
+        PPOTrainer(config, cluster=preloaded, workers={"policy": Waiting}, show=False).fit()
     finally:
         unsubscribe()
     run = tmp_path / "runs" / "run"
@@ -89,7 +107,7 @@ def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
         GRPOConfig, tmp_path, run={"steps": 5, "schedule": "one_step_off", "resume": str(run)},
         placement={"layout": "split"}, eval={"items": 0},
     )  # fmt: skip
-    PPOTrainer(resumed, cluster="local", workers={"policy": Slow}, show=False).fit()
+    PPOTrainer(resumed, cluster=preloaded, workers={"policy": Waiting}, show=False).fit()
     assert [row["step"] for row in metrics_rows(run)] == [1, 2, 3, 4, 5]
     prompts = [pq.read_table(file)["prompt"].to_pylist()[::4] for file in sorted((run / "completions").iterdir())]
     taken = [prompt for step in prompts for prompt in step]
@@ -104,14 +122,14 @@ def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
     assert capsys.readouterr().out.strip() == f"{run}  finished at step 5, 20 prompts trained"
 
 
-def test_asynchronous_steps_are_drawn_side_by_side_within_the_bound(tmp_path: Path) -> None:
+def test_asynchronous_steps_are_drawn_side_by_side_within_the_bound(preloaded: Cluster, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"placement": {"layout": "split"}, "eval": {"items": 0}, "save": {"every": 1}}
     asked = {"schedule": "asynchronous", "max_staleness": 2}
     config = tiny(GRPOConfig, tmp_path, run={"steps": 5, **asked}, **sections)
-    PPOTrainer(config, cluster="local", workers={"policy": Slow}, show=False).fit()
+    PPOTrainer(config, cluster=preloaded, workers={"policy": Slow}, show=False).fit()
     run = tmp_path / "runs" / "run"
     resumed = tiny(GRPOConfig, tmp_path, run={"steps": 8, "resume": str(run), **asked}, **sections)
-    PPOTrainer(resumed, cluster="local", workers={"policy": Slow}, show=False).fit()
+    PPOTrainer(resumed, cluster=preloaded, workers={"policy": Slow}, show=False).fit()
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     drawn = {line["step"]: [low for low, _ in line["versions"]] for line in lines if line.get("state") == "rolled_out"}
     behind = {step: step - 1 - min(versions) for step, versions in drawn.items()}
@@ -147,12 +165,12 @@ def test_a_generator_that_keeps_old_weights_ends_the_run(tmp_path: Path, generat
         PPOTrainer(config, cluster="inline", workers={"generator": generator}, show=False).fit()
 
 
-def test_it_learns(tmp_path: Path, schedule: str) -> None:
+def test_it_learns(preloaded: Cluster, tmp_path: Path, schedule: str) -> None:
     config = tiny(
         GRPOConfig, tmp_path, run={"steps": 25, "schedule": schedule}, placement={"layout": "split"},
         eval={"items": 0}, save={"model": False},
     )  # fmt: skip
-    PPOTrainer(config, cluster="local", reward=sevens, show=False).fit()
+    PPOTrainer(config, cluster=preloaded, reward=sevens, show=False).fit()
     rewards = [row[metrics.REWARD_MEAN] for row in metrics_rows(tmp_path / "runs" / "run")]
     assert rewards[0] < 0.2
     assert rewards[-1] > 0.6
@@ -160,10 +178,10 @@ def test_it_learns(tmp_path: Path, schedule: str) -> None:
         assert found <= {max(0, step - 2), step - 1}
 
 
-def test_colocated_it_is_refused(tmp_path: Path, schedule: str) -> None:
+def test_colocated_it_is_refused(preloaded: Cluster, tmp_path: Path, schedule: str) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"schedule": schedule}, eval={"items": 0})
     with pytest.raises(ConfigError, match=r"beside each other, but with placement\.layout = colocated .*to split"):
-        PPOTrainer(config, cluster="local", workers={"policy": Slow}, show=False).fit()
+        PPOTrainer(config, cluster=preloaded, workers={"policy": Slow}, show=False).fit()
 
 
 class Counting(PPOTrainer):
@@ -174,10 +192,12 @@ class Counting(PPOTrainer):
         return super().score(batch, prompts, step)
 
 
-def test_a_stage_of_a_subclass_gets_the_whole_step_with_the_asynchronous_schedule(tmp_path: Path) -> None:
+def test_a_stage_of_a_subclass_gets_the_whole_step_with_the_asynchronous_schedule(
+    preloaded: Cluster, tmp_path: Path
+) -> None:
     config = tiny(
         GRPOConfig, tmp_path, run={"steps": 3, "schedule": "asynchronous"}, placement={"layout": "split"},
         engine={"max_sequences": 4}, eval={"items": 0},
     )  # fmt: skip
-    Counting(config, cluster="local", show=False).fit()
+    Counting(config, cluster=preloaded, show=False).fit()
     assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 12}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,10 +40,13 @@ PROMPTS = Batch(
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, preloaded: Cluster) -> Iterator[Cluster]:
     """Local, or the backend that a test names."""
     backend = getattr(request, "param", "local")
-    with connect(backend, log_dir=tmp_path_factory.mktemp("logs"), preload=PRELOAD) as running:
+    if backend == "local":
+        yield preloaded
+        return
+    with connect(backend, preload=PRELOAD) as running:
         yield running
 
 
@@ -198,12 +202,26 @@ def test_who_waits_at_the_gate_hears_that_a_sync_failed(cluster: Cluster) -> Non
 
 
 class Late(Generator):
-    """Takes its time over the first bucket of version 2."""
+    """Waits with the first bucket of version 2 until it is told to go on."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__(model)
+        self.waits, self.told = threading.Event(), threading.Event()
 
     @endpoint(concurrent=True, readonly=True)
     def receive_weights(self, version: int, index: int, tensors: Any, sums: Any = None) -> Any:
-        time.sleep(1.0 if (version, index) == (2, 0) else 0.0)
+        if (version, index) == (2, 0):
+            self.waits.set()
+            self.told.wait(60.0)
         return super().receive_weights(version, index, tensors, sums)
+
+    @endpoint(concurrent=True)
+    def wait_for_version_2(self) -> bool:
+        return self.waits.wait(60.0)
+
+    @endpoint(concurrent=True)
+    def go_on(self) -> None:
+        self.told.set()
 
 
 def test_weights_that_are_updated_while_they_are_read_are_not_drawn_from(cluster: Cluster) -> None:
@@ -213,8 +231,9 @@ def test_weights_that_are_updated_while_they_are_read_are_not_drawn_from(cluster
         assert place, "they are read where they are"
         with ThreadPoolExecutor(1) as pool:
             syncing = pool.submit(sync.sync, 2)
-            time.sleep(0.3)
+            assert generator.wait_for_version_2() == [True]
             policy.update(recorded())
+            generator.go_on()
             with pytest.raises(DataError, match="updated while its weights were sent as version 2"):
                 syncing.result()
         with pytest.raises(EndpointError, match="came only in part"):

@@ -42,10 +42,13 @@ CAPPED = replace(TINY, config={**TINY.config, "model_type": "gemma2", **CAPS})  
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, preloaded: Cluster) -> Iterator[Cluster]:
     """Local, or the backend that a test names."""
     backend = getattr(request, "param", "local")
-    with connect(backend, log_dir=tmp_path_factory.mktemp("logs"), preload=PRELOAD) as running:
+    if backend == "local":
+        yield preloaded
+        return
+    with connect(backend, preload=PRELOAD) as running:
         yield running
 
 
