@@ -3,7 +3,9 @@
 import asyncio
 import pdb
 import pickle
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,15 +23,36 @@ SOON_S = 20.0  # less than the minute that a call sleeps, with room for a slow m
 
 
 class _Producer(Worker):
+    def __init__(self) -> None:
+        self.told = threading.Event()
+
     @endpoint(collect=first())
     def make(self, seconds: float, value: str) -> str:
         time.sleep(seconds)
         return value
 
+    @endpoint(collect=first())
+    def make_when_told(self, value: str) -> str:
+        self.told.wait(60.0)
+        self.told.clear()
+        return value
+
+    @endpoint(concurrent=True)
+    def tell(self) -> None:
+        self.told.set()
+
 
 class CallContract:
-    sleeper = started(Sleeper.bind(), 2, scope="function", distributed=False)
-    producer = started(_Producer.bind(), 1, scope="function", name="producer", distributed=False)
+    shared_sleeper = started(Sleeper.bind(), 2, distributed=False)
+    producer = started(_Producer.bind(), 1, name="producer", distributed=False)
+
+    @pytest.fixture
+    @classmethod
+    def sleeper(cls, shared_sleeper: Handle[Sleeper]) -> Iterator[Handle[Sleeper]]:
+        """A sleeper that is as after its start. Each test would need two new processes otherwise."""
+        yield shared_sleeper
+        shared_sleeper.set_event()
+        shared_sleeper.forget.within(timeout_s=SOON_S)()
 
     @pytest.fixture
     @classmethod
@@ -48,17 +71,17 @@ class CallContract:
         assert "double" in repr(call)
 
     def test_waiting_less_long_does_not_cancel(self, live: Handle[Sleeper]) -> None:
-        call = live.sleep.submit(0.3)
-        with pytest.raises(TimeoutError, match=r"sleeper.*\.sleep has no result after 0\.05 s"):
+        call = live.wait_for_event.submit(60.0)
+        with pytest.raises(TimeoutError, match=r"sleeper.*\.wait_for_event has no result after 0\.05 s"):
             call.result(timeout_s=0.05)
         assert not call.done()
-        assert call.result() == ["sync", "sync"]
+        live.set_event()
+        assert call.result() == [True, True]
 
     def test_submitting_does_not_wait(self, live: Handle[Sleeper]) -> None:
-        started = time.monotonic()
-        calls = [live.sleep.submit(0.1, str(at)) for at in range(5)]
-        assert time.monotonic() - started < 0.4
-        assert [call.result() for call in calls] == [[str(at)] * 2 for at in range(5)]
+        calls = [live.wait_for_event.submit(SOON_S) for _ in range(5)]
+        live.set_event()
+        assert [call.result() for call in calls] == [[True, True]] * 5
 
     def test_a_call_can_be_awaited_and_raises_what_it_raised(self, cluster: Cluster, sleeper: Handle[Sleeper]) -> None:
         probe = cluster.start(Probe.bind(), distributed=False)
@@ -167,11 +190,12 @@ class CallContract:
             cancelled.result()
 
     def test_a_queued_call_is_dropped(self, live: Handle[Sleeper]) -> None:
-        busy = live.sleep.submit(0.3, "busy")
+        busy = live.wait_for_event.submit(60.0, "busy")
         queued = live.note.submit("queued")
         assert queued.cancel()
         assert not queued.cancel()
         refuses(CallCancelled, r"\.note was cancelled", queued.result)
+        live.set_event()
         busy.result()
         assert live.history() == [["busy"], ["busy"]]
 
@@ -184,21 +208,22 @@ class CallContract:
         assert time.monotonic() - started < SOON_S
 
     def test_a_running_sync_endpoint_goes_on_unheard(self, live: Handle[Sleeper]) -> None:
-        running = live.sleep.submit(0.4, "goes on")
+        running = live.wait_for_event.submit(60.0, "goes on")
         _wait_until_running(live)
         assert running.cancel()
         with pytest.raises(CallCancelled):
             running.result()
+        live.set_event()
         assert live.history() == [["goes on"], ["goes on"]]
 
     def test_a_deadline_names_the_ranks_the_method_and_the_stack(self, live: Handle[Sleeper]) -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded) as caught:
-            live.sleep.within(timeout_s=0.3)(1.5)
-        assert time.monotonic() - started < 1.4
+            live.wait_for_event.within(timeout_s=0.3)(60.0)
+        assert time.monotonic() - started < SOON_S
         assert isinstance(caught.value, TimeoutError)
-        assert (caught.value.method, caught.value.running) == ("sleep", (0, 1))
-        for said in ("deadline of 0.3 s", "rank 1", "time.sleep(seconds)", "sleeper"):
+        assert (caught.value.method, caught.value.running) == ("wait_for_event", (0, 1))
+        for said in ("deadline of 0.3 s", "rank 1", "self.event.wait(seconds)", "sleeper"):
             assert said in str(caught.value)
 
     def test_a_deadline_cancels_an_async_endpoint(self, live: Handle[Sleeper]) -> None:
@@ -207,11 +232,13 @@ class CallContract:
         assert live.history() == [["nap cancelled"], ["nap cancelled"]]
 
     def test_behind_a_stuck_call_the_deadline_says_who_is_busy(self, live: Handle[Sleeper]) -> None:
-        stuck = live.sleep.submit(1.5)
-        with pytest.raises(DeadlineExceeded, match=r"\.note passed its deadline(.|\n)*runs sleeper\S*\.sleep since"):
+        stuck = live.wait_for_event.submit(60.0, "stuck")
+        busy = r"\.note passed its deadline(.|\n)*runs sleeper\S*\.wait_for_event since"
+        with pytest.raises(DeadlineExceeded, match=busy):
             live.note.within(timeout_s=0.2)("late")
+        live.set_event()
         stuck.result()
-        assert live.history() == [["sync"], ["sync"]], "a queued call whose deadline passed is dropped"
+        assert live.history() == [["stuck"], ["stuck"]], "a queued call whose deadline passed is dropped"
 
     def test_a_deadline_holds_where_calls_run_at_once_too(self, sleeper: Handle[Sleeper]) -> None:
         with pytest.raises(DeadlineExceeded, match=r"\.sleep"):
@@ -226,9 +253,9 @@ class CallContract:
 
     def test_a_function_and_chosen_ranks_keep_a_deadline_of_their_own(self, live: Handle[Sleeper]) -> None:
         with pytest.raises(DeadlineExceeded, match=r"sleeper\S*\._rest passed its deadline of 0\.2 s; 1 of 1 ranks"):
-            live.group.function(_rest, on=1).within(timeout_s=0.2)(1.0)
+            live.group.function(_rest, on=1).within(timeout_s=0.2)()
         with pytest.raises(DeadlineExceeded) as caught:
-            live.group.on(1).sleep.within(timeout_s=0.2)(1.0)
+            live.group.on(1).wait_for_event.within(timeout_s=0.2)(60.0)
         assert caught.value.running == (1,)
         assert live.group.on(0).double.within(timeout_s=10.0)(1) == [2]
 
@@ -284,21 +311,23 @@ class CallContract:
     def test_a_slow_producer_does_not_stretch_its_consumers_deadline(
         self, live: Handle[Sleeper], producer: Handle[_Producer]
     ) -> None:
-        slow = producer.make.submit(2.0, "late")
-        started = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match=r"\.double.*producer\.make"):
+        slow = producer.make_when_told.submit("late")
+        with pytest.raises(DeadlineExceeded, match=r"\.double.*producer\.make_when_told"):
             live.double.within(timeout_s=0.2)(slow.arg())
-        assert time.monotonic() - started < 1.8
+        assert not slow.done()
         assert live.double("x") == ["xx", "xx"]
+        producer.tell()
         assert slow.result() == "late"
 
     def test_a_consumer_that_is_cancelled_lets_those_behind_it_go(
         self, live: Handle[Sleeper], producer: Handle[_Producer]
     ) -> None:
-        slow = producer.make.submit(2.0, "late")
+        slow = producer.make_when_told.submit("late")
         consumer, behind = live.double.submit(slow.arg()), live.double.submit(1)
         assert consumer.cancel()
-        assert behind.result(1.5) == [2, 2]
+        assert behind.result(SOON_S) == [2, 2]
+        assert not slow.done()
+        producer.tell()
 
     def test_wrong_arguments_behind_an_unfinished_call_fail_the_call(
         self, live: Handle[Sleeper], producer: Handle[_Producer]
@@ -406,8 +435,8 @@ class _Times:
         return self.factor * value
 
 
-def _rest(worker: Sleeper, seconds: float) -> None:
-    time.sleep(seconds)
+def _rest(worker: Sleeper) -> None:
+    worker.event.wait(60.0)
 
 
 def _wait_until_running(sleeper: Handle[Sleeper]) -> None:

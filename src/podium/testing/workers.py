@@ -299,8 +299,11 @@ class Sleeper(Worker):
         return list(self.log)
 
     @endpoint
-    def wait_for_event(self, seconds: float) -> bool:
-        return self.event.wait(seconds)
+    def wait_for_event(self, seconds: float, label: str = "") -> bool:
+        """Return whether the event was set within ``seconds``. A label is noted then."""
+        was_set = self.event.wait(seconds)
+        self.log += [label] if label else []
+        return was_set
 
     @endpoint(concurrent=True)
     def set_event(self) -> None:
@@ -313,6 +316,12 @@ class Sleeper(Worker):
     @endpoint
     def double(self, value: Any) -> Any:
         return value * 2
+
+    @endpoint
+    def forget(self) -> None:
+        """Be as after the start."""
+        self.log.clear()
+        self.event.clear()
 
 
 class Counter(Worker):
