@@ -43,11 +43,14 @@ format: $(STAMP)  ## rewrite the files as the formatter and the fixable lint rul
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-test: $(STAMP)  ## every test, those with Ray beside the others
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+test: $(STAMP)  ## every test in two processes, those with Ray last
+	@$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 test-fast: $(STAMP)  ## the unit tests, without the slow ones
 	@$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+
+fuzz: $(STAMP)  ## all of the ten thousand broken inputs, of which the tests try a third
+	@$(BIN)/python -W ignore -m tests.integration.test_fuzz
 
 test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an environment of its own: four minutes
 	@.venvs/monarch/bin/python -m pytest tests/contract -m monarch $(ARGS)
@@ -115,4 +118,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast test-monarch test-vllm test-wheel test-wheel-newest bench soak chaos bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast fuzz test-monarch test-vllm test-wheel test-wheel-newest bench soak chaos bench-peers help

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import os
 import secrets
+from typing import Any, ClassVar
 
 # Before torch is imported anywhere: tests run beside one another and start workers, which inherit this. Two torch
 # threads in each of several processes on a small machine make everything an order of magnitude slower.
@@ -35,13 +37,11 @@ def missing_requirement(mark: str) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, each with a reason that -ra counts and prints at the end.
 
-    Tests with Ray come last, or under `make test` in another process than the others: Ray leaves threads, children and
-    unclosed files in its process, which others count. There a module of them goes to whichever process has time.
+    Tests with Ray come last: Ray leaves threads, children and unclosed files in its process, which others count.
     """
     items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
     for item in items:
         with_ray = item.get_closest_marker("ray") is not None
-        item.add_marker(pytest.mark.xdist_group(f"ray-{item.path.stem}" if with_ray else "rest"))
         if with_ray:
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
     for mark in ("ray", "monarch", "vllm", "gpu"):
@@ -49,6 +49,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and (reason := missing_requirement(mark)):
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `make test`, give consecutive tests of a file to the same process, whichever has time, in their order.
+
+    So the clusters of a file are started once, and no process runs tests without Ray after tests with Ray.
+    ``--dist loadgroup`` of pytest-xdist 3.8 groups nothing under pytest 9.2, which ignores the names that it gives.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        units: ClassVar[dict[str, str]] = {}
+
+        def _split_scope(self, nodeid: str) -> str:
+            if not self.units:
+                files = [one.partition("::")[0] for one in self.collection or ()]
+                starts = itertools.accumulate(file != before for before, file in itertools.pairwise(["", *files]))
+                self.units.update(zip(self.collection or (), map(str, starts), strict=True))
+            return self.units[nodeid]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:
