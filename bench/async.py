@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 import podium
-from bench.schedules.figures import put_section
+from bench.report import put_section
 from podium.backends import inline
 from podium.data import Batch, Jagged, fields
 from podium.rollout.sampling import SamplingParams

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from bench.measure import Row
 
+END = "<!-- end -->"  # of a section that a program writes
 LIBRARIES = ("podium", "torch", "transformers", "numpy")
 
 
@@ -74,3 +75,16 @@ def write(path: Path, rows: Sequence[Row], *, load_before: float, absent: set[st
     path.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
     about = {**machine(load_before), "absent": sorted(absent)}
     path.with_name("machine.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def put_section(page: str, text: str, mark: str) -> str:
+    """``page`` with ``text`` between the marker ``mark`` and the end.
+
+    Raises:
+        ValueError: The page lacks the markers.
+    """
+    before, begin, rest = page.partition(mark)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {mark} … {END}")
+    return f"{before}{begin}\n{text.rstrip()}\n{end}{after}"

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.report import put_section
 from bench.schedules.campaign import ARMS, STEPS, Campaign, read_results
-from bench.schedules.figures import put_section, section
+from bench.schedules.figures import BEGIN, section
 from bench.schedules.records import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ def report(results: Path, page: Path) -> None:
     from bench.schedules.picture import draw
 
     found = read_results(results)
-    page.write_text(put_section(page.read_text(), section(found, PICTURE)))
+    page.write_text(put_section(page.read_text(), section(found, PICTURE), BEGIN))
     if found["runs"]:
         draw([Run.from_json(values) for values in found["runs"]], page.with_name(PICTURE))
 

@@ -17,7 +17,7 @@ TITLES: Final = {
     "one_step_off": "`one_step_off`",
     "asynchronous": f"`asynchronous`, `max_staleness: {MAX_STALENESS}`",
 }
-BEGIN, END = "<!-- begin: python -m bench.schedules --report -->", "<!-- end -->"
+BEGIN: Final = "<!-- begin: python -m bench.schedules --report -->"
 NOT_MEASURED: Final = "Not measured yet: `python -m bench.schedules` measures it and writes this section.\n"
 
 # Quantiles of Student's t-distribution for a two-sided 95 %, by degrees of freedom from 1 on.
@@ -117,8 +117,11 @@ def table(runs: Sequence[Run]) -> str:
 
     rows: dict[str, Callable[[Sequence[Run]], str]] = {
         f"seconds to {BAR:.0%}": each(seconds, "{:.1f}"),
-        "times faster than `sync`, colocated, with the same seed": times_faster("sync_colocated"),
-        "times faster than `sync`, split, with the same seed": times_faster("sync"),
+        **{
+            f"times faster than {TITLES[base]}, with the same seed": times_faster(base)
+            for base in ("sync_colocated", "sync")
+            if base in groups
+        },
         f"steps to {BAR:.0%}": each(lambda run: reaching(run, BAR, lambda point: point.step), "{:.0f}"),
         "accuracy after the last step (95 % band)": final,
         "seconds a step": each(lambda run: run.step_s, "{:.2f}"),
@@ -153,16 +156,3 @@ def section(results: Mapping[str, Any], picture: str) -> str:
     )
     shown = f"![Held-out accuracy over time and over steps]({picture})"
     return f"{words}\n\n{shown}\n\n{table(runs)}"
-
-
-def put_section(page: str, text: str, mark: str = BEGIN) -> str:
-    """``page`` with ``text`` between the marker ``mark`` and the end.
-
-    Raises:
-        ValueError: The page lacks the markers.
-    """
-    before, begin, rest = page.partition(mark)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no {mark} … {END}")
-    return f"{before}{begin}\n{text.rstrip()}\n{end}{after}"

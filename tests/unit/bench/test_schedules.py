@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.report import END, put_section
 from bench.schedules.__main__ import PAGE, PICTURE, RESULTS, main
 from bench.schedules.campaign import Campaign, problems, read_results, write_data, write_results
-from bench.schedules.figures import BAR, BEGIN, END, band, curve, put_section, reaching, section, spread, table
+from bench.schedules.figures import BAR, BEGIN, band, curve, reaching, section, spread, table
 from bench.schedules.records import Point, Run, read_run
 
 
@@ -159,7 +160,7 @@ def test_answers_lead_to_the_last_number_and_demonstrations_have_slips(tmp_path:
 
 def test_the_page_has_what_the_report_makes_from_the_stored_results() -> None:
     page = PAGE.read_text()
-    assert put_section(page, section(read_results(RESULTS), PICTURE)) == page
+    assert put_section(page, section(read_results(RESULTS), PICTURE), BEGIN) == page
     assert PAGE.with_name(PICTURE).exists() == bool(read_results(RESULTS)["runs"])
 
 
@@ -182,7 +183,7 @@ def test_the_report_writes_the_page_and_draws_the_same_picture_twice(tmp_path: P
     assert (page.read_text(), page.with_name(PICTURE).read_bytes()) == (first, drawn)
     assert drawn.startswith(b"<?xml")
     with pytest.raises(ValueError, match="the page has no"):
-        put_section("nothing", "text")
+        put_section("nothing", "text", BEGIN)
 
 
 def test_runs_that_differ_in_nothing_have_a_band_without_width() -> None:
