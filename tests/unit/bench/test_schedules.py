@@ -84,7 +84,7 @@ def test_the_table_compares_runs_of_the_same_seed() -> None:
     assert cells[0] == ["", "`sync`, split", "`one_step_off`", "`asynchronous`, `max_staleness: 2`"]
     assert found[f"seconds to {BAR:.0%}"] == ["16.5 (15.0 to 18.0)", "never", "8.2 (7.5 to 9.0)"]
     assert found["times faster than `sync`, split, with the same seed"] == ["1.00", "0.00", "2.00"]
-    assert found["times faster than `sync`, colocated, with the same seed"] == ["", "", ""]
+    assert "times faster than `sync`, colocated, with the same seed" not in found, "none was run"
     assert found["sampled tokens/s"][0] == "1,234"
 
 
