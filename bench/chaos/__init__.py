@@ -5,6 +5,8 @@ campaign   one run of each schedule: faults in a random order, each with the out
 faults     what is done to a run, and what the run must do then
 victim     the run as it is seen from outside: its processes, its steps, its errors
 training   the run from inside: its configuration, and the roles that fail on order
+reward     what grades it
 books      what must be true of a run when it has ended
+report     the figures of campaigns, and the table of docs/reliability.md
 leftovers  what must not be there when it has ended
 """

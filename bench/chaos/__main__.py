@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,14 @@ from typing import Any
 
 from bench.chaos.campaign import Campaign, Result
 from bench.chaos.faults import FAULTS, ON_RAY
-from bench.chaos.training import STALENESS
+from bench.chaos.report import MARK, collect, section, summary_path, write_found
+from bench.chaos.training import PROMPTS, STALENESS
 from bench.chaos.victim import Victim
+from bench.report import machine, put_section
 
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "chaos" / "results.json"
+PAGE = ROOT / "docs" / "reliability.md"
 SMALL_DISK_MB = 192
 BACKENDS: dict[str, tuple[dict[str, Any], float]] = {
     "local": ({}, 5.0),
@@ -43,7 +49,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="keep everything here; a campaign that was interrupted here goes on")
     parser.add_argument("--small-disk", action="store_true", help="put the runs on a small disk (as root), to fill it")
+    parser.add_argument(
+        "--report", nargs="*", type=Path, metavar="FOLDER",
+        help="run nothing: write docs/reliability.md from the campaigns in these folders, or from the last ones",
+    )  # fmt: skip
     options = parser.parse_args()
+    if options.report is not None:
+        return report(options.report)
     failed = 0
     with ExitStack() as stack:
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-chaos-")))
@@ -59,11 +71,24 @@ def main() -> int:
             campaign = Campaign(folder, schedule, faults, options.kills, options.seed, victim)
             began = time.monotonic()
             wrong = campaign.run(_say)
-            for row in campaign.summary():
-                _print(row)
-            _print({"schedule": schedule, "seconds": round(time.monotonic() - began, 1), "wrong": wrong})
+            rows = campaign.summary()
+            for row in rows:
+                _print({"schedule": schedule, **row})
+            found = {"backend": options.backend, "schedule": schedule, "prompts": campaign.steps * PROMPTS}
+            found |= {"seconds": round(time.monotonic() - began, 1), "wrong": wrong}
+            _print(found)
+            about = {**found, "machine": machine(os.getloadavg()[0]), "rows": rows}
+            summary_path(folder, schedule).write_text(json.dumps(about))
             failed += bool(wrong)
     return min(failed, 1)
+
+
+def report(folders: Sequence[Path]) -> int:
+    """Write the figures of the campaigns in ``folders``, if there are any, and the page from the figures."""
+    if folders:
+        write_found(RESULTS, collect(folders))
+    PAGE.write_text(put_section(PAGE.read_text(), section(json.loads(RESULTS.read_text())), MARK))
+    return 0
 
 
 def _victim(folder: Path, schedule: str, backend: str, seed: str, name: str) -> Victim:

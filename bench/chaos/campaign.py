@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from bench.chaos.victim import PATIENCE_S, Failed, Victim
 __all__ = ["Campaign", "Result"]
 
 QUIET_S = (0.1, 1.5)  # between the step after one fault and the next fault
+LATE_S = 0.2  # within which a step that has ended is in the metrics
 LAST_STEPS = 3  # after the last fault
 
 
@@ -62,6 +64,7 @@ class Campaign:
         self.plan = plan[len(self.results) :]
         self._random = random.Random(f"{seed}/{schedule}/{len(self.results)}")
         self._victim = victim
+        self.steps = 0  # of the whole run, once it has ended
 
     def _lines(self) -> list[str]:
         return self.path.read_text().splitlines() if self.path.exists() else []
@@ -94,13 +97,15 @@ class Campaign:
             if not fault.at_once:
                 time.sleep(self._random.uniform(*QUIET_S))
             victim.look()
-            step, errors = victim.step(), len(victim.errors())
+            errors = len(victim.errors())
             struck = time.monotonic()
             try:
                 fault.strike(victim)
             except ProcessLookupError as error:
                 return Result(self.schedule, name, "missed", 0.0, text=str(error))
             victim.look()
+            time.sleep(LATE_S)
+            step = victim.step()
             outcome, text, surfaced_s = self._outcome(victim, name, step, errors, struck)
             return Result(self.schedule, name, outcome, round(time.monotonic() - struck, 2), surfaced_s, text)
         except Failed as error:
@@ -111,10 +116,8 @@ class Campaign:
 
     def _outcome(self, victim: Victim, name: str, step: int, errors: int, struck: float) -> tuple[str, str, float]:
         """Wait until the run has gone on or ended, start it again if it has ended, and say which it was."""
-        fault, goal = (
-            FAULTS[name],
-            step + 2 + STALENESS[self.schedule],
-        )  # what was begun before may need nobody any more
+        fault = FAULTS[name]
+        goal = step + 2 + STALENESS[self.schedule]  # what was begun before may need nobody any more
         patience_s = {"surfaces": SURFACES_S, "restarts": 30.0}.get(fault.outcome, PATIENCE_S)
         until = time.monotonic() + patience_s
         while victim.running() and time.monotonic() < until:
@@ -151,7 +154,7 @@ class Campaign:
             victim.look()
             victim.end()
             steps_path.write_text(str(victim.step() + LAST_STEPS))
-        steps = int(steps_path.read_text())
+        self.steps = steps = int(steps_path.read_text())
         twin = self._victim(f"{self.schedule}-undisturbed")
         wrong: list[str] = []
         try:
@@ -166,14 +169,19 @@ class Campaign:
         return wrong + check_books(victim.directory, twin.directory, steps=steps, prompts=PROMPTS, staleness=staleness)
 
     def summary(self) -> list[dict[str, Any]]:
-        """For each kind of fault: how many there were, what they led to, and the slowest."""
+        """For each kind of fault: how many there were, what they led to, and the median and the slowest times of each
+        outcome: from the fault to the next step, and to the error."""
         rows: list[dict[str, Any]] = []
         for name in dict.fromkeys(result.fault for result in self.results):
             own = [result for result in self.results if result.fault == name]
-            row: dict[str, Any] = {"schedule": self.schedule, "fault": name}
-            for outcome in ("survived", "restarted", "surfaced", "missed", "wrong"):
-                row[outcome] = sum(result.outcome == outcome for result in own)
-            row["slowest_recovery_s"] = max(result.recovery_s for result in own)
-            row["slowest_error_s"] = max(result.surfaced_s for result in own)
-            rows.append(row)
+            outcomes: dict[str, Any] = {}
+            for outcome in dict.fromkeys(result.outcome for result in own):
+                some = [result for result in own if result.outcome == outcome]
+                recovery, error = [one.recovery_s for one in some], [one.surfaced_s for one in some]
+                outcomes[outcome] = {
+                    "count": len(some),
+                    "recovery_s": [round(statistics.median(recovery), 2), max(recovery)],
+                    "error_s": [round(statistics.median(error), 2), max(error)],
+                }
+            rows.append({"fault": name, "faults": len(own), "outcomes": outcomes})
         return rows

@@ -24,7 +24,7 @@ from podium.telemetry import Event, WorkerStarted, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, build_config
 from podium.workers import Generator, Policy
 
-__all__ = ["HOARD", "ON_PURPOSE", "PROMPTS", "STALENESS", "configuration", "copied", "train"]
+__all__ = ["HOARD", "ON_PURPOSE", "PROMPTS", "STALENESS", "configuration", "train"]
 
 ORDERS = "PODIUM_CHAOS_ORDERS"
 ON_PURPOSE = "raised on purpose"
@@ -67,7 +67,7 @@ def configuration(folder: Path, name: str, schedule: str, steps: int) -> dict[st
                 "max_restarts": 1000, "max_staleness": STALENESS["asynchronous"]},
         "model": {"config": MODEL, "tokenizer": "chars:0123456789= "},
         "data": {"train": str(data), "holdout": 0.1},
-        "reward": {"name": "bench.chaos.training:copied", "processes": 1, "time_limit_s": GRADING_S},
+        "reward": {"name": "bench.chaos.reward:copied", "processes": 1, "time_limit_s": GRADING_S},
         "batch": {"prompts": PROMPTS},
         "sampling": {"n": 4, "max_new_tokens": 24},
         "optim": {"lr": 1e-3 if schedule == "sync" else 1e-7},  # elsewhere no two runs learn the same: lengths drift
@@ -75,14 +75,6 @@ def configuration(folder: Path, name: str, schedule: str, steps: int) -> dict[st
         "save": {"every": 2, "model": False},
         "placement": {"layout": "split"},
     }  # fmt: skip
-
-
-def copied(completion: str, row: Mapping[str, Any]) -> float:
-    """The share of the answer's digits that the completion has. It never returns for one completion in a few hundred,
-    always the same ones."""
-    while row["answer"].endswith("00") and completion[:1] in "01234":
-        pass
-    return sum(one == other for one, other in zip(completion, row["answer"], strict=False)) / len(row["answer"])
 
 
 class FailingPolicy(Policy):

@@ -17,7 +17,7 @@ from bench.chaos.victim import Victim
 STRIKES = {
     "sync": ("controller", "files_end", "grading"),
     "one_step_off": ("policy", "save", "clock"),
-    "asynchronous": ("generator", "pause", "slow"),
+    "asynchronous": ("generator", "pause", "memory"),
 }
 LEFT_OUT = {  # where the suite tries what `make chaos` alone does to a run
     "stop": "test_train_backends.py",
@@ -26,7 +26,7 @@ LEFT_OUT = {  # where the suite tries what `make chaos` alone does to a run
     "policy_raises": "test_train_grpo.py",
     "generator_raises": "test_train_grpo.py",
     "dispatcher": "../unit/rewards/test_grader.py",
-    "memory": "",
+    "slow": "../unit/runtime/test_group.py",
     "disk_full": "",  # it needs a disk of its own, so root
 }
 

@@ -14,8 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bench.chaos.__main__ import PAGE, RESULTS
 from bench.chaos.books import check_ledger, check_same, same_lengths
+from bench.chaos.campaign import Campaign, Result
 from bench.chaos.leftovers import alive, leftovers, segments
+from bench.chaos.report import MARK, collect, section, write_found
+from bench.report import machine, put_section
 
 Line = dict[str, Any]
 
@@ -124,3 +128,36 @@ def test_processes_and_files_that_are_left_are_named(tmp_path: Path) -> None:
     assert not alive(child.pid)
     (tmp_path / "rest").touch()
     assert leftovers([child.pid], tmp_path, segments(), 0.1) == [f"{tmp_path}/rest is left"]
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    page = PAGE.read_text()
+    assert put_section(page, section(json.loads(RESULTS.read_text())), MARK) == page
+
+
+def test_campaigns_become_a_table(tmp_path: Path) -> None:
+    results = [
+        Result("sync", "policy", "survived", 1.0),
+        Result("sync", "policy", "survived", 3.0),
+        Result("sync", "policy", "missed", 0.0),
+        Result("sync", "memory", "surfaced", 12.0, 0.5, "MemoryError"),
+    ]
+    lines = "".join(json.dumps(result._asdict()) + "\n" for result in results)
+    (tmp_path / "sync.results.jsonl").write_text(lines)
+    campaign = Campaign(tmp_path, "sync", (), 0, 0, lambda name: pytest.fail(name))
+    about = {"backend": "local", "schedule": "sync", "prompts": 4000, "wrong": [], "rows": campaign.summary()}
+    (tmp_path / "sync.summary.json").write_text(json.dumps({**about, "machine": machine(0.0)}))
+
+    found = collect([tmp_path])
+
+    write_found(tmp_path / "results.json", found)
+    assert json.loads((tmp_path / "results.json").read_text()) == found
+    text = section(found)
+    assert "On `local`, 4 faults:" in text
+    assert "| SIGKILL of the policy | 2 survived, 2.0 (3.0); 1 missed | - | - |" in text
+    assert "1 surfaced after 0.5, 12.0" in text
+    assert "with 4,000 prompts: 0 prompts skipped, 0 trained twice, nothing wrong." in text
+    found["campaigns"][0]["wrong"] = ["prompt 3 was trained 2 times"]
+    assert "local, sync: prompt 3 was trained 2 times" in section(found)
+    with pytest.raises(FileNotFoundError, match="no campaign has ended there"):
+        collect([tmp_path / "nowhere"])
