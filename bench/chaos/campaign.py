@@ -11,7 +11,8 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +62,8 @@ class Campaign:
         plan = [fault for fault in faults for _ in range(kills)]
         random.Random(f"{seed}/{schedule}").shuffle(plan)
         self.results = [Result(**json.loads(line)) for line in self._lines()]
-        self.plan = plan[len(self.results) :]
+        done = Counter(result.fault for result in self.results)
+        self.plan = [fault for fault, nth in _numbered(plan) if nth >= done[fault]]
         self._random = random.Random(f"{seed}/{schedule}/{len(self.results)}")
         self._victim = victim
         self.steps = 0  # of the whole run, once it has ended
@@ -185,3 +187,11 @@ class Campaign:
                 }
             rows.append({"fault": name, "faults": len(own), "outcomes": outcomes})
         return rows
+
+
+def _numbered(plan: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Each fault, and how many of its kind come before it."""
+    before = Counter[str]()
+    for fault in plan:
+        yield fault, before[fault]
+        before[fault] += 1

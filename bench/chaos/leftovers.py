@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from podium.supervisor import children_of
 
-__all__ = ["alive", "below", "leftovers", "segments"]
+__all__ = ["Process", "alive", "below", "leftovers", "process", "segments"]
 
 
 def below(pid: int) -> list[int]:
@@ -17,12 +18,29 @@ def below(pid: int) -> list[int]:
     return children + [further for child in children for further in below(child)]
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs. One that has ended and was not waited for does not."""
+class Process(NamedTuple):
+    """A process, which another one that gets its number later is not.
+
+    Attributes:
+        started: When it started, in clock ticks since the machine did.
+    """
+
+    pid: int
+    started: int
+
+
+def process(pid: int) -> Process | None:
+    """The process that has the number ``pid`` now, if it runs. One that has ended and was not waited for does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return None
+    return None if fields[0] == "Z" else Process(pid, int(fields[19]))
+
+
+def alive(one: Process) -> bool:
+    """Whether a process runs."""
+    return process(one.pid) == one
 
 
 def segments() -> set[str]:
@@ -30,20 +48,20 @@ def segments() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir() if "podium" in entry.name}
 
 
-def leftovers(pids: Iterable[int], temporary: Path, before: set[str], within_s: float) -> list[str]:
+def leftovers(had: Iterable[Process], temporary: Path, before: set[str], within_s: float) -> list[str]:
     """Say what is still there after ``within_s`` seconds.
 
     Sockets and ports belong to processes: where no process is left, they are closed.
 
     Args:
-        pids: Processes that the run had.
+        had: Processes that the run had.
         temporary: The directory for temporary files, which the run had for itself.
         before: The names in shared memory before the run.
     """
-    pids = set(pids)
+    had = set(had)
     until = time.monotonic() + within_s
     while True:
-        found = [f"process {pid} is left: {_command(pid)}" for pid in sorted(pids) if alive(pid)]
+        found = [f"process {one.pid} is left: {_command(one.pid)}" for one in sorted(had) if alive(one)]
         found += [f"{name} is left in shared memory" for name in sorted(segments() - before)]
         found += [f"{path} is left" for path in sorted(temporary.iterdir())]
         if not found or time.monotonic() > until:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bench.chaos.leftovers import process
 from podium.data import Batch
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
@@ -107,7 +108,7 @@ def _obey(role: str) -> None:
 
 def train(config: Mapping[str, Any], folder: str, temporary: str, backend: str, options: Mapping[str, Any]) -> None:
     """Be the controller of a run, in a process of its own. Its error is written to ``errors.jsonl`` in ``folder``, and
-    the process of each worker to ``pids``. Temporary files of all processes lie in ``temporary``."""
+    number and start of each worker's process to ``pids``. Temporary files of all processes lie in ``temporary``."""
     home = Path(folder)
     output = os.open(home / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
@@ -121,9 +122,9 @@ def train(config: Mapping[str, Any], folder: str, temporary: str, backend: str, 
     exec(_CLOCK, {})
 
     def note(event: Event) -> None:
-        if isinstance(event, WorkerStarted):
+        if isinstance(event, WorkerStarted) and (one := process(event.pid)):
             with (home / "pids").open("a", encoding="utf-8") as file:
-                file.write(f"{event.role} {event.pid}\n")
+                file.write(f"{event.role} {event.pid} {one.started}\n")
 
     subscribe(note)
     workers = {"policy": FailingPolicy, "generator": FailingGenerator}

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.chaos.leftovers import alive, below, leftovers, segments
+from bench.chaos.leftovers import Process, alive, below, leftovers, process, segments
 from bench.chaos.training import configuration, train
 
 __all__ = ["ENDLESS", "Failed", "Victim"]
@@ -59,7 +59,7 @@ class Victim:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["bench.chaos.training", "podium.backends.local.backend"])
         self._controller: Any = None
-        self._had: set[int] = set()
+        self._had: set[Process] = set()
         self._segments = segments()
 
     # -- its life --------------------------------------------------------------------------------------------------
@@ -110,16 +110,16 @@ class Victim:
 
     def look(self) -> None:
         """Note the processes that the run has now."""
-        self._had.update([self.controller, *below(self.controller)])
+        self._had.update(filter(None, map(process, [self.controller, *below(self.controller)])))
 
     def worker(self, role: str) -> int:
         """The newest process that holds ``role``. Raises ProcessLookupError if there is none yet."""
         path = self.home / "pids"
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-        found = [int(pid) for names, pid in reversed(lines) if role in names.split("+")]
+        found = [Process(*map(int, numbers)) for names, *numbers in reversed(lines) if role in names.split("+")]
         if not found or not alive(found[0]):
             raise ProcessLookupError(f"no process holds {role}")
-        return found[0]
+        return found[0].pid
 
     def helper(self, module: str) -> int:
         """The process below the controller whose command has ``module``. Raises ProcessLookupError if there is none."""

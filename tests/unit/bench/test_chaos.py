@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from bench.chaos.__main__ import PAGE, RESULTS
 from bench.chaos.books import check_ledger, check_same, same_lengths
 from bench.chaos.campaign import Campaign, Result
-from bench.chaos.leftovers import alive, leftovers, segments
+from bench.chaos.leftovers import alive, leftovers, process, segments
 from bench.chaos.report import MARK, collect, section, write_found
 from bench.report import machine, put_section
 
@@ -119,15 +120,28 @@ def test_lengths_that_are_biased_are_other_lengths() -> None:
 def test_processes_and_files_that_are_left_are_named(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        (said,) = leftovers([child.pid], tmp_path, segments(), 0.1)
+        one = process(child.pid)
+        assert one is not None
+        (said,) = leftovers([one], tmp_path, segments(), 0.1)
         assert said.startswith(f"process {child.pid} is left")
         assert "time.sleep(60)" in said
+        assert not alive(one._replace(started=one.started - 1)), "another process has got the number of one that ended"
     finally:
         child.kill()
         child.wait()
-    assert not alive(child.pid)
+    assert not alive(one)
     (tmp_path / "rest").touch()
-    assert leftovers([child.pid], tmp_path, segments(), 0.1) == [f"{tmp_path}/rest is left"]
+    assert leftovers([one], tmp_path, segments(), 0.1) == [f"{tmp_path}/rest is left"]
+
+
+def test_a_campaign_goes_on_with_the_faults_that_are_missing(tmp_path: Path) -> None:
+    def campaign() -> Campaign:
+        return Campaign(tmp_path, "sync", ("policy", "save"), 3, 0, lambda name: pytest.fail(name))
+
+    assert Counter(campaign().plan) == {"policy": 3, "save": 3}
+    results = [Result("sync", "save", "restarted", 1.0), Result("sync", "save", "restarted", 1.0)]
+    (tmp_path / "sync.results.jsonl").write_text("".join(json.dumps(one._asdict()) + "\n" for one in results))
+    assert Counter(campaign().plan) == {"policy": 3, "save": 1}
 
 
 def test_the_page_is_what_the_results_say() -> None:
