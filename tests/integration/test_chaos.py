@@ -26,7 +26,7 @@ LEFT_OUT = {  # where the suite tries what `make chaos` alone does to a run
     "policy_raises": "test_train_grpo.py",
     "generator_raises": "test_train_grpo.py",
     "dispatcher": "../unit/rewards/test_grader.py",
-    "slow": "../unit/runtime/test_group.py",
+    "slow": "test_faults_calls.py",
     "disk_full": "",  # it needs a disk of its own, so root
 }
 
