@@ -34,6 +34,7 @@ __all__ = ["CompletionsLog", "ScoredBatch", "version_range", "write_completions"
 
 _GRADED_TOKENS: Final = 1 << 19  # of the rows whose texts are here together: enough to keep all graders busy
 _WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be written; prompts count, too
+_NO_VERSION: Final = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,14 +165,7 @@ class ScoredBatch:
 
     def chunks(self, most: int) -> Iterator[range]:
         """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""
-        ends: list[int] = self.batch.jagged(fields.TOKENS).offsets.tolist()
-        start = 0
-        for row in range(1, len(self.batch)):
-            if ends[row + 1] - ends[start] > most:
-                yield range(start, row)
-                start = row
-        if len(self.batch):
-            yield range(start, len(self.batch))
+        return _chunks(self.batch.jagged(fields.TOKENS).offsets, most)
 
     def texts(self, rows: range) -> list[str]:
         """What the policy wrote in these rows."""
@@ -212,17 +206,36 @@ class CompletionsLog:
 
 
 def version_range(batch: Batch) -> Tensor:
-    """The column ``version_range`` of a batch that lacks it, from the version of each token: int64 ``[B, 2]``."""
-    tokens = batch.select(fields.VERSIONS, fields.LOSS_MASK).fetch()
-    versions, sampled = tokens.jagged(fields.VERSIONS), tokens.jagged(fields.LOSS_MASK).values.bool()
-    row_K = torch.repeat_interleave(torch.arange(len(batch)), versions.lengths)[sampled]
-    own_K = versions.values[sampled].long()
-    newest = int(own_K.max()) if len(own_K) else 0  # of rows without a token
-    ends = [
-        torch.full((len(batch),), newest).scatter_reduce(0, row_K, own_K, how, include_self=False)
-        for how in ("amin", "amax")
-    ]
-    return torch.stack(ends, 1)
+    """The column ``version_range`` of a batch that lacks it, from the version of each token: int64 ``[B, 2]``.
+
+    A row without a sampled token counts as drawn by the newest. The tokens are here for some rows at a time.
+    """
+    tokens, ends = batch.select(fields.VERSIONS, fields.LOSS_MASK), []
+    for rows in _chunks(batch.jagged(fields.VERSIONS).offsets, _GRADED_TOKENS):
+        part = tokens.slice(rows.start, rows.stop).fetch()
+        versions, sampled = part.jagged(fields.VERSIONS), part.jagged(fields.LOSS_MASK).values.bool()
+        row_K = torch.repeat_interleave(torch.arange(len(rows)), versions.lengths)[sampled]
+        own_K = versions.values[sampled].long()
+        none_R = torch.full((len(rows),), _NO_VERSION)
+        ends.append(
+            torch.stack(
+                [none_R.scatter_reduce(0, row_K, own_K, how, include_self=False) for how in ("amin", "amax")], 1
+            )
+        )
+    range_B2 = torch.cat(ends) if ends else torch.empty(0, 2, dtype=torch.int64)
+    return range_B2.where(range_B2 != _NO_VERSION, range_B2.max().clamp(min=0)) if len(batch) else range_B2
+
+
+def _chunks(offsets: Tensor, most: int) -> Iterator[range]:
+    """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""
+    ends: list[int] = offsets.tolist()
+    start, rows = 0, len(ends) - 1
+    for row in range(1, rows):
+        if ends[row + 1] - ends[start] > most:
+            yield range(start, row)
+            start = row
+    if rows:
+        yield range(start, rows)
 
 
 def write_completions(folder: Path, scored: ScoredBatch, advantages: Jagged | None) -> None:

@@ -51,7 +51,9 @@ def scored(grades: list[Grade] | None, batch: Batch | None = None, step: int = 1
     return ScoredBatch(step=step, batch=batch, prompts=PROMPTS, tokenizer=char_tokenizer("abcdef"), grades=grades)
 
 
-def test_the_versions_of_a_batch_that_only_has_those_of_its_tokens() -> None:
+@pytest.mark.parametrize("most", [1, 5, 100])
+def test_the_versions_of_a_batch_that_only_has_those_of_its_tokens(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "_GRADED_TOKENS", most)  # so few are fetched together
     batch = rollouts()
     tokens = batch.jagged(fields.TOKENS)  # of 2, 3, 4 and 5 tokens, with prompts of 1, 1, 2 and 2
     versions = tokens.like(torch.tensor([0, 4, 0, 5, 3, 0, 0, 6, 6, 0, 0, 2, 9, 4]))
