@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "collectives_of",
     "compute_dtype",
     "free_memory_bytes",
+    "has_bfloat16",
     "memory_peak_bytes",
     "parse_dtype",
     "random_state",
@@ -26,6 +28,8 @@ __all__ = [
     "set_random_state",
 ]
 
+CPUINFO: Final = Path("/proc/cpuinfo")
+_BFLOAT16_FLAGS: Final = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # the last is Arm's
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,18 +51,31 @@ def choose_device(indices: Sequence[int] = ()) -> torch.device:
     kind = _accelerator()
     if kind is None:
         raise ConfigError(
-            f"this worker owns device {indices[0]}, but torch {torch.__version__} sees no CUDA or NPU here"
+            f"this worker owns device {indices[0]}, but torch {torch.__version__} sees no CUDA or NPU here: install a "
+            "torch that is built for it, or hide the devices (CUDA_VISIBLE_DEVICES='') to compute on the CPU"
         )
     device = torch.device(kind, indices[0])
     torch.get_device_module(device).set_device(device)
     return device
 
 
-def collectives_of(indices: Sequence[int]) -> tuple[str, torch.device | None]:
+def collectives_of(indices: Sequence[int], *, shared: bool = False) -> tuple[str, torch.device | None]:
     """Return the backends of torch.distributed for a worker that owns these devices, and the device that it uses. That
-    is none where torch sees no accelerator."""
+    is none where torch sees no accelerator, and for gloo, which serves CPU and CUDA alike.
+
+    Args:
+        shared: Two ranks of the group are on one device, which NCCL refuses. gloo copies through the host's memory.
+
+    Raises:
+        ConfigError: The ranks share an NPU, which gloo does not serve.
+    """
     kind = _accelerator() if indices else None
-    if kind is None:
+    if shared and kind == "npu":
+        raise ConfigError(
+            "two ranks of this group are on one NPU, where they have no collectives: give each rank an NPU of its own "
+            "(lower placement.ranks), or hide the NPUs (ASCEND_RT_VISIBLE_DEVICES='') to compute on the CPU"
+        )
+    if kind is None or shared:
         return "gloo", None
     return f"cpu:gloo,{kind}:{'nccl' if kind == 'cuda' else 'hccl'}", torch.device(kind, indices[0])
 
@@ -75,6 +92,17 @@ def compute_dtype(device: torch.device, wish: str = "auto") -> torch.dtype:
     if wish != "auto":
         return parse_dtype(wish, key="precision")
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def has_bfloat16() -> bool:
+    """Whether this machine's processor has instructions for products in bfloat16; True where the system does not say.
+
+    Without them torch converts each number to float32 and back.
+    """
+    with contextlib.suppress(OSError):
+        if (flags := re.search(r"^(?:flags|Features)\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)) is not None:
+            return bool(_BFLOAT16_FLAGS & {*flags[1].split()})
+    return True
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:

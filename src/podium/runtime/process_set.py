@@ -14,7 +14,7 @@ from typing import Any, cast
 from podium import telemetry
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, WorkerDied, WorkerStartError
 from podium.runtime.backend import Backend
-from podium.runtime.calls import ProcessCalls, Watch, refuse_in_a_fork
+from podium.runtime.calls import ProcessCalls, Watch, limit_of, refuse_in_a_fork
 from podium.runtime.dispatch import Mesh
 from podium.runtime.endpoints import Returns
 from podium.runtime.messages import Place, ProcessSpec
@@ -151,6 +151,9 @@ class ProcessSet:
         own = [{"context": context} for context in contexts]
         shared = {"name": name, "bound": role.bound, "distributed": self.options.distributed, "returns": role.returns}
         shared |= {"debug": _log.isEnabledFor(logging.DEBUG), "profile": role.profile}
+        if self._rendezvous and self.size > 1:
+            longest_s = self.calls.collectives_s = max(timeout_s, role.timeout_s)
+            shared |= {"collectives_s": limit_of(longest_s), "share_devices": _share_devices(self.pool)}
         label = f"{role.bound.cls.__name__}.__init__"
         try:
             self.calls.request(label, "construct", timeout_s, shared, own, until=until)
@@ -271,3 +274,13 @@ class ProcessSet:
         for rank, handle in enumerate(calls.handles):
             telemetry.emit(telemetry.WorkerStarted(role=self.name, rank=rank, node=slots[rank].node, pid=handle.pid))
         return calls
+
+
+def _share_devices(pool: ResourcePool) -> bool:
+    """Whether two slots have the same accelerator: fractions of one, or a slot that is in the pool twice."""
+    owners = [
+        (slot.node, *slot.devices) if slot.resources.get("gpu", 0.0) < 1 else (id(slot.reservation), slot.number)
+        for slot in pool
+        if slot.devices
+    ]
+    return len({*owners}) < len(owners)

@@ -60,6 +60,7 @@ _LONG = ("close_worker", "take_call")
 MOST_CONCURRENT = 32
 """So many calls of concurrent endpoints run at a time. Further ones wait, weight syncs among them."""
 
+COLLECTIVES_S = 30 * 60.0
 LOOP_END_S = 1.0  # for async endpoints that still run when their process shuts down
 
 _OF_COLLECTIVES = (
@@ -270,15 +271,23 @@ class WorkerProcess:
         returns: Returns = "value",
         debug: bool = False,
         profile: Profile | None = None,
+        collectives_s: float = COLLECTIVES_S,
+        share_devices: bool = False,
     ) -> None:
-        """Join the process group if there is one to join, and make the worker. ``debug`` logs what is made and called
-        here from now on. ``profile`` says which calls of the worker are recorded."""
+        """Join the process group if there is one to join, and make the worker.
+
+        Args:
+            debug: Log what is made and called here from now on.
+            profile: The calls of the worker that are recorded.
+            collectives_s: As in :meth:`do_limit_collectives`.
+            share_devices: Two ranks of the group are on one device.
+        """
         if debug:
             self._log_calls()
         self._returns[name] = returns
         wanted = distributed or (distributed is None and "torch" in sys.modules)
         if wanted and context.rendezvous:
-            self._join(context)
+            self._join(context, collectives_s, share_devices=share_devices)
         context = replace(context, colocated=MappingProxyType(self.workers), address=self._address)
         token = current_context.set(context)
         _log.debug("%s of %s begins on rank %d", bound.cls.__name__, name, context.rank)
@@ -404,7 +413,16 @@ class WorkerProcess:
         dist.destroy_process_group()
         return world > 1
 
-    def _join(self, context: WorkerContext) -> None:
+    def do_limit_collectives(self, timeout_s: float) -> None:
+        """Have each collective that begins from now on fail after ``timeout_s`` seconds, in all process groups."""
+        if not self._owns_process_group:
+            return
+        from torch.distributed import distributed_c10d as c10d
+
+        for group in [*c10d._world.pg_map]:  # pyright: ignore[reportPrivateUsage] - a subgroup's ranks know no other
+            c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)  # pyright: ignore[reportPrivateUsage]
+
+    def _join(self, context: WorkerContext, timeout_s: float = COLLECTIVES_S, *, share_devices: bool = False) -> None:
         try:
             import torch.distributed as dist
 
@@ -412,14 +430,15 @@ class WorkerProcess:
         except ImportError:
             return
         if not dist.is_available() or dist.is_initialized():
+            self.do_limit_collectives(timeout_s)
             return
-        collectives, device = collectives_of(context.devices)
+        collectives, device = collectives_of(context.devices, shared=share_devices)
         dist.init_process_group(
             collectives,
             init_method=context.rendezvous,
             rank=context.rank,
             world_size=context.world_size,
-            timeout=timedelta(minutes=30),
+            timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
         self._owns_process_group = True

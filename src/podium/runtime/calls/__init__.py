@@ -35,8 +35,8 @@ all ranks raise alike (a bad argument, say), nobody waits and nothing breaks.
 """
 
 from podium.runtime.calls.call import Call, CallArgument, Watch, refuse_in_a_fork, wait
-from podium.runtime.calls.process_calls import WAITS_FOR_ITSELF, ProcessCalls
+from podium.runtime.calls.process_calls import WAITS_FOR_ITSELF, ProcessCalls, limit_of
 from podium.runtime.calls.relay import Outbox, Wanted, cause_of, reachable, travelled
 
 __all__ = ["WAITS_FOR_ITSELF", "Call", "CallArgument", "Outbox", "ProcessCalls", "Wanted", "Watch", "cause_of"]
-__all__ += ["reachable", "refuse_in_a_fork", "travelled", "wait"]
+__all__ += ["limit_of", "reachable", "refuse_in_a_fork", "travelled", "wait"]

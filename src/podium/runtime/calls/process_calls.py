@@ -31,7 +31,7 @@ from podium.runtime.collect import Collect, gather
 from podium.runtime.dispatch import Split
 from podium.runtime.messages import Death, Failure, Packed, Reply, Request
 
-__all__ = ["WAITS_FOR_ITSELF", "ProcessCalls"]
+__all__ = ["WAITS_FOR_ITSELF", "ProcessCalls", "limit_of"]
 
 WAITS_FOR_ITSELF = (
     "a worker of the same processes called it and would wait for itself. Call the method of self or of "
@@ -43,11 +43,18 @@ SETTLE_S = 1.0
 STATUS_S = 1.0
 STALL_S, REPORT_S = 60.0, 2.0
 SHOWN = 5  # calls that wait behind another one
+COLLECTIVES_LATER_S = 5.0  # for a deadline to find the ranks in their collectives, and to say who waits for whom
+LONGEST_S = 365 * 86400.0  # that torch is told to wait
 NAP_S = 0.005  # between two offers to deliver replies for the backend
 
 _log = logging.getLogger("podium")
 _new_numbers = itertools.count((int.from_bytes(os.urandom(4)) >> 1) << 32)  # two controllers may call one process
 _free_numbers: list[int] = []
+
+
+def limit_of(timeout_s: float) -> float:
+    """Seconds after which a collective fails in a call with this deadline: later than the deadline, and not much."""
+    return min(timeout_s, LONGEST_S) + COLLECTIVES_LATER_S
 
 
 def _take_number() -> int:
@@ -100,6 +107,7 @@ class ProcessCalls:
         self._ended = False
         self._process = os.getpid() if backend.capabilities.concurrent else 0
         self._relay = Relay(self, self._ask, backend.unpack)
+        self.collectives_s = 0.0  # the deadline with which collectives end in the processes; 0 where they have none
         self.relays = False  # the processes are asked for the calls of their workers
         watch.register(self)
 
@@ -176,6 +184,9 @@ class ProcessCalls:
         handles = self.handles
         if not handles:  # another thread has closed the group, and with it failed the call
             return
+        timeout_s = flight.call.timeout_s
+        if timeout_s != self.collectives_s != 0 and not concurrent and (flight.target or flight.method == "run"):
+            self._limit_collectives(handles, timeout_s)
         for place, rank in enumerate(flight.split.ranks):
             wants = rank in flight.wanted
             request = common.get(wants) if own is None else None
@@ -184,6 +195,21 @@ class ProcessCalls:
                 request = Request(flight.number, flight.target, flight.method, shared, mine, wants, concurrent)
                 common[wants] = request
             handles[rank].invoke(request, partial(self._on_reply, flight, rank))
+
+    def _limit_collectives(self, handles: Sequence[ProcessHandle], timeout_s: float) -> None:
+        """Have the collectives of the next call end with it."""
+        self.collectives_s = timeout_s
+        left = {rank for rank in range(len(handles)) if rank not in self.lost}
+        number, values = _take_number(), self._backend.pack({"timeout_s": limit_of(timeout_s)}, len(left))
+        request = Request(number, "", "limit_collectives", values, None, False)
+
+        def heard(rank: int, reply: Reply) -> None:
+            left.discard(rank)
+            if not left:
+                _free_numbers.append(number)
+
+        for rank in sorted(left):
+            handles[rank].invoke(request, partial(heard, rank))
 
     def _pack_own(self, own: Sequence[Mapping[str, Any]]) -> list[Packed]:
         packed: dict[int, Packed] = {}  # ranks along the other axes of a mesh hold the very same part: pack it once
