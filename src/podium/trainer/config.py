@@ -264,6 +264,11 @@ class InferenceConfig:
         """The roles that share worker processes, and the number of those processes, as ``placement`` puts them."""
         return self.placement.processes(self.roles)
 
+    @property
+    def resolved_engine(self) -> EngineConfig:
+        """``engine``, in float32 on accelerators too where the run asks training for that."""
+        return self.engine
+
     def __post_init__(self) -> None:
         self.check_roles()
 
@@ -286,6 +291,11 @@ class _TrainingConfig(InferenceConfig):
     @property
     def roles(self) -> tuple[str, ...]:
         return ("policy", *super().roles) if self.eval.items else ("policy",)
+
+    @property
+    def resolved_engine(self) -> EngineConfig:
+        exact = self.parallel.precision == self.model.dtype == "float32"
+        return replace(self.engine, dtype="float32") if exact and self.engine.dtype is None else self.engine
 
     @property
     def optimizer_steps(self) -> int:

@@ -145,6 +145,29 @@ def test_a_copy_in_another_dtype_is_filled_too(make: Any) -> None:
             pair.policy.update(recorded(seed=version))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_in_bfloat16_holds_the_policys_weights_rounded(make: Any, kind: str) -> None:
+    """The policy keeps float32. A generator with a model of its own loads it in bfloat16 and holds no other copy."""
+    pair = make(kind, dtype="bfloat16")
+    pair.policy.update(recorded(seed=1))
+    pair.sync.sync(1)
+    ((held, copied),) = pair.generator.group.run(
+        lambda worker: (worker._engine.model.state_dict(), worker._engine.copied)
+    )
+    ((trained),) = pair.policy.group.run(lambda worker: worker.model.state_dict())
+    assert copied is (kind == "colocated")
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    assert all(torch.equal(held[name], tensor.bfloat16()) for name, tensor in trained.items())
+
+
+def test_a_generator_without_a_policy_draws_in_any_data_type(cluster: Cluster) -> None:
+    for dtype in ("bfloat16", "float16"):
+        generator = cluster.start(Generator.bind(TINY, EngineConfig(dtype=dtype)))
+        assert len(generator.generate(PROMPTS, SAMPLING)) == 4
+        generator.group.close()
+
+
 def test_delta_sends_what_has_changed(make: Any, sent: list[str]) -> None:
     model = replace(TINY, lora=LoraConfig(rank=4, alpha=8.0, targets=("q_proj",)))
     for dtype in (None, "bfloat16"):

@@ -10,6 +10,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from podium.rollout.engines.base import Engine
 
-__all__ = ["EngineConfig", "VllmOptions", "check_engine", "engine_class", "installed_engines", "make_engine"]
+__all__ = ["EngineConfig", "VllmOptions", "check_engine", "engine_class", "generation_config", "installed_engines"]
+__all__ += ["make_engine"]
 
 AUTO: Final = "auto"
 S = TypeVar("S")
@@ -47,7 +49,8 @@ class EngineConfig:
     """The cache of keys and values takes at most this many GiB. null means a quarter of the device's free memory. The
     engine decodes fewer completions at the same time where max_sequences of them do not fit."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The engine computes in this data type. null means model.dtype. Another type needs a copy of the weights."""
+    """The engine computes in this data type. null means bfloat16 on accelerators, unless parallel.precision is float32,
+    and model.dtype on the CPU. Another type than model.dtype needs a copy of the weights."""
     prefill_tokens: int = Field(default=8192, ge=1, le=10**9)
     """One forward pass of the engine takes at most this many prompt tokens."""
     options: Mapping[str, Any] = Field(default_factory=dict)
@@ -175,6 +178,11 @@ def model_device(config: EngineConfig, device: torch.device) -> torch.device:
     return device if config.name == AUTO else engine_class(config.name).model_device(config, device)
 
 
+def generation_config(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Return ``config`` with the data type that null means on ``device``: on accelerators bfloat16, as in training."""
+    return replace(config, dtype="bfloat16") if config.dtype is None and device.type != "cpu" else config
+
+
 def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
     """Make the engine that ``config`` names, reading ``model``.
 
@@ -185,6 +193,7 @@ def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
         ConfigError: As :func:`check_engine`; or the engine cannot run this model, which says why.
     """
     check_engine(config)
+    config = generation_config(config, next(model.parameters()).device)
     reasons: dict[str, str] = {}
     for name, cls in _automatic() if config.name == AUTO else [(config.name, engine_class(config.name))]:
         reason = cls.supports(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
 from podium.rollout.engines import Engine, EngineConfig, make_engine
-from podium.rollout.engines.config import model_device
+from podium.rollout.engines.config import generation_config, model_device
 from podium.runtime import Worker, endpoint, nothing
 from podium.workers.config import ModelConfig
 from podium.workers.models import load_model
@@ -19,6 +20,9 @@ from podium.workers.weight_sync.buckets import Piece, WeightInfo, checksum, cut
 from podium.workers.weight_sync.gather import WholeWeights
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from podium.workers.policy import Policy
 
 __all__ = ["POLICY_ROLE", "WeightReceiver"]
@@ -38,9 +42,13 @@ class WeightReceiver(Worker):
     Args:
         model: The model. Colocated with a policy, the policy's own model is used, and this one only for copies.
         engine: The engine and its limits.
+
+    Raises:
+        ConfigError: The worker owns an accelerator, and torch sees none.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig | None = None) -> None:
+        self._device = choose_device(self.ctx.devices)  # now, although the engine comes later: a start says what lacks
         self.config = model.plain
         self.engine_config = engine or EngineConfig()
         self._engine: Engine | None = None
@@ -186,15 +194,21 @@ class WeightReceiver(Worker):
 
     def _make_engine(self) -> Engine:
         policy = self._policy
-        if policy is None or policy.adapted:
-            device = choose_device(self.ctx.devices) if policy is None else policy.device
-            model = load_model(self.config, model_device(self.engine_config, device)).requires_grad_(False)
-        else:
-            model = policy.model
-        engine = make_engine(self.engine_config, model)
+        device = self._device if policy is None else policy.device
+        config = generation_config(self.engine_config, device)
+        shared = None if policy is None or policy.adapted else policy.model
+        engine = make_engine(config, self._own_model(config, device) if shared is None else shared)
         if policy is not None:
             _read(policy, engine, 0)
+        elif config.dtype == "float16":
+            engine.refresh(0)
         return engine
+
+    def _own_model(self, engine: EngineConfig, device: torch.device) -> nn.Module:
+        """The model in the data type that the engine computes in, so that it needs no copy; not in float16, which
+        models are not loaded in."""
+        dtype = self.config.dtype if engine.dtype in (None, "float16") else engine.dtype
+        return load_model(replace(self.config, dtype=dtype), model_device(engine, device)).requires_grad_(False)
 
 
 def _read(policy: Policy, engine: Engine, version: int) -> None:

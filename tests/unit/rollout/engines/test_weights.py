@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import EngineConfig, make_engine
+from podium.rollout.engines.config import generation_config
 from podium.rollout.sampling import SamplingParams
 
 from .conftest import MakeModel, same
@@ -56,6 +57,16 @@ def test_another_dtype_is_a_copy_that_refresh_fills(make_model: MakeModel, name:
         reference.refresh(version)
         assert same(engine.generate(PROMPTS, PARAMS, range(4)), reference.generate(PROMPTS, PARAMS, range(4)))
         _train(model)
+
+
+def test_an_accelerator_generates_in_bfloat16_unless_told_otherwise(make_model: MakeModel) -> None:
+    """torch's meta device stands for an accelerator: it is no CPU."""
+    cuda, cpu, own = torch.device("cuda"), torch.device("cpu"), EngineConfig()
+    assert [generation_config(own, device).dtype for device in (cuda, cpu)] == ["bfloat16", None]
+    assert generation_config(EngineConfig(dtype="float32"), cuda).dtype == "float32"
+    for dtype, found in ((None, torch.bfloat16), ("float32", torch.float32)):
+        engine: Any = make_engine(EngineConfig(name="transformers", dtype=dtype), make_model("qwen3").to("meta"))
+        assert next(engine.model.parameters()).dtype == found
 
 
 def test_a_copy_has_the_buffers_of_the_model_too() -> None:
