@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         evaluate_model as evaluate_model,
         open_sampler as open_sampler,
     )
+    from podium.trainer.plan import describe_plan as describe_plan
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
-    from podium.trainer.preflight import describe_plan as describe_plan
     from podium.trainer.roles import PRELOAD as PRELOAD
     from podium.trainer.run_dir import Summary as Summary
     from podium.trainer.sft import SFTTrainer as SFTTrainer

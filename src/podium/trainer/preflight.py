@@ -1,4 +1,4 @@
-"""Checks before a run starts, and the plan that a dry run prints. Neither starts a worker or loads weights.
+"""Checks before a run starts. They start no worker and load no weights.
 
 Only what needs a model or a tokenizer imports torch, where it needs it. A wrong setting is answered without torch.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 import os
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from podium.algorithms import check_functions
-from podium.config import config_to_yaml
 from podium.errors import ConfigError, DataError
 from podium.functions import load_function
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
@@ -23,12 +22,11 @@ from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
-from podium.runtime import Bound, Capabilities, Node, backend_class
+from podium.runtime import Bound
 from podium.telemetry import Note, emit
 from podium.trainer.config import SCHEDULES, PPOConfig, SFTConfig
-from podium.trainer.run_path import resolve_resume
 from podium.workers import ModelConfig
-from podium.workers.weight_files import replaced_heads, stored_tensors
+from podium.workers.weight_files import stored_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,21 +35,15 @@ if TYPE_CHECKING:
     from podium.trainer.schedules import Schedule
 
 __all__ = [
-    "ModelSize",
-    "accelerators_each",
     "check_answers",
     "check_columns",
     "check_examples",
     "check_given",
     "check_lengths",
-    "check_placement",
     "check_reward",
     "check_settings",
     "check_tokens",
-    "describe_plan",
     "load_schedule",
-    "memory_gib",
-    "model_size",
     "names_of_given",
     "with_stop_tokens",
 ]
@@ -62,10 +54,7 @@ _NO_SCHEDULES: Final = {
     inspect.isasyncgenfunction: "an asynchronous generator function",
     inspect.isclass: "a class",
 }
-_WITHOUT_COLLECTIVES: Final = frozenset({"generator", "reward", "estimator"})
 _REWARD, _REWARD_NAME = "reward", "reward.name"
-_MIB, _GIB = 2**20, 2**30
-_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 # -- settings, against what is installed and what this machine has ---------------------------------------------------
@@ -173,32 +162,6 @@ def load_schedule(name: str) -> Schedule:
     except (TypeError, ValueError):  # ValueError: a built-in function without a signature
         raise ConfigError(f"{subject} must take exactly one argument, the steps") from None
     return found
-
-
-def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabilities, nodes: Sequence[Node] = ()) -> None:
-    """Check that a backend called ``backend`` can hold the worker processes, on ``nodes`` as far as they are known.
-
-    Raises:
-        ConfigError: The backend has no collectives over several ranks, or its nodes have too few cores.
-    """
-    placement, processes = config.placement, sum(count for _, count in config.processes)
-    for roles, ranks in config.processes:
-        if ranks > 1 and not can.collectives and not {*roles} <= _WITHOUT_COLLECTIVES:
-            raise ConfigError(
-                f"{placement.key_of(roles[0])} = {ranks}: {backend} has no collectives over several ranks; set it to "
-                "1, or use the backend local"
-            )
-    cores = [int(node.resources.get("cpu", 0)) for node in nodes]
-    if nodes and placement.cpus and sum(count // placement.cpus for count in cores) < processes:
-        raise ConfigError(
-            f"placement.cpus = {placement.cpus}: {processes} worker process(es) of so many cores do not fit "
-            f"into {' + '.join(map(str, cores))} cores; lower it, or leave it out for an equal share"
-        )
-
-
-def accelerators_each(nodes: Sequence[Node], processes: int) -> int:
-    """Accelerators of each worker process: 1 if ``nodes`` have enough for all of them, else 0."""
-    return int(sum(node.resources.get("gpu", 0) for node in nodes) >= processes)
 
 
 # -- data, model and functions, once they are loaded -----------------------------------------------------------------
@@ -361,189 +324,3 @@ def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: 
 
 def _name(given: object) -> str:
     return f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__name__)}"
-
-
-# -- the plan of a dry run -------------------------------------------------------------------------------------------
-
-
-def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[str, Any] | None = None) -> str:
-    """Return the resolved configuration and the plan, as text: processes, the arithmetic of a batch, and memory.
-
-    ``backend`` and ``options`` are those of :func:`podium.connect`.
-
-    Raises:
-        ConfigError: The run would be refused: something that the configuration names is missing, the backend cannot
-            hold the worker processes, or the model's configuration cannot be read.
-        DataError: A file of the data is missing.
-    """
-    cls, config = backend_class(backend, options), resolve_resume(config)
-    nodes = cls.expected_nodes(options or {})
-    check_settings(config)
-    if hasattr(cls, "capabilities"):
-        check_placement(config, backend, cls.capabilities, nodes)
-    size = critic = model_size(config.model)
-    if isinstance(config, PPOConfig) and config.has_critic and config.critic.path:
-        own = replace(config.model, path=config.critic.path, config={}, lora=None)
-        critic = model_size(own, spared=replaced_heads(own.path))
-    lines = ["# resolved configuration", config_to_yaml(config).rstrip(), "", "# plan"]
-    scorer = _nbytes(config.reward.path) if "reward" in config.roles else 0
-    lines += [*_placement(config, backend, nodes), "", *_batch(config), "", *_memory(config, size, critic, scorer)]
-    return "\n".join(lines)
-
-
-def _placement(config: PPOConfig | SFTConfig, backend: str, nodes: Sequence[Node]) -> Iterator[str]:
-    held = [roles for roles, count in config.processes for _ in range(count)]
-    device = ("gpu" if accelerators_each(nodes, len(held)) else "cpu") if nodes else "device?"
-    yield f"backend      {backend}: {len(held)} worker process(es), {_layout(config)}"
-    yield from (f"process {number:<4} {device:<7} {', '.join(roles)}" for number, roles in enumerate(held))
-    yield f"strategy     {config.parallel.strategy} over {config.placement.ranks_of('policy')} data-parallel rank(s)"
-
-
-def _layout(config: PPOConfig | SFTConfig) -> str:
-    pools = config.placement.pools
-    return f"pools {', '.join(pools)}" if pools else f"layout {config.placement.layout}"
-
-
-def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    ranks = config.placement.ranks_of("policy")
-    if isinstance(config, SFTConfig):
-        examples = config.batch.examples
-        yield f"step         {examples} examples, one optimizer step; {_share(examples, ranks)} a rank"
-    else:
-        algorithm, n = config.algorithm, config.sampling.n
-        yield f"step         {config.batch.prompts} prompts x {n} completions = {config.rows} rows"
-        rows = config.rows // algorithm.minibatches
-        yield (
-            f"updates      {algorithm.epochs} epoch(s) x {algorithm.minibatches} minibatch(es) = {algorithm.updates} "
-            f"optimizer step(s) of {rows} rows; {_share(rows, ranks)} a rank"
-        )
-        yield f"tokens       at most {config.rows * config.sampling.max_new_tokens} sampled a step"
-    evaluated = "before and after" if config.eval.at_start else "after"
-    evaluated = f"every {config.eval.every} steps" if config.eval.every else evaluated
-    evaluation = f"at most {config.eval.items} held-out items {evaluated}" if config.eval.items else "none"
-    rhythm = {"steps": config.save.every, "minutes": config.save.minutes}
-    saved = " and ".join([f"every {most:g} {unit}" for unit, most in rhythm.items() if most] + ["at the end"])
-    steps = f"{config.run.steps} steps = {config.optimizer_steps} optimizer steps"
-    yield f"run          {steps}; evaluation: {evaluation}; checkpoint {saved}"
-
-
-def _share(rows: int, ranks: int) -> str:
-    return f"{rows / ranks:,.1f}".removesuffix(".0")
-
-
-def _nbytes(path: str) -> int:
-    """The size of a reward model."""
-    from podium.workers.models import load_scorer
-
-    return sum(parameter.nbytes for parameter in load_scorer(path, "meta").parameters())
-
-
-def _memory(config: PPOConfig | SFTConfig, size: ModelSize, critic: ModelSize, scorer: int) -> Iterator[str]:
-    millions = f"{size.parameters / 1e6:,.2f} M parameters, {size.trained / 1e6:,.2f} M trained"
-    yield f"model        {millions}, {config.model.dtype}"
-    first, total = 0, 0.0
-    for roles, count in config.processes:
-        parts = memory_gib(config, size, roles, critic, scorer)
-        where = f" each on processes {first}-{first + count - 1}" if count > 1 else f" on process {first}"
-        yield f"memory       about {_amount(sum(parts.values()))}{where} (estimate):"
-        yield from (f"  {name:<24} {_amount(gib):>11}" for name, gib in parts.items())
-        first, total = first + count, total + count * sum(parts.values())
-    if first > 1:
-        yield f"memory       about {_amount(total)} on all processes"
-
-
-def _amount(gib: float) -> str:
-    return f"{gib:,.2f} GiB" if gib >= 1 else f"{gib * _GIB / _MIB:,.1f} MiB"
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def memory_gib(
-    config: PPOConfig | SFTConfig,
-    size: ModelSize,
-    roles: Collection[str],
-    critic: ModelSize | None = None,
-    scorer: int = 0,
-) -> dict[str, float]:
-    """Estimate the memory in GiB of one worker process that holds ``roles``, by what takes the memory.
-
-    ``size`` is that of the policy's model, and of the critic's unless ``critic`` is given; ``scorer`` is the reward
-    model's in bytes. Activations are rough: 16
-    hidden vectors for each token and layer (one with gradient checkpointing), and three copies of the logits. Keys and
-    values are those of prompts and completions of the greatest length.
-    """
-    width, exact = _BYTES[config.model.dtype], _BYTES["float32"]
-    copies = exact if width < exact and config.optim.master_weights else 0  # adapters are float32 in any case
-    shards = config.placement.ranks_of(next(iter(roles))) if config.parallel.strategy == "fsdp2" else 1
-    kept = 1 if config.model.gradient_checkpointing else 16
-    tokens = config.parallel.micro_batch_tokens
-    parts: dict[str, float] = {}
-    if "policy" in roles:
-        parts["weights"] = size.parameters * width / shards
-        parts["gradients"] = size.trained * exact / shards
-        parts["optimizer (AdamW)"] = 2 * size.trained * exact / shards
-        if copies and config.model.lora is None:
-            parts["float32 copies"] = size.trained * copies / shards
-        parts["activations"] = tokens * (size.layers * size.hidden * kept + 3 * size.vocabulary) * 4
-    if "critic" in roles:
-        parts["critic with optimizer"] = (width + 3 * exact + copies) * (critic or size).parameters / shards
-    if "reference" in roles and config.model.lora is None:
-        parts["reference weights"] = size.parameters * width / shards
-    if "reward" in roles:
-        parts["reward model"] = scorer
-    if "generator" in roles:
-        own = config.engine.dtype or config.model.dtype
-        shared = "policy" in roles and shards == 1 and config.model.lora is None and own == config.model.dtype
-        if not shared:
-            parts["generator's own weights"] = size.parameters * _BYTES[own]
-        length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-        cache = config.engine.max_sequences * length * size.layers * 2 * size.key_value_width * _BYTES[own]
-        most = config.engine.cache_gib
-        parts["key/value cache"] = cache if most is None else min(cache, most * _GIB)
-    return {name: nbytes / _GIB for name, nbytes in parts.items()}
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """The numbers that the memory of a model follows from."""
-
-    parameters: int
-    trained: int
-    layers: int
-    hidden: int
-    key_value_width: int
-    vocabulary: int
-
-
-def model_size(model: ModelConfig, *, spared: Sequence[str] = ()) -> ModelSize:
-    """Return the sizes of a model, which is laid out on torch's meta device, without weights.
-
-    Args:
-        spared: Patterns of names of tensors that need not fit, beside ``model.allow_tensors``.
-
-    Raises:
-        ConfigError: The model's configuration cannot be read, or its files have other tensors.
-    """
-    import torch
-
-    from podium.workers.models import lay_out, with_adapters
-
-    whole = lay_out(model, spared=spared)
-    settings: Any = whole.config.get_text_config()
-    heads = getattr(settings, "num_attention_heads", 0)  # some models have states in place of attention
-    shared = getattr(settings, "num_key_value_heads", None) or heads
-    head_width = getattr(settings, "head_dim", None) or settings.hidden_size // max(1, heads)
-    parameters = trained = sum(p.numel() for p in whole.parameters())
-    if model.lora is not None:
-        with torch.device("meta"):
-            adapted = with_adapters(whole, model.lora, model.seed)
-        trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    return ModelSize(
-        parameters=parameters,
-        trained=trained,
-        layers=settings.num_hidden_layers,
-        hidden=settings.hidden_size,
-        key_value_width=shared * head_width,
-        vocabulary=settings.vocab_size,
-    )

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.algorithms import AlgorithmConfig
-from podium.errors import ConfigError, PlacementError, PodiumError
-from podium.runtime import Bound, Cluster, Handle, Profile, ResourcePool, Worker, colocate
+from podium.errors import ConfigError, PodiumError
+from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
 from podium.telemetry import Note, emit
-from podium.trainer.config import InferenceConfig, PlacementConfig, PPOConfig, SFTConfig
-from podium.trainer.preflight import accelerators_each, check_placement
+from podium.trainer.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.trainer.placement import check_placement, reserved, standing, warn_of_bfloat16
 from podium.workers import (
     ColocatedSync,
     Critic,
@@ -231,9 +231,12 @@ def _started(
     """
     ranks = [count for _, count in config.processes]
     started: dict[str, Any] = {}
+    parts: dict[tuple[str, ...], list[Any]] = {}  # by the roles that share processes, a handle of each set of these
     with ExitStack() as stack:
-        pool = stack.enter_context(_reserved(cluster, sum(ranks), config.placement))
-        for (roles, _), place in zip(config.processes, pool.split(ranks), strict=True):
+        pool = stack.enter_context(reserved(cluster, sum(ranks), config.placement))
+        places = dict(zip([roles for roles, _ in config.processes], pool.split(ranks), strict=True))
+        emit(Note(standing((roles, place.slots) for roles, place in places.items())))
+        for roles, place in places.items():
             calls = [call for call in config.run.profile if call.partition(".")[0] in roles]
             profile = Profile(calls=calls, directory=traces or "profile") if calls else None
             how, seed = {"timeout_s": config.run.timeout_s, "profile": profile}, config.run.seed
@@ -251,15 +254,17 @@ def _started(
             else:
                 handles = cluster.start(colocate(**{role: bound[role] for role in roles}), place, seed=seed, **how)
             started.update(handles)
+            parts[roles] = [*{handle.group.processes: handle for handle in handles.values()}.values()]
             for handle in handles.values():
                 stack.push(partial(_close, handle))
+        warn_of_bfloat16(config, parts)
         yield started
 
 
 def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
     """The arguments of the constructor of a role that a run without training may have."""
     if role == "generator":
-        return {"model": config.model, "engine": config.engine}
+        return {"model": config.model, "engine": config.resolved_engine}
     parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else ParallelConfig()
     return {
         "path": config.reward.path,
@@ -294,18 +299,3 @@ def _close(handle: Any, kind: type[BaseException] | None, error: BaseException |
         if error is None:
             raise
         _logger.warning("%s could not be closed: %s", handle.group.name, late)
-
-
-@contextmanager
-def _reserved(cluster: Cluster, slots: int, placement: PlacementConfig) -> Iterator[ResourcePool]:
-    """Slots with accelerators and cores as configured, given back after the block."""
-    gpus = accelerators_each(cluster.nodes, slots)
-    try:
-        pool = cluster.pool(spread=slots, gpus=gpus, cpus=placement.cpus or 0, wait_s=placement.wait_s)
-    except PlacementError as error:
-        keys = "pools" if placement.pools else "ranks"
-        raise PlacementError(f"placement of {slots} ranks (placement.{keys}, placement.cpus): {error}") from error
-    try:
-        yield pool
-    finally:
-        cluster.release(pool)

@@ -31,6 +31,7 @@ from rich.console import Console
 
 from podium.config import config_to_dict
 from podium.errors import ConfigError
+from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 from podium.trainer.checkpoints import Checkpoints
 from podium.trainer.config import PPOConfig, SFTConfig
@@ -150,7 +151,7 @@ class RunDirectory:
 
     @contextmanager
     def controller_log(self) -> Iterator[Path]:
-        """Keep this process's log records in logs/controller.log during the block."""
+        """Keep this process's log records, and the notes of the run, in logs/controller.log during the block."""
         path = self.logs / "controller.log"
         handler = logging.FileHandler(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -159,9 +160,16 @@ class RunDirectory:
         if level == logging.NOTSET:
             podium.setLevel(logging.INFO)
         root.addHandler(handler)
+
+        def write(event: Event) -> None:
+            if isinstance(event, Note):  # to the file alone: the terminal shows notes itself
+                handler.handle(podium.makeRecord(podium.name, logging.INFO, "", 0, "%s", (event.text,), None))
+
+        unsubscribe = subscribe(write)
         try:
             yield path
         finally:
+            unsubscribe()
             root.removeHandler(handler)
             with suppress(OSError):  # a full disk, which takes no last record either
                 handler.close()

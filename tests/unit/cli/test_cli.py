@@ -254,6 +254,12 @@ def test_a_dry_run_asks_the_backend_for_accelerators(
         status, out, _ = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--backend", backend)
         assert status == 0
         assert f"process 0    {device}     policy" in out
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    split = ["--placement.layout", "split", "--placement.ranks", "1", "--placement.generator_ranks", "2"]
+    status, out, _ = run(capsys, "train", "grpo", "--config", str(yaml), "--dry-run", "--backend", backend, *split)
+    assert "process 0    gpu/2   policy" in out
+    assert "process 1    gpu     generator" in out
+    assert "process 2    gpu/2   generator" in out
 
 
 def test_a_dry_run_checks_what_a_run_would_check(capsys: pytest.CaptureFixture[str], yaml: Path) -> None:

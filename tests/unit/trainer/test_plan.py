@@ -14,7 +14,7 @@ import pytest
 
 from podium.errors import ConfigError, DataError
 from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_plan
-from podium.trainer.preflight import ModelSize, memory_gib, model_size
+from podium.trainer.plan import ModelSize, memory_gib, model_size
 from podium.trainer.roles import bind_roles
 from podium.workers import ModelConfig, load_model
 from tests.integration.training import MODEL, tiny
@@ -62,6 +62,16 @@ def test_a_colocated_generator_reads_the_policys_weights_unless_they_are_sharded
     assert memory_gib(adapted, SIZE, roles)["generator's own weights"] == 1.0
     half = tiny(GRPOConfig, tmp_path, engine={"dtype": "bfloat16"})
     assert memory_gib(half, SIZE, roles)["generator's own weights"] == 0.5
+
+
+def test_a_generator_on_an_accelerator_takes_the_memory_of_bfloat16(tmp_path: Path) -> None:
+    roles = ("policy", "generator")
+    config = tiny(GRPOConfig, tmp_path)
+    assert memory_gib(config, SIZE, roles, accelerated=True)["generator's own weights"] == 0.5
+    exact = tiny(GRPOConfig, tmp_path, parallel={"precision": "float32"})
+    assert exact.resolved_engine.dtype == "float32"
+    assert config.resolved_engine.dtype is None
+    assert "generator's own weights" not in memory_gib(exact, SIZE, roles, accelerated=True)
 
 
 def test_the_cache_is_at_most_what_the_engine_may_hold(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import podium
 from podium import Worker, endpoint
 from podium.errors import ConfigError, PlacementError
-from podium.telemetry import WorkerStarted, subscribe
+from podium.telemetry import Note, WorkerStarted, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from podium.trainer.roles import bind_roles, started_roles
 from tests.integration.training import tiny
@@ -31,6 +31,10 @@ def test_a_run_is_spread_over_nodes(tmp_path: Path) -> None:
     started = {event.role: event.node for event in events if isinstance(event, WorkerStarted)}
     assert started.keys() == {"policy+estimator", "generator"}
     assert set(started.values()) == {"node-0", "node-1"}
+    places = {name: f"1 process on {started[name]} cpu" for name in started}
+    line = f"placement  policy, estimator: {places['policy+estimator']}; generator: {places['generator']}"
+    assert line in {event.text for event in events if isinstance(event, Note)}
+    assert line in (tmp_path / "runs" / "run" / "logs" / "controller.log").read_text()
 
 
 def test_generators_that_share_processes_with_another_role_are_not_restarted_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.errors import ConfigError
-from podium.trainer.preflight import model_size
+from podium.trainer.plan import model_size
 from podium.workers import LoraConfig, ModelConfig, load_model
 from podium.workers.models import load_scorer, longest_text, save_pretrained
 from podium.workers.tokenizers import load_tokenizer

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from podium.algorithms import TokenLoss
 from podium.errors import ConfigError
 from podium.trainer import GRPOConfig, PPOConfig
-from podium.trainer.preflight import ModelSize, memory_gib
+from podium.trainer.plan import ModelSize, memory_gib
 from podium.workers import OptimConfig, ParallelConfig, Policy, TrainEngine, load_model
 from podium.workers.micro_batches import MicroBatch, cut
 from podium.workers.optimizer import round_stochastically

@@ -18,7 +18,7 @@ from podium.cli import main
 from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
-from podium.trainer.preflight import model_size
+from podium.trainer.plan import model_size
 from podium.workers import Critic, ModelConfig, load_model, load_tokenizer
 from podium.workers.weight_files import replaced_heads, stored_tensors
 from tests.integration.training import write_copy_task

@@ -7,6 +7,7 @@ process sees the devices of its slot.
 """
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from podium.runtime.messages import Node, Place
 
 __all__ = ["Inventory", "Reservation", "in_order"]
 
+EPSILON = 1e-9  # sums of fractions miss whole numbers by less
 READY_S = 5.0
 FREED_S = 2.0
 OTHERS = "other Ray tasks and actors"
@@ -170,7 +172,7 @@ class Inventory:
         names, total = {"cpu": "CPU", "gpu": gpu}, defaultdict[str, float](float)
         for name, amount in (item for want in wants for item in want.items()):
             total[names.get(name, name)] += amount
-        return {k: float(-(-v // 1)) if k == gpu and v > 1 else float(v) for k, v in total.items() if v}
+        return {k: float(math.ceil(v - EPSILON)) if k == gpu and v > 1 else float(v) for k, v in total.items() if v}
 
     def _gpu(self, node: str) -> str:
         """Ray's name for the accelerators of a node."""
@@ -196,7 +198,7 @@ class Inventory:
                 yield tuple(next(given[place.node]) for _ in range(int(share)))
                 continue
             one, load = shared.get(place.node, ("", 1.0))
-            if load + share > 1 + 1e-9:
+            if load + share > 1 + EPSILON:
                 one, load = next(given[place.node]), 0.0
             shared[place.node] = one, load + share
             yield (one,)
