@@ -26,10 +26,6 @@ _KNOWN: Final = frozenset(
 )
 
 
-class _Unknown(Exception):
-    """Ends the pass that looks for keywords."""
-
-
 def unknown_keywords(keywords: Mapping[str, Any]) -> list[str]:
     """Return the names of keywords that change attention in a way that plain attention does not know."""
     return sorted(name for name, value in keywords.items() if value is not None and name not in _KNOWN)
@@ -57,21 +53,19 @@ def choose_attention(model: PreTrainedModel, wish: str) -> None:
 
 
 def _left_out_by_sdpa(model: PreTrainedModel) -> str:
-    ids = torch.arange(2, device=model.device)[None]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = _watch
+    ids, unknown = torch.arange(2, device=model.device)[None], dict[str, None]()
+
+    def watch(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        own = {**keywords, "position_bias": None, "cache": None}  # sdpa knows both
+        unknown.update(dict.fromkeys(unknown_keywords(own)))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
     try:
-        with torch.no_grad():
+        with torch.no_grad():  # to the end of the pass: ranks that share the model stay in step
             model(input_ids=ids, use_cache=False)
-    except _Unknown as error:
-        return str(error)
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the library's own is there again
-    return ""
-
-
-def _watch(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
-) -> tuple[Tensor, None]:
-    if unknown := unknown_keywords({**keywords, "position_bias": None, "cache": None}):  # sdpa knows both
-        raise _Unknown(", ".join(unknown))
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
+    return ", ".join(unknown)

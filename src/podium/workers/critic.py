@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from podium.algorithms import LossInputs, TokenLoss, explained_variance, value_loss, value_moments
 from podium.data import Batch, Jagged, fields
@@ -13,8 +14,9 @@ from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import metrics
 from podium.workers.learner import Learner
 from podium.workers.micro_batches import MicroBatch
-from podium.workers.models import load_model, plain_model
+from podium.workers.models import plain_model
 from podium.workers.scoring import run_model
+from podium.workers.shards import load_parallel
 from podium.workers.weight_files import replaced_heads, stored_value_head
 
 __all__ = ["Critic"]
@@ -29,17 +31,19 @@ class Critic(Learner):
     """
 
     def make_model(self) -> nn.Module:
-        model = load_model(self.config, self.device, spared=replaced_heads(self.config.path))
-        body = plain_model(model)
+        spared = replaced_heads(self.config.path)
+        return load_parallel(self.config, self.parallel, self.device, spared=spared, change=self._give_head)
+
+    def _give_head(self, body: PreTrainedModel) -> None:
+        """Replace the output layer, which may be on meta."""
         old = cast(Any, body.get_output_embeddings()).weight
-        head = nn.Linear(old.shape[1], 1, dtype=old.dtype, device=old.device)
+        head = nn.Linear(old.shape[1], 1, dtype=old.dtype, device=self.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         for name, stored in stored_value_head(self.config.path).items():
             with safe_open(stored.file, framework="pt") as tensors, torch.no_grad():
                 head.get_parameter(name.rpartition(".")[2]).copy_(tensors.get_tensor(name))
         body.set_output_embeddings(head)
-        return model
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def values(self, batch: Batch) -> Batch:

@@ -22,7 +22,7 @@ from podium.runtime import Worker, endpoint, first, nothing
 from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig, check_dropout
 from podium.workers.engine import TrainEngine
 from podium.workers.manifest import check_manifest, write_manifest
-from podium.workers.models import load_model
+from podium.workers.shards import load_parallel
 from podium.workers.state_copy import StateCopy
 from podium.workers.texts import sampled_counts
 
@@ -65,6 +65,7 @@ class Learner(Worker):
         algorithm: AlgorithmConfig | None = None,
     ) -> None:
         self.config = model
+        self.parallel = parallel or ParallelConfig()
         self.algorithm = algorithm or AlgorithmConfig()
         check_functions(self.algorithm)
         check_dropout(model, self.algorithm)
@@ -72,7 +73,7 @@ class Learner(Worker):
         self.engine = TrainEngine(
             self.make_model(),
             optim=optim,
-            parallel=parallel or ParallelConfig(),
+            parallel=self.parallel,
             device=self.device,
             world_size=self.ctx.world_size,
             dropout=not self.algorithm.reinforces if model.dropout is None else model.dropout,
@@ -86,8 +87,11 @@ class Learner(Worker):
         return self.engine.model
 
     def make_model(self) -> nn.Module:
-        """Make the model to train, on ``self.device``. A subclass may make another."""
-        return load_model(self.config, self.device)
+        """Make the model to train, on ``self.device``. A subclass may make another.
+
+        The model may be sharded by ``self.parallel`` already. All ranks make it together.
+        """
+        return load_parallel(self.config, self.parallel, self.device)
 
     @endpoint()
     def progress(self) -> Progress:

@@ -37,6 +37,7 @@ from podium.workers.weight_files import stored_tensors, stored_value_head
 
 __all__ = [
     "attention_implementation",
+    "checkpoint_layers",
     "decoder_layers",
     "lay_out",
     "load_model",
@@ -74,7 +75,7 @@ def load_model(
     if config.lora is not None:
         model = with_adapters(model, config.lora, config.seed)
     if config.gradient_checkpointing:
-        _checkpoint_layers(model)
+        checkpoint_layers(model)
     model = model.to(cast(Any, device)).eval()
     choose_attention(plain_model(model), config.attention)
     return model
@@ -139,8 +140,13 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
             return _from_scratch(config)
         _look_at(config.path)
         _check_adapters(config, (Path(config.path) / "adapter_config.json").exists())
+        untied = _untied(config, spared)
         try:
-            outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path, trust_remote_code=False))
+            outline = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(config.path, trust_remote_code=False, **untied),
+                dtype=parse_dtype(config.dtype),
+                attn_implementation=config.attention_implementation,
+            )
         except Exception as error:
             raise _unreadable(config, "its configuration cannot be read", error) from error
         stored = stored_tensors(config.path)
@@ -154,6 +160,8 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
             config=outline.config,
             state_dict=empty,
             device_map="meta",
+            dtype=parse_dtype(config.dtype),
+            attn_implementation=config.attention_implementation,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -231,7 +239,7 @@ def save_pretrained(
         raise CheckpointError(f"cannot write the model to {path}: {error}") from error
 
 
-def _checkpoint_layers(model: nn.Module) -> None:
+def checkpoint_layers(model: nn.Module) -> None:
     """Let the backward pass compute the layers' activations again. Transformers itself does so in training mode only,
     in which dropout acts."""
     layers = decoder_layers(model)
@@ -275,10 +283,7 @@ def attention_implementation(config: Any, name: str) -> Iterator[None]:
 
 def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
     _look_at(config.path)
-    # A head of one output is tied to nothing, whatever the configuration of the language model says.
-    untied = (
-        {"tie_word_embeddings": False} if any(_matches(name, spared) for name in stored_value_head(config.path)) else {}
-    )
+    untied = _untied(config, spared)
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # for tensors that are allowed to be missing
         try:
@@ -299,6 +304,12 @@ def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
     _check_tensors(config, report, spared)
     _note_untied(model)
     return model
+
+
+def _untied(config: ModelConfig, spared: Sequence[str]) -> dict[str, bool]:
+    """A head of one output is tied to nothing, whatever the configuration of the language model says."""
+    head = stored_value_head(config.path)
+    return {"tie_word_embeddings": False} if any(_matches(name, spared) for name in head) else {}
 
 
 def _note_untied(model: PreTrainedModel) -> None:

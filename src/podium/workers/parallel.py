@@ -11,12 +11,14 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from podium.errors import ConfigError
 from podium.workers.config import ParallelConfig
 from podium.workers.models import decoder_layers
 
-__all__ = ["DataParallel", "make_parallel"]
+__all__ = ["DataParallel", "check_collectives", "is_sharded", "make_parallel", "shard_model"]
 
 T = TypeVar("T")
 
@@ -111,6 +113,39 @@ class Replicate(DataParallel):
         return self._flat
 
 
+def check_collectives() -> None:
+    """Raise ConfigError if there are no ranks to shard a model over."""
+    if not dist.is_initialized():
+        raise ConfigError("parallel.strategy=fsdp2 needs torch.distributed; start the worker on a cluster's pool")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether :func:`shard_model` has sharded the model."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def shard_model(model: nn.Module, world_size: int, device: torch.device, precision: torch.dtype) -> None:
+    """Shard each decoder layer, and the rest, over the ranks of the default process group, by FSDP2.
+
+    A shard is a stretch of rows. Parameters on meta stay there, as shards.
+
+    Raises:
+        ConfigError: see :func:`check_collectives`.
+    """
+    check_collectives()
+    mesh = init_device_mesh(device.type, (world_size,))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    if precision != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # else evaluation leaves it whole
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
 class FullyShard(DataParallel):
     """FSDP2: each decoder layer, and the rest, is sharded over the ranks.
 
@@ -121,23 +156,8 @@ class FullyShard(DataParallel):
     equal_passes = True
 
     def __init__(self, model: nn.Module, world_size: int, device: torch.device, precision: torch.dtype) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        if not dist.is_initialized():
-            raise ConfigError("parallel.strategy=fsdp2 needs torch.distributed; start the worker on a cluster's pool")
-        mesh = init_device_mesh(device.type, (world_size,))
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        if precision != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-        for layer in decoder_layers(model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # else evaluation leaves it whole
-        for module in model.modules():
-            if hasattr(module, "set_gradient_divide_factor"):
-                shard = cast(Any, module)
-                shard.set_gradient_divide_factor(1.0)
-                shard.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        if not is_sharded(model):
+            shard_model(model, world_size, device, precision)
         super().__init__(model, world_size)
         low = [p for p in self._trained if p.dtype != torch.float32]
         self.sums |= {p: torch.zeros_like(p, dtype=torch.float32) for p in low}
@@ -160,8 +180,11 @@ class FullyShard(DataParallel):
 def make_parallel(
     model: nn.Module, config: ParallelConfig, *, world_size: int, device: torch.device, precision: torch.dtype
 ) -> DataParallel:
-    """Make the ranks of the default process group train as ``config`` says. Their models become the first rank's."""
-    if world_size > 1:
+    """Make the ranks of the default process group train as ``config`` says.
+
+    Their models become the first rank's. A model that is sharded already stays as it is.
+    """
+    if world_size > 1 and not is_sharded(model):
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.data, src=0)
     if config.compile:

@@ -12,8 +12,8 @@ from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.workers.config import ModelConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
 from podium.workers.micro_batches import MicroBatch
-from podium.workers.models import load_model
 from podium.workers.scoring import score_tokens
+from podium.workers.shards import load_parallel
 from podium.workers.weight_sync.receiver import POLICY_ROLE
 
 __all__ = ["Reference"]
@@ -37,10 +37,9 @@ class Reference(Worker):
             return
         self._policy = None
         device = choose_device(self.ctx.devices)
-        frozen = load_model(model.plain, device).requires_grad_(False)
-        self.engine = TrainEngine(
-            frozen, optim=None, parallel=parallel or ParallelConfig(), device=device, world_size=self.ctx.world_size
-        )
+        parallel = parallel or ParallelConfig()
+        frozen = load_parallel(model.plain, parallel, device).requires_grad_(False)
+        self.engine = TrainEngine(frozen, optim=None, parallel=parallel, device=device, world_size=self.ctx.world_size)
 
     @endpoint(collect=first())
     def note(self) -> str:
