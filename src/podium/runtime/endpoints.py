@@ -73,6 +73,8 @@ class EndpointSpec:
         Raises:
             ConfigError: The arguments do not fit the method's signature. Raised before anything is sent.
         """
+        if not (args or kwargs or self.required):
+            return Arguments(label, {})
         values = dict(zip(self.names, args, strict=False))
         wrong = ""
         if len(args) > len(self.names):

@@ -214,12 +214,13 @@ class WorkerGroup(Generic[W]):
     def _send(self, waiting: _Waiting) -> None:
         """Replace calls among the arguments by their results, and send. An error of such a call fails this one."""
         call, spec, args, kwargs = waiting
-        try:
-            args = tuple(v.call.result() if type(v) is CallArgument else v for v in args)
-            kwargs = {k: v.call.result() if type(v) is CallArgument else v for k, v in kwargs.items()}
-        except Exception as error:  # noqa: BLE001 - whatever an argument's call failed with is this call's error
-            call.fail(error)
-            return
+        if args or kwargs:
+            try:
+                args = tuple(v.call.result() if type(v) is CallArgument else v for v in args)
+                kwargs = {k: v.call.result() if type(v) is CallArgument else v for k, v in kwargs.items()}
+            except Exception as error:  # noqa: BLE001 - whatever an argument's call failed with is this call's error
+                call.fail(error)
+                return
         split = spec.dispatch.split(spec.arguments(call.label, args, kwargs), self.world)
         target, method = ("", "run") if spec.shipped else (self.name, spec.name)
         self.processes.calls.send(call, target, method, split, spec.collect, spec.concurrent)

@@ -23,7 +23,7 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from textwrap import indent
@@ -108,14 +108,21 @@ def pack_outcome(outcome: Outcome, wants_result: bool, pack: Callable[[Any], P])
         return outcome._replace(status="error", value=failure), pack(failure)
 
 
-@dataclass(slots=True, eq=False)
 class _Running:
-    label: str
-    since: float = field(default_factory=time.monotonic)
-    thread: int = field(default_factory=threading.get_ident)
-    task: asyncio.Task[Any] | None = None
-    coroutine: Coroutine[Any, Any, Any] | None = None
-    cancelled: bool = False
+    """A request that runs, in the thread that makes this object."""
+
+    __slots__ = ("cancelled", "coroutine", "method", "since_ns", "target", "task", "thread")
+
+    def __init__(self, target: str, method: str, since_ns: int) -> None:
+        self.target, self.method, self.since_ns = target, method, since_ns
+        self.thread = threading.get_ident()
+        self.task: asyncio.Task[Any] | None = None
+        self.coroutine: Coroutine[Any, Any, Any] | None = None
+        self.cancelled = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.target}.{self.method}" if self.target else self.method
 
 
 class WorkerProcess:
@@ -162,12 +169,13 @@ class WorkerProcess:
         if number in self._cancelled:
             self._cancelled.discard(number)
             return Outcome("cancelled", None, started, started)
-        running = self._running[number] = _Running(f"{target}.{method}" if target else method)
+        running = self._running[number] = _Running(target, method, started)
         token = None
         try:
             function, context, reads, keeps = self._functions.get((target, method)) or self._find(target, method)
-            token = current_context.set(context)
-            result = function(**(read_as(reads, values) if callable(values) else values))
+            if current_context.get() is not context:
+                token = current_context.set(context)
+            result = function(**(read_as(reads, values) if callable(values) else values)) if values else function()
             if isinstance(result, _UNDONE):
                 result = self._await(running, result)
             if reads == "readonly":
@@ -181,7 +189,7 @@ class WorkerProcess:
                 raise
             return Outcome("error", self._failure(error), started, time.monotonic_ns())
         finally:
-            if token is not None:
+            if token is not None and not self._ships_exceptions:  # a process of its own runs nothing else
                 current_context.reset(token)
             del self._running[number]
             running.task = running.coroutine = None  # an error's traceback leads to both: the arguments shall go now
@@ -489,7 +497,7 @@ def _own_part(error: BaseException) -> TracebackType | None:
 
 def _status(frames: Mapping[int, FrameType], running: _Running) -> str:
     stack = indent("".join(_stack(frames, running)).rstrip(), " " * 6)
-    return f"runs {running.label} since {time.monotonic() - running.since:.1f} s, at\n{stack}"
+    return f"runs {running.label} since {(time.monotonic_ns() - running.since_ns) / 1e9:.1f} s, at\n{stack}"
 
 
 def _stack(frames: Mapping[int, FrameType], running: _Running) -> list[str]:

@@ -26,6 +26,8 @@ from podium.backends.local.wire import (
     pack,
     receive_parcel,
     send_message,
+    short_answer,
+    short_call,
     split_message,
 )
 from podium.data import keep
@@ -134,6 +136,24 @@ def test_more_blocks_than_one_message_has_room_for(count: int, segments: Segment
     del back, inbound, refs, parcel, leases, early, last
     assert store.usage().nbytes == 0
     assert theirs.usage()[0] == 0
+
+
+@pytest.mark.parametrize("target", ["scorer", "", "Größe", "a\0b"])
+def test_short_messages_arrive_as_the_tuples_that_they_stand_for(pair: Pair, target: str) -> None:
+    receiver = Receiver()
+    for number, wants in [(0, True), (2**63 - 1, False)]:
+        short = short_call(number, target, "score", wants)
+        assert short is not None
+        pair[0].send(short)
+        assert receiver.receive(pair[1], wait=True) == (("call", number, target, "score", wants, None), [])
+        pair[0].send(short_answer(number, 5, 7))
+        assert receiver.receive(pair[1], wait=True) == (("answer", number, "ok", 5, 7, None), [])
+    pair[0].close()
+    assert receiver.receive(pair[1], wait=True) == ((), []), "the end is no message, whatever came before"
+
+
+def test_a_name_that_is_too_long_for_a_short_message_travels_in_a_pickle() -> None:
+    assert short_call(1, "x" * 2000, "score", True) is None
 
 
 def test_releases_that_a_full_socket_does_not_take_go_with_what_comes_next(pair: Pair) -> None:

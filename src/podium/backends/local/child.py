@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from podium.backends.local.shared_memory import SegmentPool
+from podium.backends.local.shared_memory import Lease, SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import (
     NOTHING,
+    SEND,
     Inbound,
     Message,
     Parcel,
@@ -28,6 +29,7 @@ from podium.backends.local.wire import (
     pack,
     receive_parcel,
     send_message,
+    short_answer,
     split_message,
 )
 from podium.backends.process import Surroundings, run_to_the_end
@@ -63,11 +65,11 @@ class _Child:
 
     def serve_calls(self) -> None:
         receiver = Receiver()
-        with self._sending:
-            send_message(self._calls, pickle.dumps(("ready", os.getpid()), 5), (), wait=True)
+        self._send(pickle.dumps(("ready", os.getpid()), 5), ())
         target = method = ""
         while target or method != "shutdown":
-            number, target, method, wants, values = self._read(*receiver.receive(self._calls, wait=True))
+            message, fds = receiver.receive(self._calls, wait=True)
+            number, target, method, wants, values = self._read(message, fds)
             outcome = self._process.execute(number, target, method, values)
             del values  # its tensors may be the last readers of a segment
             self._answer(number, wants, outcome)
@@ -88,25 +90,35 @@ class _Child:
         if not message:
             os.killpg(0, signal.SIGKILL)  # the controller is gone: so are we, and what we started
             raise SystemExit
+        if len(message) == 6 and message[5] is None:
+            return message[1], message[2], message[3], message[4], {}
         _, number, target, method, wants, *wires = message
         parcels = [receive_parcel(wire, fds, self._releases, self._segments) for wire in wires if wire is not None]
-        if not parcels:
-            return number, target, method, wants, {}
         return number, target, method, wants, partial(_read_all, parcels, f"an argument of {target}.{method}")
 
     def _answer(self, number: int, wants: bool, outcome: Outcome) -> None:
+        if outcome.status == "ok" and (not wants or outcome.value is None):
+            self._send(short_answer(number, outcome.started_ns, outcome.ended_ns), ())
+            return
         parcel = NOTHING
-        if outcome.status == "error" or (wants and outcome.value is not None):
+        if outcome.status != "cancelled":
             outcome, parcel = pack_outcome(outcome, wants, self._packed)
         answer = ("answer", number, outcome.status, outcome.started_ns, outcome.ended_ns, parcel.wire)
         message = pickle.dumps(answer, 5)
         for lease in parcel.leases:
             self._segments.hold(lease.segment, "controller")
+        self._send(message, parcel.leases)
+
+    def _send(self, message: bytes, leases: Sequence[Lease]) -> None:
         try:
             with self._sending:  # nothing comes between the parts of one message
-                for part, some in split_message(message, parcel.leases):
-                    send_message(self._calls, part, some, wait=True)
-            self._releases.flush()
+                if leases:
+                    for part, some in split_message(message, leases):
+                        send_message(self._calls, part, some, wait=True)
+                else:
+                    self._calls.send(message, SEND)
+            if self._releases.late:
+                self._releases.flush()
         except OSError:
             os.killpg(0, signal.SIGKILL)  # nobody left to answer
 

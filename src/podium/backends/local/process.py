@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING
 from podium.backends.local.shared_memory import Lease
 from podium.backends.local.wire import (
     MOST_FDS,
+    NOTHING,
+    SEND_NOW,
+    Message,
     Parcel,
     Receiver,
     Releases,
     receive_parcel,
     send_message,
+    short_call,
     split_message,
 )
 from podium.backends.process import Surroundings, environment_of
@@ -51,6 +55,7 @@ class LocalProcess(ProcessHandle):
         ended: Set when the process is gone.
         death: How the process ended, if it did.
         is_cut_off: Whether a socket to the process has closed although it ran, so that it was killed.
+        takes_calls: Whether calls may still be sent.
 
     Raises:
         WorkerStartError: The fork server is gone.
@@ -67,6 +72,7 @@ class LocalProcess(ProcessHandle):
         self.ended = threading.Event()
         self.death: Death | None = None
         self.is_cut_off = False
+        self.takes_calls = True
         self._reported = threading.Event()
         self._backend = backend
         self._segments = backend.segments
@@ -99,7 +105,7 @@ class LocalProcess(ProcessHandle):
                 raise WorkerStartError(f"{spec.label}: {why}", rank=spec.rank) from error
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
-        if self.ended.is_set():
+        if not self.takes_calls:
             return
         if request.wire is None:
             request.wire = _encode(request)
@@ -107,10 +113,11 @@ class LocalProcess(ProcessHandle):
         if leases:
             for lease in leases:
                 self._segments.hold(lease.segment, self._token)
-            if self.ended.is_set():  # just now: it was forgotten before it held these
+            if not self.takes_calls:  # since just now: it was forgotten before it held these
                 self._segments.forget(self._token)
                 return
-        self._shut_down = self._shut_down or (not request.target and request.method == "shutdown")
+        if not request.target and request.method == "shutdown":
+            self._shut_down = True
         self._pending[request.number] = done
         (self._control_out if request.concurrent else self._calls_out).send(message, leases)
 
@@ -140,6 +147,7 @@ class LocalProcess(ProcessHandle):
         self._pending.clear()
         self._receiver.close()
         had_started, self.death = self.started.is_set(), death
+        self.takes_calls = False
         self.ended.set()
         self.started.set()
         self._backend.processes.pop(self._token, None)
@@ -165,21 +173,25 @@ class LocalProcess(ProcessHandle):
             return self._cut_off()
         if not message:
             return self._cut_off()
-        if message[0] == "release":
-            for key in message[1]:
-                self._segments.release(key, self._token)
-            return True
-        if message[0] == "ready":
-            self.pid = message[1]
-            self.started.set()
+        if message[0] != "answer":
+            self._take_in(message)
             return True
         _, number, status, started, ended, wire = message
-        self._releases.flush()
+        if self._releases.late:
+            self._releases.flush()
         payload = None if wire is None else receive_parcel(wire, fds, self._releases, self._segments)
         done = self._pending.pop(number, None)
         if done is not None:
             done(Reply(status, payload, started, ended))
         return True
+
+    def _take_in(self, message: Message) -> None:
+        if message[0] == "ready":
+            self.pid = message[1]
+            self.started.set()
+        else:
+            for key in message[1]:
+                self._segments.release(key, self._token)
 
     def _cut_off(self) -> bool:
         """A socket has closed. Kill the process, unless that is because it ends: no call reaches it any more. Returns
@@ -193,6 +205,10 @@ class LocalProcess(ProcessHandle):
 
 def _encode(request: Request) -> tuple[bytes, list[Lease]]:
     """The message for a request, the same for every process that it goes to; see wire.py."""
+    if request.own is None and request.shared is NOTHING:
+        short = short_call(request.number, request.target, request.method, request.wants_result)
+        if short is not None:
+            return short, []
     parcels: list[Parcel] = [request.shared] if request.own is None else [request.shared, request.own]
     wires = [parcel.wire for parcel in parcels]
     head = ("call", request.number, request.target, request.method, request.wants_result)
@@ -224,8 +240,16 @@ class Outbox:
             if self._closed:
                 return
             if not self._late and len(leases) <= MOST_FDS:
-                with contextlib.suppress(BlockingIOError):
-                    self._send_now(message, leases)
+                try:
+                    if leases:
+                        self._send_now(message, leases)
+                    else:
+                        self._connection.send(message, SEND_NOW)
+                    return
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    self._on_end()
                     return
             self._late.extend(split_message(message, leases))
         if not self.flush():

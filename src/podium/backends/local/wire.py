@@ -1,6 +1,6 @@
 """Messages between the controller and its worker processes, over Unix sockets that keep their bounds (SOCK_SEQPACKET).
 
-A message is the pickle of a tuple:
+A message is a tuple:
 
     to a worker process  ("call", number, target, method, wants result, shared, own)
     to the controller    ("ready", process id), once
@@ -12,6 +12,9 @@ its out-of-band buffers, and the keys of the segments of the blocks to which it 
 A large one lies in a segment, whose key is in the parcel: the pickle of (pickle, sizes of the buffers), whose size is
 the parcel's second entry, and then the buffers. A parcel is None where there are no arguments, or where the result is
 None.
+
+A tuple crosses as its pickle, but for the two that are most frequent and have no parcel, a call without arguments and
+its answer, whose fields are laid end to end: see :func:`short_call` and :func:`short_answer`.
 
 The descriptors of the segments go with the message, in the order of their keys. Those that do not fit go before it, in
 messages of one byte.
@@ -26,6 +29,7 @@ import os
 import pickle
 import resource
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -40,20 +44,36 @@ from podium.data.store import ALIGN, Block, filled, lay_out
 from podium.errors import SerializationError, StoreFullError
 from podium.runtime.codec import decode, encode
 
-__all__ = ["MOST_FDS", "NOTHING", "Inbound", "Message", "Parcel", "Receiver", "Releases"]
-__all__ += ["pack", "receive_parcel", "send_message", "split_message"]
+__all__ = ["MOST_FDS", "NOTHING", "SEND", "SEND_NOW", "Inbound", "Message", "Parcel", "Receiver", "Releases"]
+__all__ += ["pack", "receive_parcel", "send_message", "short_answer", "short_call", "split_message"]
 
 RECEIVE_LIMIT = 6 * INLINE_LIMIT
 MOST_FDS = 200  # in one message; the kernel takes 253
 
 # flags as plain integers: combining the enum's members takes longer than the system call saves
-_SEND = int(socket.MSG_NOSIGNAL)
-_SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+SEND = int(socket.MSG_NOSIGNAL)
+SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
 _CUT = int(socket.MSG_CTRUNC)
 _RECEIVE_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 
 Message = tuple[Any, ...]
+
+_SHORT_CALL, _SHORT_ANSWER = 1, 2  # first byte of a short message; that of a pickle is 0x80
+_CALL = struct.Struct("<B?Q")  # and then the worker's name, a zero byte and the method's name
+_ANSWER = struct.Struct("<BQQQ")
+_LONGEST_NAMES = 1000  # bytes
+
+
+def short_call(number: int, target: str, method: str, wants_result: bool) -> bytes | None:
+    """The message of a call without arguments. None if its names are too long for it."""
+    names = f"{target}\0{method}".encode()
+    return _CALL.pack(_SHORT_CALL, wants_result, number) + names if len(names) <= _LONGEST_NAMES else None
+
+
+def short_answer(number: int, started_ns: int, ended_ns: int) -> bytes:
+    """The answer "ok" without a result."""
+    return _ANSWER.pack(_SHORT_ANSWER, number, started_ns, ended_ns)
 
 
 class Parcel:
@@ -166,31 +186,34 @@ def receive_parcel(wire: Message, fds: list[int], releases: Releases, segments: 
 class Releases:
     """Tells the other end which of its segments have been read.
 
+    Attributes:
+        late: Keys that the socket has not taken yet; see :meth:`flush`.
+
     Nothing here waits, and any thread's garbage collection may call it. What the socket does not take at once goes with
     the next message, of any kind and in either direction.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._late: deque[Key] = deque()
+        self.late: deque[Key] = deque()
 
     def add(self, key: Key) -> None:
-        self._late.append(key)
+        self.late.append(key)
         self.flush()
 
     def flush(self) -> None:
         """Send what the socket has not taken yet, as far as it takes it now."""
-        while self._late:
+        while self.late:
             keys: list[Key] = []
             with contextlib.suppress(IndexError):
                 while len(keys) < 1000:
-                    keys.append(self._late.popleft())
+                    keys.append(self.late.popleft())
             if not keys:
                 return
             try:
                 self._connection.send(pickle.dumps(("release", keys), 5), socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self._late.extendleft(reversed(keys))
+                self.late.extendleft(reversed(keys))
                 return
             except OSError:
                 return  # the other end is gone, and its segments with it
@@ -198,7 +221,7 @@ class Releases:
 
 def send_message(connection: socket.socket, message: bytes, leases: Sequence[Lease], *, wait: bool) -> None:
     """Send one message with at most MOST_FDS segments. Raises BlockingIOError if it would wait, unless ``wait``."""
-    flags = _SEND if wait else _SEND_NOW
+    flags = SEND if wait else SEND_NOW
     if not leases:
         connection.send(message, flags)
         return
@@ -235,6 +258,7 @@ class Receiver:
         self._into = [self._buffer]
         self._early: list[int] = []  # descriptors of a message that has not come yet
         self._cut = False  # some of them were lost
+        self._names: dict[bytes, tuple[str, str]] = {}  # worker and method, as short calls name them
 
     def receive(self, connection: socket.socket, *, wait: bool) -> tuple[Message, list[int]]:
         """One message and all its descriptors; no descriptors if this process may not open so many; () at the end.
@@ -242,6 +266,12 @@ class Receiver:
         count, ancillary, flags, _ = connection.recvmsg_into(
             self._into, self._ANCILLARY, _RECEIVE if wait else _RECEIVE_NOW
         )
+        kind = self._buffer[0]  # of an earlier message if this is the end
+        if kind == _SHORT_ANSWER and count:
+            _, number, started, ended = _ANSWER.unpack_from(self._buffer)
+            return ("answer", number, "ok", started, ended, None), self._NO_FDS
+        if kind == _SHORT_CALL and count:
+            return self._call(count), self._NO_FDS
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._early = [*self._early, *array.array("i", data[: len(data) - len(data) % 4])]
@@ -257,6 +287,15 @@ class Receiver:
             self.close()
         fds, self._early = self._early, []
         return message, fds
+
+    def _call(self, count: int) -> Message:
+        _, wants, number = _CALL.unpack_from(self._buffer)
+        names = bytes(self._buffer[_CALL.size : count])
+        if names not in self._names:
+            target, _, method = names.decode().rpartition("\0")
+            self._names[names] = target, method
+        target, method = self._names[names]
+        return "call", number, target, method, wants, None
 
     def close(self) -> None:
         """Close descriptors whose message does not come."""

@@ -180,21 +180,24 @@ class ProcessCalls:
                 self._lose(flight, rank, death)
 
     def _send_to_all(self, flight: InFlight, shared: Packed, own: Sequence[Packed] | None, concurrent: bool) -> None:
-        common: dict[bool, Request] = {}
-        handles = self.handles
+        handles, wanted, on_reply = self.handles, flight.wanted, self._on_reply
         if not handles:  # another thread has closed the group, and with it failed the call
             return
         timeout_s = flight.call.timeout_s
         if timeout_s != self.collectives_s != 0 and not concurrent and (flight.target or flight.method == "run"):
             self._limit_collectives(handles, timeout_s)
-        for place, rank in enumerate(flight.split.ranks):
-            wants = rank in flight.wanted
-            request = common.get(wants) if own is None else None
-            if request is None:
-                mine = None if own is None else own[place]
-                request = Request(flight.number, flight.target, flight.method, shared, mine, wants, concurrent)
-                common[wants] = request
-            handles[rank].invoke(request, partial(self._on_reply, flight, rank))
+        head = flight.number, flight.target, flight.method, shared
+        if own is not None:
+            for rank, mine in zip(flight.split.ranks, own, strict=True):
+                request = Request(*head, mine, rank in wanted, concurrent)
+                handles[rank].invoke(request, partial(on_reply, flight, rank))
+            return
+        common: dict[bool, Request] = {}
+        for rank in flight.split.ranks:
+            wants = rank in wanted
+            if wants not in common:
+                common[wants] = Request(*head, None, wants, concurrent)
+            handles[rank].invoke(common[wants], partial(on_reply, flight, rank))
 
     def _limit_collectives(self, handles: Sequence[ProcessHandle], timeout_s: float) -> None:
         """Have the collectives of the next call end with it."""
