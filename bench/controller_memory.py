@@ -125,7 +125,16 @@ class Growing(PPOTrainer):
         own = (resident(SELF, "VmHWM") - self._before) / MIB
         worker = max(resident(pid, "VmHWM") for pid in self._others) / MIB
         name = f"controller_memory_{self.by}_{SCALES[phase]}x"
-        row = Row(name=name, unit="MiB", median=own, quartiles=(own, own), better="lower", others={"worker": worker})
+        quartiles, floor = (own, own), "0: a controller that keeps nothing"
+        row = Row(
+            name=name,
+            unit="MiB",
+            median=own,
+            quartiles=quartiles,
+            better="lower",
+            floor=floor,
+            others={"worker": worker},
+        )
         sys.stdout.write(json.dumps({**row.as_json(), "tokens": tokens}) + "\n")
         sys.stdout.flush()
 

@@ -174,7 +174,8 @@ def threads() -> dict[str, int]:
 
 def row(name: str, unit: str, found: Sequence[float]) -> Row:
     low, median, high = statistics.quantiles(found, n=4)
-    return Row(name=name, unit=unit, median=median, quartiles=(low, high), better="lower")
+    floor = "0: a controller that is idle"
+    return Row(name=name, unit=unit, median=median, quartiles=(low, high), better="lower", floor=floor)
 
 
 def config(folder: Path, layout: str, steps: int) -> GRPOConfig:

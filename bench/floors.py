@@ -5,6 +5,7 @@
   the three copies that no design can avoid when a worker may write into what it got and keeps what it returns:
   controller to segment, segment to segment in the worker, segment to the joined result.
 - HopFloor: two processes of which one puts a tensor into shared memory and passes its descriptor to the other.
+- decode_rate, step_rate: the matrix products of a model's tokens, and nothing between them.
 - copy_s: one thread's copy of bytes, into pages that were touched before or into fresh ones.
 """
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from bench import raw_hop
 from bench.raw_worker import ECHO, MESSAGE, TOUCH
+from bench.workload import SHAPES, Shape, StepLoad
 
 RAW_WORKER = Path(__file__).with_name("raw_worker.py")
 RAW_HOP = Path(__file__).with_name("raw_hop.py")
@@ -215,3 +217,41 @@ def copy_s(nbytes: int, *, fresh: bool) -> float:
     started = time.perf_counter()
     np.copyto(target, source)
     return time.perf_counter() - started
+
+
+def products_s(shape: Shape, rows: int, dtype: torch.dtype = torch.float32) -> float:
+    """Seconds of the matrix products alone by which `rows` tokens pass once through a model of this shape."""
+    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    of_a_layer = [
+        (shape.hidden, heads + 2 * kv),
+        (heads, shape.hidden),
+        (shape.hidden, 2 * shape.intermediate),
+        (shape.intermediate, shape.hidden),
+    ]
+    sizes = [*of_a_layer * shape.layers, (shape.hidden, shape.vocabulary)]
+    weights = [torch.ones(size, dtype=dtype) for size in sizes]  # each its own, as a model's are
+    inputs = {size[0]: torch.ones(rows, size[0], dtype=dtype) for size in sizes}
+    outputs = {size[1]: torch.empty(rows, size[1], dtype=dtype) for size in sizes}
+
+    def multiply() -> float:
+        started = time.perf_counter()
+        for weight in weights:
+            torch.mm(inputs[weight.shape[0]], weight, out=outputs[weight.shape[1]])
+        return time.perf_counter() - started
+
+    multiply()
+    return min(multiply() for _ in range(3))
+
+
+def decode_rate(shape: Shape, batch: int, dtype: torch.dtype = torch.float32) -> float:
+    """Tokens a second of a batch that is decoded by matrix products alone, the output layer's included."""
+    return batch / products_s(shape, batch, dtype)
+
+
+def step_rate(load: StepLoad) -> float:
+    """Completion tokens a second of a step that is matrix products alone: decoding, and three passes of an update."""
+    shape, completions = SHAPES[load.shape], load.prompts * load.completions
+    decode_s = load.new_tokens * products_s(shape, completions)
+    rows = completions * (load.prompt_tokens + load.new_tokens)
+    chunk = min(rows, 2048)  # an update takes micro-batches too
+    return load.tokens / (decode_s + 3 * products_s(shape, chunk) * rows / chunk)

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 Better = Literal["lower", "higher"]
 Figure = TypeVar("Figure")
@@ -22,7 +22,15 @@ class Row:
     median: float
     quartiles: tuple[float, float]
     better: Better
+    floor: str  # what the figure cannot beat, in words; "NAME: WORDS" where it was measured as others[NAME]
     others: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> Row:
+        """The row that :meth:`as_json` wrote, with as many digits."""
+        low, high = written["quartiles"]
+        names = ("name", "unit", "median", "better", "floor", "others")
+        return cls(quartiles=(low, high), **{name: written[name] for name in names})
 
     @property
     def ratio(self) -> dict[str, float]:
@@ -38,6 +46,8 @@ class Row:
             "unit": self.unit,
             "ratio": {name: round(ratio, 3) for name, ratio in self.ratio.items()},
             "quartiles": [round_to(value) for value in self.quartiles],
+            "better": self.better,
+            "floor": self.floor,
             "others": {name: round_to(value) for name, value in self.others.items()},
         }
 
@@ -67,9 +77,16 @@ def alternate(
 
 
 def compare(
-    name: str, figures: Mapping[str, list[float]], *, unit: str, scale: float = 1.0, better: Better = "lower"
+    name: str,
+    figures: Mapping[str, list[float]],
+    *,
+    unit: str,
+    floor: str,
+    scale: float = 1.0,
+    better: Better = "lower",
 ) -> Row:
-    """The row `name` from samples in which Podium's own are called "podium"; `scale` turns them into `unit`."""
+    """The row `name` from samples in which Podium's own are called "podium"; `scale` turns them into `unit`, and
+    `floor` says what Podium's figure cannot beat."""
     podium = [value * scale for value in figures["podium"]]
     quartiles = statistics.quantiles(podium, n=4) if len(podium) > 1 else [podium[0]] * 3
     return Row(
@@ -78,6 +95,7 @@ def compare(
         median=statistics.median(podium),
         quartiles=(quartiles[0], quartiles[2]),
         better=better,
+        floor=floor,
         others={other: statistics.median(values) * scale for other, values in figures.items() if other != "podium"},
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -26,10 +25,11 @@ def table_of(rows: Sequence[Row]) -> Table:
     table.add_column("unit")
     table.add_column("quartiles", justify="right", style="dim")
     table.add_column("beside it")
+    table.add_column("floor")
     for row in rows:
         low, high = row.quartiles
         beside = "   ".join(f"{name} {row.others[name]:.4g} ({ratio:.2f}x)" for name, ratio in row.ratio.items())
-        table.add_row(row.name, f"{row.median:.4g}", row.unit, f"{low:.4g} to {high:.4g}", beside)
+        table.add_row(row.name, f"{row.median:.4g}", row.unit, f"{low:.4g} to {high:.4g}", beside, row.floor)
     return table
 
 
@@ -68,13 +68,6 @@ def machine(load_before: float) -> dict[str, object]:
         "python": platform.python_version(),
         "libraries": library_versions(),
     }
-
-
-def write(path: Path, rows: Sequence[Row], *, load_before: float, absent: set[str]) -> None:
-    """Write the rows to `path` and, beside it, the machine they were measured on."""
-    path.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
-    about = {**machine(load_before), "absent": sorted(absent)}
-    path.with_name("machine.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 def put_section(page: str, text: str, mark: str) -> str:

@@ -52,6 +52,7 @@ OBJECT_STORE_BYTES = 6 << 30  # the largest batch, there and back
 REPETITIONS_BY_MIB = {1: 11, 16: 9, 128: 5, 512: 3, 2048: 2}
 # What subjects that run together take at worst, in GiB.
 HOP_GIB, HOP_ALONE_GIB = 10, 9
+HOP_FLOOR = "shm: two processes that pass on the descriptor of shared memory touched before"
 TRANSFER_GIB = 14
 PUBLISH_GIB = 10
 
@@ -121,7 +122,7 @@ def hop_rows(mib: int, hops: Mapping[str, Sequence[Hop]]) -> Iterator[Row]:
             figures = {name: samples for name, samples in taken.items() if any(samples)}  # a message has no put
             figures["podium"] = [sample[figure] for sample in hops[f"podium_{kind}"]]
             what = "hop" if figure == "hop" else f"hop_{figure}"
-            yield compare(f"{what}_{size_of(mib * MIB)}_{kind}", figures, unit="ms", scale=1e3)
+            yield compare(f"{what}_{size_of(mib * MIB)}_{kind}", figures, unit="ms", scale=1e3, floor=HOP_FLOOR)
 
 
 @contextmanager
@@ -164,7 +165,8 @@ def transfer(context: Context) -> Iterator[Row]:
         peers = verl_transfers(context, workers, rows, columns, repetitions)
         for kind, figures in samples.items():
             name = f"verl_transfer{kind}_{size_of(nbytes)}_{workers}_local"
-            yield compare(name, {"podium": figures, **floors, **peers}, unit="s")
+            floor = "memcpy: one copy of the batch into memory that was touched before"
+            yield compare(name, {"podium": figures, **floors, **peers}, unit="s", floor=floor)
 
 
 def podium_transfers(workers: int, rows: int, columns: int, repetitions: int) -> dict[str, list[float]]:
@@ -234,7 +236,8 @@ def publish(context: Context) -> Iterator[Row]:
                     peer.call("start", workers=1 + generators)
                     peer.call("prepare_weights", sizes=sizes)
                     figures |= alternate(weight_ways_of(peers), repetitions=repetitions)
-        yield compare(f"publish_{round(nbytes / 1e6)}MB_{generators}_local", figures, unit="ms", scale=1e3)
+        name = f"publish_{round(nbytes / 1e6)}MB_{generators}_local"
+        yield compare(name, figures, unit="ms", scale=1e3, floor="memcpy: one copy for each generator")
 
 
 def podium_syncs(model: ModelConfig, generators: int, repetitions: int) -> tuple[list[int], list[float]]:

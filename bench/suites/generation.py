@@ -10,12 +10,14 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bench.context import Context
+from bench.floors import decode_rate
 from bench.measure import Row, alternate, compare
 from bench.workload import SHAPES
 from podium.rollout.engines import EngineConfig, make_engine
@@ -56,10 +58,12 @@ def generate(context: Context) -> Iterator[Row]:
         subjects = {
             "podium": native_subject(case, prompts),
             "transformers": transformers_subject(case, prompts),
+            "products": partial(decode_rate, SHAPES[case.shape], case.batch, case.dtype),
         }
         thorough = 7 if case.shape == "1m" else 5
         figures = alternate(subjects, repetitions=context.repetitions(thorough))
-        yield compare(case.name, figures, unit="tokens/s", better="higher")
+        floor = "products: the matrix products of its tokens alone, at the rate measured for this width and batch"
+        yield compare(case.name, figures, unit="tokens/s", better="higher", floor=floor)
 
 
 def random_prompts(case: Case) -> list[list[int]]:

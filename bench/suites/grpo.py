@@ -13,57 +13,66 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.context import Context
+from bench.floors import step_rate
 from bench.measure import Row, alternate, compare
 from bench.peer import PeerClient, peer_command, start_peer
 from bench.workload import StepLoad
 
-STEPS = 3  # a turn
+STEPS = 3  # a turn of a small model
 
 
 class Turns:
     """One trainer's turns: runs a few steps and keeps what it tells of each turn."""
 
-    def __init__(self, peer: PeerClient, load: StepLoad) -> None:
+    def __init__(self, peer: PeerClient, load: StepLoad, steps: int) -> None:
         self._peer = peer
         self._load = load
+        self._steps = steps
         self.told: list[dict[str, Any]] = []
 
     def tokens_per_s(self) -> float:
         """Completion tokens a second over the whole step."""
-        told = self._peer.call("steps", count=STEPS)
+        told = self._peer.call("steps", count=self._steps)
         self.told.append(told)
         return self._load.tokens / statistics.median(told["step_s"])
 
 
 @contextmanager
-def podium_trainer(context: Context, load: StepLoad) -> Iterator[Turns]:
+def podium_trainer(context: Context, load: StepLoad, steps: int) -> Iterator[Turns]:
     command = [sys.executable, "-m", "bench.podium_grpo"]
     with start_peer(command, context.log_of("podium-grpo")) as peer:
         peer.call("open", load=asdict(load))
-        yield Turns(peer, load)
+        yield Turns(peer, load, steps)
 
 
 @contextmanager
 def trl_trainer(
-    context: Context, load: StepLoad, python: Path, *, threads: int | None, gradient_checkpointing: bool = False
+    context: Context,
+    load: StepLoad,
+    python: Path,
+    steps: int,
+    *,
+    threads: int | None,
+    gradient_checkpointing: bool = False,
 ) -> Iterator[Turns]:
     """TRL with so many threads; None leaves them to torch."""
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     log = context.log_of(f"trl-{threads or 'default'}")
     with start_peer(peer_command(python, "trl_grpo"), log, environment=environment) as peer:
         peer.call("open", load=load.as_arguments(), threads=threads, gradient_checkpointing=gradient_checkpointing)
-        yield Turns(peer, load)
+        yield Turns(peer, load, steps)
 
 
 def faster_threads(context: Context, load: StepLoad, python: Path) -> int:
     """With how many threads TRL is faster here: on a busy machine one beats two by far."""
     speeds: dict[int, float] = {}
     for threads in (1, 2):
-        with trl_trainer(context, load, python, threads=threads) as trl:
+        with trl_trainer(context, load, python, 1, threads=threads) as trl:
             trl.tokens_per_s()
             speeds[threads] = trl.tokens_per_s()
     context.say(f"TRL: {', '.join(f'{speed:.0f} tokens/s with {n} threads' for n, speed in speeds.items())}")
@@ -71,25 +80,41 @@ def faster_threads(context: Context, load: StepLoad, python: Path) -> int:
 
 
 def grpo(context: Context) -> Iterator[Row]:
+    """The step of a small model, whose rows were always there."""
+    return step_rows(context, StepLoad())
+
+
+def grpo_10m(context: Context) -> Iterator[Row]:
+    """The same step of a model with ten times the parameters."""
+    return step_rows(context, StepLoad(shape="10m"), turns=5, steps=1)
+
+
+def grpo_100m(context: Context) -> Iterator[Row]:
+    """A step of a hundred times the parameters, with few and short completions: it takes long enough."""
+    return step_rows(context, StepLoad(shape="100m", prompts=4, completions=4, new_tokens=32), turns=3, steps=1)
+
+
+def step_rows(context: Context, load: StepLoad, *, turns: int = 9, steps: int = STEPS) -> Iterator[Row]:
     """Completion tokens a second over a whole step, while generating, and over the rest; and where the time goes."""
-    load = StepLoad()
     python = context.peer_python("trl")
     with ExitStack() as stack:
-        trainers = {"podium": stack.enter_context(podium_trainer(context, load))}
+        trainers = {"podium": stack.enter_context(podium_trainer(context, load, steps))}
         if python is not None:
             threads = faster_threads(context, load, python)
-            best = trl_trainer(context, load, python, threads=threads)
-            default = trl_trainer(context, load, python, threads=None, gradient_checkpointing=True)
+            best = trl_trainer(context, load, python, steps, threads=threads)
+            default = trl_trainer(context, load, python, steps, threads=None, gradient_checkpointing=True)
             trainers |= {"trl": stack.enter_context(best), "trl_default": stack.enter_context(default)}
-        warmups = 2
-        subjects = {name: turns.tokens_per_s for name, turns in trainers.items()}
-        figures = alternate(subjects, repetitions=context.repetitions(9), warmups=warmups)
-    yield compare("grpo_step_1m", figures, unit="tokens/s", better="higher")
-    told = {name: turns.told[warmups:] for name, turns in trainers.items()}
+        warmups = 2 if load.shape == "1m" else 1
+        subjects = {name: trainer.tokens_per_s for name, trainer in trainers.items()}
+        subjects["products"] = partial(step_rate, load)
+        figures = alternate(subjects, repetitions=context.repetitions(turns), warmups=warmups)
+    floor = "products: the step's matrix products alone, on all cores"
+    yield compare(f"grpo_step_{load.shape}", figures, unit="tokens/s", better="higher", floor=floor)
+    told = {name: trainer.told[warmups:] for name, trainer in trainers.items()}
     yield from speed_rows(load, told)
-    yield from stage_rows(told["podium"])
+    yield from stage_rows(load, told["podium"])
     outside = [100 * turn["outside_workers"] for turn in told["podium"]]
-    yield compare("controller_share_1m", {"podium": outside}, unit="%")
+    yield compare(f"controller_share_{load.shape}", {"podium": outside}, unit="%", floor="0: a controller that is idle")
 
 
 def speed_rows(load: StepLoad, told: Mapping[str, list[dict[str, Any]]]) -> Iterator[Row]:
@@ -98,17 +123,21 @@ def speed_rows(load: StepLoad, told: Mapping[str, list[dict[str, Any]]]) -> Iter
     rest: dict[str, list[float]] = {}
     for name, turns in told.items():
         spent = [turn["stage_s"]["generate"] if name == "podium" else sum(turn["generate_s"]) for turn in turns]
-        tokens = STEPS * load.tokens
-        generate[name] = [tokens / seconds for seconds in spent]
-        rest[name] = [tokens / (sum(turn["step_s"]) - part) for turn, part in zip(turns, spent, strict=True)]
-    yield compare("grpo_generate_1m", generate, unit="tokens/s", better="higher")
-    yield compare("grpo_rest_1m", rest, unit="tokens/s", better="higher")
+        tokens = [len(turn["step_s"]) * load.tokens for turn in turns]
+        generate[name] = [count / seconds for count, seconds in zip(tokens, spent, strict=True)]
+        rest[name] = [
+            count / (sum(turn["step_s"]) - part) for count, turn, part in zip(tokens, turns, spent, strict=True)
+        ]
+    floor = "products: see grpo_step, of which this is a part"
+    yield compare(f"grpo_generate_{load.shape}", generate, unit="tokens/s", better="higher", floor=floor)
+    yield compare(f"grpo_rest_{load.shape}", rest, unit="tokens/s", better="higher", floor=floor)
 
 
-def stage_rows(podium: list[dict[str, Any]]) -> Iterator[Row]:
+def stage_rows(load: StepLoad, podium: list[dict[str, Any]]) -> Iterator[Row]:
     stages: dict[str, list[float]] = defaultdict(list)
     for told in podium:
         for name, seconds in told["stage_s"].items():
-            stages[name].append(seconds / STEPS)
+            stages[name].append(seconds / len(told["step_s"]))
+    floor = "products: see grpo_step, of which this is a part"
     for name, seconds in stages.items():
-        yield compare(f"grpo_stage_{name}_1m", {"podium": seconds}, unit="ms", scale=1e3)
+        yield compare(f"grpo_stage_{name}_{load.shape}", {"podium": seconds}, unit="ms", scale=1e3, floor=floor)

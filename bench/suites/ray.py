@@ -28,10 +28,13 @@ def on_backend(context: Context, backend: str) -> Iterator[Row]:
     """The same on any backend; rows end in its name."""
     with podium.connect(backend, echo=False) as cluster, peer_clusters(context, PEERS) as peers:
         with probes(cluster, WORKERS) as group, peer_groups(peers, WORKERS):
-            yield noop_row(context, f"noop_{WORKERS}_{backend}", group, {}, peers, calls=CALLS)
+            noop = f"noop_{WORKERS}_{backend}"
+            yield noop_row(context, noop, group, {}, peers, calls=CALLS, floor="ray: the same call of bare actors")
             for mib in echo_sizes(context):
                 name = f"shard_concat_{mib}MiB_{WORKERS}_{backend}"
-                yield echo_row(context, name, group, rows_of(mib), {}, peers)
+                floor = "ray_numpy: bare actors, which map arrays without a copy, to be read only"
+                yield echo_row(context, name, group, rows_of(mib), {}, peers, floor=floor)
         repetitions = context.repetitions(3, 1)  # none to warm up: each has started a group before
-        yield startup_row(f"startup_{WORKERS}_{backend}", cluster, WORKERS, peers, repetitions=repetitions, warmups=0)
+        started, floor = f"startup_{WORKERS}_{backend}", "ray: as many bare actors"
+        yield startup_row(started, cluster, WORKERS, peers, repetitions=repetitions, warmups=0, floor=floor)
         yield from fault_rows(context, cluster, peers)

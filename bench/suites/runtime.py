@@ -50,11 +50,19 @@ def noop(context: Context) -> Iterator[Row]:
     for workers in (2, 4, 8):
         with local_groups(context, workers) as (group, peers), PipeFloor.start(workers) as pipe:
             floors = {"pipe": lambda pipe=pipe: median_call_s(pipe.noop, calls)}
-            yield noop_row(context, f"noop_{workers}_local", group, floors, peers, calls=calls)
+            floor = "pipe: a byte to each worker and one back, over pipes"
+            yield noop_row(context, f"noop_{workers}_local", group, floors, peers, calls=calls, floor=floor)
 
 
 def noop_row(
-    context: Context, name: str, group: Handle[Probe], floors: Subjects, peers: Mapping[str, PeerClient], *, calls: int
+    context: Context,
+    name: str,
+    group: Handle[Probe],
+    floors: Subjects,
+    peers: Mapping[str, PeerClient],
+    *,
+    calls: int,
+    floor: str,
 ) -> Row:
     """So many calls a turn; peers, which need milliseconds for one, make fewer."""
     subjects: Subjects = {
@@ -62,7 +70,8 @@ def noop_row(
         **floors,
         **peer_calls(peers, "noop", calls=min(calls, PEER_CALLS)),
     }
-    return compare(name, alternate(subjects, repetitions=context.repetitions(21, 5)), unit="us", scale=1e6)
+    figures = alternate(subjects, repetitions=context.repetitions(21, 5))
+    return compare(name, figures, unit="us", scale=1e6, floor=floor)
 
 
 def echo(context: Context) -> Iterator[Row]:
@@ -77,7 +86,8 @@ def echo(context: Context) -> Iterator[Row]:
                 rows = rows_of(mib)
                 with SharedFloor.start(workers, mib * MIB // workers) as shared:
                     floors = echo_floors(shared, rows)
-                    yield echo_row(context, f"echo_{mib}MiB_{workers}_local", group, rows, floors, peers)
+                    name, floor = f"echo_{mib}MiB_{workers}_local", "shm: three copies, all into memory touched before"
+                    yield echo_row(context, name, group, rows, floors, peers, floor=floor)
 
 
 def echo_sizes(context: Context) -> tuple[int, ...]:
@@ -98,7 +108,14 @@ def echo_floors(shared: SharedFloor, rows: Tensor) -> Subjects:
 
 
 def echo_row(
-    context: Context, name: str, group: Handle[Probe], rows: Tensor, floors: Subjects, peers: Mapping[str, PeerClient]
+    context: Context,
+    name: str,
+    group: Handle[Probe],
+    rows: Tensor,
+    floors: Subjects,
+    peers: Mapping[str, PeerClient],
+    *,
+    floor: str,
 ) -> Row:
     """Peers twice: with what they take by default for tensors, and with numpy arrays on the wire."""
     mib = rows.nbytes // MIB
@@ -114,7 +131,7 @@ def echo_row(
         **{f"{peer}_numpy": call for peer, call in peer_calls(peers, "echo", **peer_load, numpy=True).items()},
     }
     figures = alternate(subjects, repetitions=context.repetitions(REPETITIONS_BY_MIB[mib]))
-    return compare(name, figures, unit="ms", scale=1e3)
+    return compare(name, figures, unit="ms", scale=1e3, floor=floor)
 
 
 def broadcast(context: Context) -> Iterator[Row]:
@@ -132,7 +149,8 @@ def broadcast(context: Context) -> Iterator[Row]:
             **peer_calls(peers, "broadcast", nbytes=mib * MIB, calls=PEER_CALLS_BY_MIB[mib]),
         }
         figures = alternate(subjects, repetitions=context.repetitions(11))
-    yield compare(f"broadcast_{mib}MiB_{workers}_local", figures, unit="ms", scale=1e3)
+    floor = "shm: one copy into memory that all workers see, and a message each"
+    yield compare(f"broadcast_{mib}MiB_{workers}_local", figures, unit="ms", scale=1e3, floor=floor)
 
 
 def startup(context: Context) -> Iterator[Row]:
@@ -144,11 +162,13 @@ def startup(context: Context) -> Iterator[Row]:
             "podium": lambda: podium_cold_s(workers),
             **{name: partial(peer_cold_s, peer, workers) for name, peer in peers.items()},
         }
-        yield compare(f"startup_{workers}_local_cold", alternate(cold, repetitions=repetitions), unit="s")
+        floor = "not measured: importing torch once, and a fork for each worker"
+        yield compare(f"startup_{workers}_local_cold", alternate(cold, repetitions=repetitions), unit="s", floor=floor)
         for peer in peers.values():
             peer.call("init")
         with podium.connect("local", echo=False) as cluster:
-            yield startup_row(f"startup_{workers}_local_warm", cluster, workers, peers, repetitions=repetitions)
+            name, floor = f"startup_{workers}_local_warm", "not measured: a fork for each worker"
+            yield startup_row(name, cluster, workers, peers, repetitions=repetitions, floor=floor)
 
 
 def startup_row(
@@ -158,6 +178,7 @@ def startup_row(
     peers: Mapping[str, PeerClient],
     *,
     repetitions: int,
+    floor: str,
     warmups: int = 1,
 ) -> Row:
     """Clusters run: from asking for the workers to the first answer of the last, torch imported in each."""
@@ -165,7 +186,7 @@ def startup_row(
         "podium": lambda: podium_warm_s(cluster, workers),
         **{peer_name: partial(peer_warm_s, peer, workers) for peer_name, peer in peers.items()},
     }
-    return compare(name, alternate(subjects, repetitions=repetitions, warmups=warmups), unit="s")
+    return compare(name, alternate(subjects, repetitions=repetitions, warmups=warmups), unit="s", floor=floor)
 
 
 def podium_cold_s(workers: int) -> float:

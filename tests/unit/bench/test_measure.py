@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from bench.measure import alternate, compare
-from bench.report import write
 
 
 def test_subjects_take_turns_in_an_order_that_rotates() -> None:
@@ -28,20 +24,18 @@ def test_subjects_take_turns_in_an_order_that_rotates() -> None:
 
 @pytest.mark.parametrize(("better", "ratio"), [("lower", 2.0), ("higher", 0.5)])
 def test_a_ratio_over_one_means_that_podium_is_better(better: str, ratio: float) -> None:
-    row = compare("x", {"podium": [1.0, 9.0, 2.0], "peer": [4.0]}, unit="ms", scale=10, better=better)  # type: ignore[arg-type]
+    row = compare("x", {"podium": [1.0, 9.0, 2.0], "peer": [4.0]}, unit="ms", floor="none", scale=10, better=better)  # type: ignore[arg-type]
     assert row.median == 20
     assert row.ratio == {"peer": ratio}
 
 
-def test_rows_are_written_with_the_keys_that_readers_rely_on(tmp_path: Path) -> None:
-    row = compare("noop_8_local", {"podium": [1e-4], "pipe": [5e-5]}, unit="us", scale=1e6)
-    write(tmp_path / "results.json", [row], load_before=0.1, absent={"trl"})
-
-    (read,) = json.loads((tmp_path / "results.json").read_text())
-    assert {key: read[key] for key in ("name", "median", "unit", "ratio")} == {
+def test_rows_are_written_with_the_keys_that_readers_rely_on() -> None:
+    row = compare("noop_8_local", {"podium": [1e-4], "pipe": [5e-5]}, unit="us", scale=1e6, floor="pipe: a byte")
+    read = row.as_json()
+    assert {key: read[key] for key in ("name", "median", "unit", "ratio", "floor")} == {
         "name": "noop_8_local",
         "median": 100.0,
         "unit": "us",
         "ratio": {"pipe": 0.5},
+        "floor": "pipe: a byte",
     }
-    assert json.loads((tmp_path / "machine.json").read_text())["absent"] == ["trl"]
