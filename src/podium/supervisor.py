@@ -28,12 +28,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = ["Supervisor", "children_of", "describe_exit", "is_ending", "is_stopped", "kill", "kill_marked"]
+__all__ = ["Supervisor", "children_of", "describe_exit", "end_of", "is_ending", "is_stopped", "kill", "kill_marked"]
 
 _PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PF_EXITING: Final = 4
+_EXIT_CODE: Final = 49  # in /proc/PID/stat, of the fields after the name
 
 
 class Supervisor:
@@ -170,6 +171,15 @@ def is_ending(pid: int) -> bool:
         return state in "ZX" or bool(int(fields[5]) & _PF_EXITING)
     except (OSError, ValueError):
         return True
+
+
+def end_of(pid: int) -> int | None:
+    """Return the wait status with which a process of this machine ends: the kernel knows it from the signal on, and
+    tells the parent when the process's memory is freed. None if nothing is known, or no longer."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_EXIT_CODE])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def is_stopped(pid: int) -> bool:

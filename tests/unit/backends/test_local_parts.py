@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,17 @@ from podium.backends.files import LAST_LINES, Files, Log
 from podium.backends.local import LocalBackend
 from podium.backends.local.backend import ForkServer
 from podium.backends.local.shared_memory import Lease, SegmentPool
-from podium.errors import ConfigError
+from podium.errors import ConfigError, WorkerDied
 from podium.testing.workers import Counter, Stash
+
+
+def watches_threads() -> bool:
+    """Whether the kernel tells of the end of one thread (PIDFD_THREAD)."""
+    try:
+        os.close(os.pidfd_open(threading.get_native_id(), os.O_EXCL))
+    except OSError:
+        return False
+    return True
 
 
 def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
@@ -109,6 +120,26 @@ def test_the_command_of_chosen_ranks_begins_with_a_prefix_which_may_report_at_th
 
 def _profiled(worker: Counter) -> str | None:
     return os.environ.get("PROFILED")
+
+
+@pytest.mark.skipif(not watches_threads(), reason="needs Linux 6.9 or newer")
+def test_an_end_is_known_before_the_parent_hears_of_it() -> None:
+    """The kernel tells a parent when a process's memory is freed. Here the parent, the fork server, hears nothing."""
+    with podium.connect("local", echo=False, preload=[]) as cluster:
+        counter = cluster.start(Counter.bind(), cluster.pool([1]), timeout_s=20)
+        backend = counter.group.processes.backend
+        assert isinstance(backend, LocalBackend)
+        server, (pid,) = backend._server._process, counter.group.pids
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied) as died:
+                counter.add()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert (died.value.rank, died.value.cause) == (0, "signal SIGKILL")
+        counter.group.restart()
+        assert counter.add() == [1]
 
 
 def test_a_fork_server_whose_socket_is_closed_starts_nothing(tmp_path: Path) -> None:

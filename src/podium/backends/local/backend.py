@@ -3,7 +3,7 @@
     controller's threads ──invoke──▶ calls socket (one a process) ──▶ worker process's main thread
                                  └─▶ control socket               ──▶ worker process's control thread
     I/O (io.py) ◀── answers and releases on the calls sockets
-                ◀── ends of processes from the fork server
+                ◀── ends of processes from the fork server, and before it from the kernel
                 ──▶ messages that a full socket did not take at once
 
 Sending never waits: what a socket does not take is queued, and the I/O sends it. The I/O does not unpickle values:
@@ -36,7 +36,6 @@ from podium.backends.process import THREAD_VARIABLES, accelerators, command, mac
 from podium.errors import ConfigError, WorkerStartError
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec
-from podium.supervisor import describe_exit
 
 __all__ = ["ForkServer", "LocalBackend"]
 
@@ -212,10 +211,7 @@ class LocalBackend(Backend):
         token, status = pickle.loads(message)
         if (process := self.processes.get(token)) is not None:
             process.drain()
-            cause = describe_exit(os.waitstatus_to_exitcode(status))
-            if process.is_cut_off:
-                cause += ", because its socket to the controller had closed"
-            process.end(Death(cause, process.log.last_lines()))
+            process.end(process.died(status))
         return True
 
 

@@ -51,8 +51,9 @@ def main(fds: Sequence[int], surroundings: tuple[Any, ...], store: tuple[int | N
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
     Surroundings(*surroundings).settle_in("lo")
     child = _Child(fds, store)
-    threading.Thread(target=run_to_the_end, args=(child.serve_control,), name="podium-control", daemon=True).start()
-    run_to_the_end(child.serve_calls)
+    control = threading.Thread(target=run_to_the_end, args=(child.serve_control,), name="podium-control", daemon=True)
+    control.start()
+    run_to_the_end(partial(child.serve_calls, control.native_id))
 
 
 class _Child:
@@ -63,9 +64,9 @@ class _Child:
         self._sending = threading.Lock()
         self._releases = Releases(self._calls)
 
-    def serve_calls(self) -> None:
+    def serve_calls(self, control_thread: int | None) -> None:
         receiver = Receiver()
-        self._send(pickle.dumps(("ready", os.getpid()), 5), ())
+        self._send(pickle.dumps(("ready", os.getpid(), control_thread), 5), ())
         target = method = ""
         while target or method != "shutdown":
             message, fds = receiver.receive(self._calls, wait=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pickle
 import select
 import socket
@@ -30,7 +31,7 @@ from podium.backends.process import Surroundings, environment_of
 from podium.errors import WorkerStartError
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
-from podium.supervisor import is_ending, is_stopped
+from podium.supervisor import describe_exit, end_of, is_ending, is_stopped
 
 if TYPE_CHECKING:
     from podium.backends.local.backend import ForkServer, LocalBackend
@@ -39,6 +40,7 @@ __all__ = ["LocalProcess", "Outbox"]
 
 KILL_S = 10.0
 REPORT_S = 60.0
+_PIDFD_THREAD = os.O_EXCL  # of linux/pidfd.h
 
 EARLY = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "HIP_", "ROCR_", "ROCM_", "ASCEND_", "LD_", "MALLOC_", "PYTHON")
 """Names of variables that libraries read when they are loaded. A worker with one starts in a new interpreter."""
@@ -74,6 +76,7 @@ class LocalProcess(ProcessHandle):
         self.is_cut_off = False
         self.takes_calls = True
         self._reported = threading.Event()
+        self._ending_fd = -1
         self._backend = backend
         self._segments = backend.segments
         self._token = token
@@ -137,22 +140,32 @@ class LocalProcess(ProcessHandle):
     def stopped(self) -> bool:
         return is_stopped(self.pid)
 
+    def died(self, status: int) -> Death:
+        """How the process ended, from its wait status."""
+        cause = describe_exit(os.waitstatus_to_exitcode(status))
+        if self.is_cut_off:
+            cause += ", because its socket to the controller had closed"
+        return Death(cause, self.log.last_lines())
+
     def end(self, death: Death | None) -> None:
         """The process is gone, or will not start if ``death`` is None."""
         if self.ended.is_set():
             return
-        self._backend.io.unwatch(self._calls.fileno(), self._control.fileno())
+        self._backend.io.unwatch(self._calls.fileno(), self._control.fileno(), self._ending_fd)
+        if self._ending_fd >= 0:
+            os.close(self._ending_fd)
         self._calls_out.close()
         self._control_out.close()
         self._pending.clear()
         self._receiver.close()
-        had_started, self.death = self.started.is_set(), death
+        had_started, told = self.started.is_set(), not self.takes_calls
+        self.death = self.death or death
         self.takes_calls = False
         self.ended.set()
         self.started.set()
         self._backend.processes.pop(self._token, None)
         self._segments.forget(self._token)
-        if death is not None and had_started:
+        if death is not None and had_started and not told:
             self._on_death(self.rank, death)
         self._reported.set()
 
@@ -187,11 +200,36 @@ class LocalProcess(ProcessHandle):
 
     def _take_in(self, message: Message) -> None:
         if message[0] == "ready":
-            self.pid = message[1]
+            _, self.pid, control_thread = message
+            self._watch_end(control_thread)
             self.started.set()
         else:
             for key in message[1]:
                 self._segments.release(key, self._token)
+
+    def _watch_end(self, thread: int) -> None:
+        """Hear of the process's end when this thread of it ends, which only ends with it.
+
+        The kernel closes the sockets of a process, and tells its parent, when it has freed the process's memory. Among
+        processes that compute this takes tens of milliseconds, and a thread that sleeps ends in one or two.
+        """
+        if self._prefix:  # its end is that of the command around it
+            return
+        with contextlib.suppress(OSError):  # Linux before 6.9 watches processes alone
+            self._ending_fd = os.pidfd_open(thread, _PIDFD_THREAD)
+            self._backend.io.watch(self._ending_fd, self._on_ending)
+
+    def _on_ending(self) -> bool:
+        """Report the end, and leave it to :meth:`end` to clean up: until then the process may still hold memory of a
+        device, for which a restart waits. Returns False, since nothing more comes."""
+        status = end_of(self.pid)
+        if status and self.takes_calls:  # 0 may also mean that the kernel does not tell
+            self.drain()
+            self.takes_calls = False
+            self._pending.clear()
+            self.death = self.died(status)
+            self._on_death(self.rank, self.death)
+        return False
 
     def _cut_off(self) -> bool:
         """A socket has closed. Kill the process, unless that is because it ends: no call reaches it any more. Returns
