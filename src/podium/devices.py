@@ -20,7 +20,9 @@ __all__ = [
     "collectives_of",
     "compute_dtype",
     "free_memory_bytes",
+    "give_back_memory",
     "has_bfloat16",
+    "host_copy",
     "memory_peak_bytes",
     "parse_dtype",
     "random_state",
@@ -137,6 +139,18 @@ def free_memory_bytes(device: torch.device) -> int:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor to host memory: pinned, which copies fastest, if it comes from an accelerator."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    return copy.copy_(tensor)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Give memory of ``device`` that torch holds for later, and no tensor uses, to other processes."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
 from podium.data import Batch, fields
@@ -124,8 +124,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         step, batch = scored.step, scored.batch
         self.check_staleness(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
+        if self.config.run.schedule == "sync":
+            self.rest(*self.roles.generators)
         with stage("logprobs"):
             batch = self.logprobs(batch)
+        self.rest(self.roles.reference)
         with stage("values"):
             batch = self.values(batch)
         with stage("advantages"):
@@ -139,12 +142,21 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         with self.drawing.changing:
             with stage("update"):
                 updates = self.update(batch, step, meanwhile=record)
+            self.rest(self.roles.critic)
+            self.rest(self.roles.policy, weights=False)
             with stage("publish"):
                 self.publish(step)
+            self.rest(self.roles.policy)
         with stage("record"):
             metrics = self.measure(figures, updates)
             self.check_mismatch(metrics, step)
             return metrics
+
+    def rest(self, *roles: Handle[Any] | None, **how: bool) -> None:
+        """Let roles leave their devices until they are needed, as far as ``parallel.offload`` says."""
+        if self.config.parallel.offload != "none":
+            for call in [role.rest.submit(**how) for role in roles if role is not None]:
+                call.result()
 
     def publish(self, step: int) -> None:
         """Send the policy's new weights to the generator, as version ``step``."""
@@ -362,6 +374,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def remember(self, step: int) -> TrainerState:
         return replace(super().remember(step), kl_coef=self.kl.coef)
+
+    def resume(self) -> int:
+        step = super().resume()
+        self.rest(self.roles.policy)
+        return step
 
     def restore(self, state: TrainerState) -> None:
         super().restore(state)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LoraConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "Strategy", "check_dropout"]
 
 Strategy = Literal["replicate", "fsdp2"]
+Offload = Literal["none", "optimizer", "all"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -174,6 +175,9 @@ class ParallelConfig:
     padding is faster."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU."""
+    offload: Offload = "none"
+    """This part of a role leaves its device for the host while the role is idle: nothing, the optimizer's state and the
+    gradients (optimizer), or the weights too (all). Roles that share a device then fit into less of its memory."""
     compile: bool = False
     """torch.compile compiles the decoder layers. Compilation takes minutes and pays off in long runs only."""
 

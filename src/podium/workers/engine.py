@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from podium.workers.apart import choose_batching
 from podium.workers.config import OptimConfig, ParallelConfig
 from podium.workers.micro_batches import MicroBatch, cut, empty_micro_batch
 from podium.workers.models import plain_model, rotary_turn
+from podium.workers.offload import Offload
 from podium.workers.optimizer import Optimizer
 from podium.workers.parallel import make_parallel
 from podium.workers.scoring import run_model
@@ -91,8 +93,42 @@ class TrainEngine:
         if optim is not None:
             optim.learning_rate(0)  # a schedule without an end fails here, not at the first step
             self.optimizer = Optimizer(self.model, optim, self.parallel.sums)
+        self._weights = Offload(lambda: (*self.model.parameters(), *self.model.buffers()))
+        self._state = Offload(self._optimizer_state, self.parallel.gradients)
         self.step_count = 0
         self.skipped_count = 0
+        self.rest()  # so that roles that are made one after the other do not all stand on the device
+
+    def rest(self, *, weights: bool = True) -> None:
+        """Let what ``parallel.offload`` names leave the device. Later calls of this engine bring back what they need.
+
+        Args:
+            weights: Whether the weights may leave, because nobody else reads them.
+        """
+        if self.config.offload != "none":
+            self._state.sleep()
+        if self.config.offload == "all" and weights:
+            self._weights.sleep()
+
+    def wake(self) -> None:
+        """Bring the weights back to the device."""
+        self._weights.wake()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Have weights and optimizer on the device during the block, and where they were afterwards."""
+        asleep = [part for part in (self._weights, self._state) if not part.awake]
+        for part in asleep:
+            part.wake()
+        try:
+            yield
+        finally:
+            for part in asleep:
+                part.sleep()
+
+    def _optimizer_state(self) -> list[Tensor]:
+        states = () if self.optimizer is None else self.optimizer.state.values()
+        return [value for state in states for value in state.values()]
 
     def evaluate(
         self, batch: Batch, compute: Callable[[MicroBatch], Mapping[str, Tensor]], outputs: Sequence[str]
@@ -107,6 +143,7 @@ class TrainEngine:
         Returns:
             A float32 token column for each name, on the CPU, 0 where there is no loss.
         """
+        self._weights.wake()
         tokens = batch.jagged(fields.TOKENS)
         results = {name: torch.zeros(len(tokens.values), device=self.device) for name in outputs}
         self.model.eval()
@@ -137,6 +174,8 @@ class TrainEngine:
         """
         if self.optim is None or self.optimizer is None:
             raise PodiumError("this engine was made without an optimizer and only evaluates")
+        self._weights.wake()
+        self._state.wake()
         self.model.train(self.dropout)
         for module in self._adapter_dropouts:
             module.train()

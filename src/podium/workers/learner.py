@@ -83,7 +83,8 @@ class Learner(Worker):
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained, in place."""
+        """The model that is trained, in place, on its device."""
+        self.engine.wake()
         return self.engine.model
 
     def make_model(self) -> nn.Module:
@@ -96,8 +97,9 @@ class Learner(Worker):
     @endpoint()
     def progress(self) -> Progress:
         """Return each rank's count of steps, and whether its parameters are finite."""
-        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-        wrong = next((name for name, parameter in trained if not _is_finite(parameter)), "")
+        with self.engine.awake():
+            trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+            wrong = next((name for name, parameter in trained if not _is_finite(parameter)), "")
         return Progress(self.engine.step_count, self.engine.skipped_count, wrong)
 
     @endpoint(collect=first())
@@ -106,11 +108,17 @@ class Learner(Worker):
         return self.engine.note
 
     @endpoint(collect=nothing())
+    def rest(self, weights: bool = True) -> None:
+        """Let what ``parallel.offload`` names leave the device until it is needed. ``weights=False`` spares them."""
+        self.engine.rest(weights=weights)
+
+    @endpoint(collect=nothing())
     def copy_state(self) -> None:
         """Copy the state to host memory, for :meth:`write_state`. The ranks together hold one copy of it."""
-        state, parallel = self._state(), self.engine.parallel
-        files = self._files(state)
-        self._copied = StateCopy(state, files, self.ctx.rank, parallel.gather_objects)
+        with self.engine.awake():
+            state, parallel = self._state(), self.engine.parallel
+            files = self._files(state)
+            self._copied = StateCopy(state, files, self.ctx.rank, parallel.gather_objects)
 
     @endpoint(concurrent=True)
     def write_state(self, path: str) -> dict[str, Any]:
@@ -152,6 +160,10 @@ class Learner(Worker):
             stored = cast(Mapping[str, Any], reader.read_metadata().state_dict_metadata)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the checkpoint {path}: {type(error).__name__}: {error}") from error
+        with self.engine.awake():
+            self._read(path, reader, stored)
+
+    def _read(self, path: str, reader: HuggingFaceStorageReader, stored: Mapping[str, Any]) -> None:
         state = self._state()
         absent = sorted(name for name in state if name not in stored and not name.startswith(_RANDOM))
         extra = sorted(name for name in stored if name not in state and not name.startswith(_RANDOM))

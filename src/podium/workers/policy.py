@@ -50,6 +50,12 @@ class Policy(Learner):
         """Whether adapters are trained, so that the model's parameters are not yet its weights."""
         return self.config.lora is not None
 
+    @endpoint(collect=nothing())
+    def rest(self, weights: bool = True) -> None:
+        """As :meth:`.Learner.rest`. Weights stay that a generator in the same process reads."""
+        read = any(one.reads_policy for one in self.ctx.colocated.values() if isinstance(one, WeightReceiver))
+        self.engine.rest(weights=weights and not read)
+
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch, entropy: bool = False) -> Batch:
         """Compute ``old_logprobs`` of the tokens with loss, 0 elsewhere: see :func:`score_tokens`.
@@ -121,6 +127,7 @@ class Policy(Learner):
             bucket_bytes: The size of all buckets.
             known: The checksums of what the generators hold: see :func:`.fill`.
         """
+        self.engine.wake()
         takes_part = self.ctx.rank == 0 or self._weights.sharded
         rows = self._weights.bucket(index, bucket_bytes) if takes_part else []
         return fill(rows, known) if self.ctx.rank == 0 else ([], None)
@@ -130,11 +137,14 @@ class Policy(Learner):
         """Return references to the weights themselves, in the order of ``weight_manifest``. Readers find the weights as
         they are when they are read.
 
-        None where the weights must come in buckets: they are sharded, with adapters or on an accelerator, a generator
-        in the same process reads them, the backend shares no memory, or a subclass has its own ``weight_bucket``."""
+        None where the weights must come in buckets: they are sharded, with adapters or on an accelerator, leave their
+        place while the policy rests, a generator in the same process reads them, the backend shares no memory, or a
+        subclass has its own ``weight_bucket``.
+        """
         read_here = any(isinstance(worker, WeightReceiver) for worker in self.ctx.colocated.values())
         own = inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]
-        return None if read_here or own else self._in_place
+        moves = self.parallel.offload == "all"
+        return None if read_here or own or moves else self._in_place
 
     @endpoint(collect=nothing())
     def save_pretrained(self, path: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from podium.data import Batch, fields
 from podium.devices import choose_device
-from podium.runtime import Worker, concat, endpoint, first, shard
+from podium.runtime import Worker, concat, endpoint, first, nothing, shard
 from podium.workers.config import ModelConfig, ParallelConfig
 from podium.workers.engine import TrainEngine
 from podium.workers.micro_batches import MicroBatch
@@ -45,6 +45,12 @@ class Reference(Worker):
     def note(self) -> str:
         """As :meth:`.Learner.note`."""
         return self.engine.note
+
+    @endpoint(collect=nothing())
+    def rest(self) -> None:
+        """As :meth:`.Learner.rest`. A policy that stands for the reference rests by itself."""
+        if self._policy is None:
+            self.engine.rest()
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch) -> Batch:

@@ -114,6 +114,12 @@ class Engine(ABC):
         """Version of the weights that the next token is drawn from; 0 before the first ``refresh``."""
         return self.gate.version
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight."""
+        with self._changed:
+            return not self._in_flight and not self._driving
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from torch import Tensor
 
-from podium.devices import choose_device
+from podium.devices import choose_device, give_back_memory
 from podium.errors import ConfigError, DataError
 from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.engines.config import generation_config, model_device
 from podium.runtime import Worker, endpoint, nothing
 from podium.workers.config import ModelConfig
 from podium.workers.models import load_model
+from podium.workers.offload import Offload
 from podium.workers.weight_sync.buckets import Piece, WeightInfo, checksum, cut
 from podium.workers.weight_sync.gather import WholeWeights
 
@@ -53,6 +54,7 @@ class WeightReceiver(Worker):
         self.engine_config = engine or EngineConfig()
         self._engine: Engine | None = None
         self._making = threading.Lock()
+        self._resting: Offload | None = None  # the engine's own weights, once they have left their device
         self._synced: int | None = None  # the version of the weights that tokens are drawn from
         self._lock = threading.Lock()
         self._arriving: int | None = None  # the version of the weights of which a bucket has come
@@ -65,6 +67,28 @@ class WeightReceiver(Worker):
     def weights_version(self) -> int | None:
         """Return the version of the weights that were last synced; None where none were, or came only in part."""
         return self._synced
+
+    @property
+    def reads_policy(self) -> bool:
+        """Whether completions are drawn from the colocated policy's own parameters, so that they must not leave."""
+        policy = self._policy
+        return policy is not None and not policy.adapted and not getattr(self._engine, "copied", False)
+
+    @endpoint(collect=nothing())
+    def rest(self) -> None:
+        """Give back the engine's cache, and let weights of its own leave the device until they are needed.
+
+        Where completions are being drawn, all stays.
+        """
+        with self._making:
+            if self._engine is None or not self._engine.idle:
+                return
+            self._engine.release()
+            if self._resting is None and not self.reads_policy:
+                self._resting = Offload(self._own_tensors)
+            if self._resting is not None:
+                self._resting.sleep()
+            give_back_memory(self._device)
 
     @endpoint()
     def refresh(self, version: int) -> int:
@@ -186,11 +210,19 @@ class WeightReceiver(Worker):
         return self.ctx.colocated.get(POLICY_ROLE)
 
     def _ready_engine(self) -> Engine:
-        """Return the engine, which is made when colocated workers and collectives are there."""
+        """Return the engine, which is made when colocated workers and collectives are there, with its weights."""
         with self._making:
             if self._engine is None:
                 self._engine = self._make_engine()
+            if self._resting is not None:
+                self._resting.wake()
             return self._engine
+
+    def _own_tensors(self) -> list[Tensor]:
+        """The engine's own weights on the worker's device. vLLM keeps its weights elsewhere, and they stay."""
+        model = cast("nn.Module | None", getattr(self._engine, "model", None))
+        tensors = () if model is None else (*model.parameters(), *model.buffers())
+        return [tensor for tensor in tensors if tensor.device.type == self._device.type]
 
     def _make_engine(self) -> Engine:
         policy = self._policy
@@ -217,6 +249,7 @@ def _read(policy: Policy, engine: Engine, version: int) -> None:
     Raises:
         ConfigError: The copy is of another model; names the tensor.
     """
+    policy.engine.wake()
     if not policy.adapted:
         engine.refresh(version)
         return
