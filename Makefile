@@ -19,6 +19,12 @@ TORCH_SPEC ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# What runs `make gpu`: .venv, or the Python of a machine that has torch with CUDA, and then no .venv is made.
+GPU_PYTHON ?=
+GPU_WHEELS := .gpu-wheels
+GPU_PYTHON_VERSION ?= 3.12
+GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
+
 PEERS := ray trl verl monarch areal
 
 ##@ Use
@@ -83,6 +89,17 @@ soak: $(STAMP)  ## ten thousand steps through references, with faults among them
 chaos: $(STAMP)  ## runs that lose processes at random moments, in every schedule: what became of each prompt
 	@$(BIN)/python -m bench.chaos $(ARGS)
 
+gpu: $(if $(GPU_PYTHON),,$(STAMP))  ## prove and measure Podium on one GPU in nine minutes; ARGS=--dry: its code, on a CPU
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(ARGS)
+
+gpu-wheels: $(STAMP)  ## pack what a GPU machine without a network lacks (about 12 MB) into .gpu-wheels
+	@rm -rf $(GPU_WHEELS)
+	@$(BIN)/pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
+		--python-version $(GPU_PYTHON_VERSION) $(GPU_PLATFORMS:%=--platform %) -d $(GPU_WHEELS) \
+		-c constraints.txt -r bench/gpu/wheels.txt
+	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w $(GPU_WHEELS) .
+	@size=$$(du -sm $(GPU_WHEELS) | cut -f1); echo "$(GPU_WHEELS): $$size MiB"; ((size <= 64))
+
 bench-peers: $(PEERS:%=.venvs/%/.installed)  ## install the peers that bench compares with, each in its own environment
 
 ##@ Help
@@ -118,4 +135,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast fuzz test-monarch test-vllm test-wheel test-wheel-newest bench soak chaos bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast fuzz test-monarch test-vllm test-wheel test-wheel-newest bench soak chaos gpu gpu-wheels bench-peers help

@@ -63,6 +63,7 @@ def build_trainer(load: dict[str, Any], pacer: Pacer, generation: Generation, *,
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = not pacer.step_ended()
 
+    cuda = load.get("cuda", False)  # bench.gpu asks for products in bfloat16 on the GPU
     torch.manual_seed(load["seed"])
     model = Qwen3ForCausalLM(Qwen3Config(**load["config"]))
     source = random.Random(load["seed"])
@@ -81,8 +82,8 @@ def build_trainer(load: dict[str, Any], pacer: Pacer, generation: Generation, *,
             beta=0.0,
             gradient_checkpointing=gradient_checkpointing,
             max_steps=MANY_STEPS,
-            bf16=False,
-            use_cpu=True,
+            bf16=cuda,
+            use_cpu=not cuda,
             report_to="none",
             save_strategy="no",
             logging_strategy="no",

@@ -1,0 +1,175 @@
+"""The stages of a run, in their order: what each shows, its budget, and what its figures are predicted to be.
+
+The predictions were written before any GPU had run a stage; a prediction is not changed to fit a figure. Each follows
+from two ceilings of an H100 as this project's machines have it, seen before with other programs: 3.0 TB/s read and
+written by a copy, and about 800 TFLOP/s of a bf16 product. The budgets add up to less than the whole run's limit.
+"""
+
+from __future__ import annotations
+
+from bench.gpu.runner import Planned, Prediction
+
+STAGES = (
+    Planned(
+        name="preflight",
+        what="versions; descriptors, tensors between processes, CUDA IPC and NCCL, each tried once",
+        budget_s=30,
+        function="bench.gpu.machine:preflight",
+        predictions=(
+            Prediction(figure="device_memory", low=78, high=142, unit="GiB", why="an H100 has 80 GB, an H200 141"),
+        ),
+    ),
+    Planned(
+        name="rates",
+        what="the rates of copies and of products, the ceilings of all figures below",
+        budget_s=20,
+        function="bench.gpu.machine:rates",
+        predictions=(
+            Prediction(figure="copy", low=2.7, high=4.5, unit="TB/s", why="seen: 3.0 (H100), 4.3 (H200)"),
+            Prediction(figure="product_bf16", low=700, high=850, unit="TFLOP/s", why="seen: 769 to 798"),
+            Prediction(figure="product_float32", low=40, high=60, unit="TFLOP/s", why="67 by the datasheet, no tf32"),
+            Prediction(figure="bus_to_device", low=20, high=60, unit="GB/s", why="PCIe 5.0 x16 carries 63"),
+            Prediction(figure="launch", low=2.5, high=8, unit="µs", why="an operation of torch costs the CPU so much"),
+        ),
+    ),
+    Planned(
+        name="families",
+        what="the native engine's log-probabilities against transformers' forward pass, six families, two types",
+        budget_s=35,
+        function="bench.gpu.numerics:families",
+    ),
+    Planned(
+        name="packed",
+        what="packed and padded rows on the device against float64 on the CPU: log-probabilities and gradients",
+        budget_s=25,
+        function="bench.gpu.numerics:packed",
+    ),
+    Planned(
+        name="head",
+        what="the output layer over 151,936 words against float64, and its memory from 4,096 to 16,384 tokens",
+        budget_s=30,
+        function="bench.gpu.numerics:head",
+    ),
+    Planned(
+        name="checkpoint",
+        what="a checkpoint that a fresh process reads goes on as the process that wrote it",
+        budget_s=35,
+        function="bench.gpu.groups:checkpoint",
+    ),
+    Planned(
+        name="fsdp2",
+        what="FSDP2 over one rank, through NCCL, against a replica",
+        budget_s=30,
+        function="bench.gpu.groups:fsdp2",
+    ),
+    Planned(
+        name="two_ranks",
+        what="two ranks that share the GPU against one that has it alone",
+        budget_s=45,
+        function="bench.gpu.groups:two_ranks",
+    ),
+    Planned(
+        name="sigkill",
+        what="SIGKILL within a kernel: when the script knows, and when the GPU's memory is free",
+        budget_s=25,
+        function="bench.gpu.processes:sigkill",
+        predictions=(
+            Prediction(figure="noticed", low=1, high=500, unit="ms", why="the driver tears the process's memory down"),
+            Prediction(figure="freed", low=20, high=2000, unit="ms", why="16 GiB are unmapped by the driver"),
+        ),
+    ),
+    Planned(
+        name="hop",
+        what="a tensor of 512 MiB from one worker to another on the same GPU",
+        budget_s=20,
+        function="bench.gpu.processes:hop",
+        predictions=(
+            Prediction(figure="hop_rate", low=1.5, high=12, unit="GB/s", why="it goes through pageable host memory"),
+        ),
+    ),
+    Planned(
+        name="grpo",
+        what="a colocated GRPO step at Qwen2.5-0.5B's shape: 256 completions of 256 tokens",
+        budget_s=55,
+        function="bench.gpu.training:colocated",
+        predictions=(
+            Prediction(
+                figure="step", low=3.5, high=12, unit="s", why="the sum of the two below, and log-probabilities"
+            ),
+            Prediction(
+                figure="generated",
+                low=8_000,
+                high=25_000,
+                unit="tokens/s",
+                why="256 rows a token; 24 layers of about 15 operations of 5 to 8 µs, and sampling",
+            ),
+            Prediction(
+                figure="update",
+                low=900,
+                high=3000,
+                unit="ms",
+                why="82k tokens x 6 x 0.49G = 2.4e14 operations, at a sixth to a third of the measured product rate",
+            ),
+            Prediction(
+                figure="memory_peak", low=12, high=45, unit="GiB", why="8 of state; activations of 4,096 tokens"
+            ),
+        ),
+    ),
+    Planned(
+        name="split",
+        what="the same with the generator in a process of its own on the same GPU",
+        budget_s=55,
+        function="bench.gpu.training:split",
+        predictions=(
+            Prediction(
+                figure="publication",
+                low=1,
+                high=2000,
+                unit="ms",
+                why="2 GB in float32: 1 ms where the memory is mapped, about 1 s where it goes through the host",
+            ),
+        ),
+    ),
+    Planned(
+        name="trl",
+        what="a step at 95M parameters beside TRL's, at equal lengths",
+        budget_s=60,
+        function="bench.gpu.training:beside_trl",
+        predictions=(
+            Prediction(
+                figure="times_trl",
+                low=1.0,
+                high=3.0,
+                unit="times",
+                why="both are bound by the start of operations in generation, where Podium starts fewer",
+            ),
+        ),
+    ),
+    Planned(
+        name="decode",
+        what="the native engine at Qwen2.5-0.5B's shape, 1 to 512 rows, with CUDA graphs and without",
+        budget_s=40,
+        function="bench.gpu.limits:decode",
+        predictions=(
+            Prediction(
+                figure="plain_1", low=60, high=250, unit="tokens/s", why="about 360 operations a token, 10 µs each"
+            ),
+            Prediction(figure="plain_512", low=20_000, high=60_000, unit="tokens/s", why="the same time for 512 rows"),
+        ),
+    ),
+    Planned(
+        name="longest",
+        what="the longest row that a step at Qwen2.5-0.5B's shape takes before memory ends",
+        budget_s=35,
+        function="bench.gpu.limits:longest_row",
+        predictions=(
+            Prediction(
+                figure="longest",
+                low=65_536,
+                high=524_288,
+                unit="tokens",
+                why="with an output layer in chunks: 24 layers keep 1.8 kB a token each, and one is computed again",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,123 @@
+"""The page docs/gpu.md, from the plan and from the results of a run on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.runner import Planned, Prediction, judge
+
+INTRO = """# On one GPU
+
+<!-- `python -m bench.gpu --report` writes this page. Change bench/gpu/report.py, not the page. -->
+
+`make gpu` proves Podium on a machine with one NVIDIA GPU and measures it there, in at most nine minutes. Each stage
+runs in a process of its own, within its budget. A stage for which too little time is left is skipped, and says so.
+Predictions are written before the first stage begins, and results after each stage.
+
+```
+make gpu                                   # in .venv, on the machine with the GPU
+make gpu ARGS="--only preflight rates"     # some stages
+make gpu ARGS=--dry                        # all stages on a CPU with tiny shapes, in at most three minutes
+python -m bench.gpu --report               # write this page from bench/gpu/results.json
+```
+
+For a machine without a network, whose Python has torch with CUDA and transformers, `make gpu-wheels` packs what such a
+Python lacks into the folder `.gpu-wheels`, which has to go there with the checkout. There
+
+```
+make gpu GPU_PYTHON=python3 ARGS="--wheels .gpu-wheels --out results.json"
+```
+
+installs them for this run alone. Back here `python -m bench.gpu --report results.json` keeps the results and writes
+this page."""
+
+NEVER = """## Results
+
+**No figure has been taken on a GPU yet.** No machine with a GPU was at hand since these stages were written. A dry run
+shows on a CPU that the code of each stage runs. What needs CUDA has never run: CUDA IPC, NCCL, CUDA graphs, the flash
+kernel of packed rows, and memory that a GPU gives back. The predictions below follow from arithmetic and from two rates
+that other programs measured on an H100, and not from measurements of Podium."""
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Read the results of a run on a GPU.
+
+    Raises:
+        SystemExit: They are those of a dry run.
+    """
+    book: dict[str, Any] = json.loads(path.read_text())
+    if book["dry"]:
+        raise SystemExit(f"{path} has the results of a dry run, which has no figures of a GPU")
+    return book
+
+
+def page(stages: Sequence[Planned], book: Mapping[str, Any] | None) -> str:
+    """The whole page: how to run, what became of each stage, and the plan."""
+    lines = [INTRO, "", *([NEVER] if book is None else results(book)), "", *plan(stages)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def plan(stages: Sequence[Planned]) -> Iterator[str]:
+    """The stages with their budgets and predictions."""
+    total = sum(stage.budget_s for stage in stages)
+    yield "## The stages"
+    yield ""
+    yield f"The budgets add up to {total:.0f} s."
+    yield ""
+    yield "| stage | what it shows | budget, s |"
+    yield "|---|---|---|"
+    for stage in stages:
+        yield f"| {stage.name} | {stage.what} | {stage.budget_s:.0f} |"
+    yield from ("", "## What was predicted", "")
+    yield "No prediction is changed after a figure is known."
+    yield from ("", "| stage | figure | predicted | from what |", "|---|---|---|---|")
+    for stage in stages:
+        for one in stage.predictions:
+            yield f"| {stage.name} | `{one.figure}` | {_span(one)} | {one.why} |"
+
+
+def results(book: Mapping[str, Any]) -> Iterator[str]:
+    """What the run found, stage by stage."""
+    facts = next((one.get("facts", {}) for one in book["stages"] if one["name"] == "preflight"), {})
+    yield "## Results"
+    yield ""
+    yield f"Taken {book['began']} at commit {book['commit']}, on {facts.get('device', 'a device that was not asked')}."
+    yield ""
+    yield "| stage | outcome | seconds | message |"
+    yield "|---|---|---|---|"
+    for one in book["stages"]:
+        message = _cell(one.get("message", ""))
+        yield f"| {one['name']} | {one['status']} | {one.get('seconds', '')} | {message} |"
+    for one in book["stages"]:
+        rows = [*_rows(one)]
+        if rows:
+            yield from ("", f"### {one['name']}", "", f"{one['what'][0].upper()}{one['what'][1:]}.", "")
+            yield from ("| figure | found | unit | predicted |", "|---|---|---|---|", *rows)
+
+
+def _rows(stage: Mapping[str, Any]) -> Iterator[str]:
+    known = {one["figure"]: Prediction(**one) for one in stage.get("predictions", ())}
+    figures: Mapping[str, Any] = stage.get("figures", {})
+    for name, found in figures.items():
+        said = ""
+        if name in known:
+            said = f"{_span(known[name])}: {judge(known[name], found['value'])}"
+        yield f"| `{name}` | {found['value']:,g} | {_cell(found['unit'])} | {said} |"
+    for name, one in known.items():
+        if name not in figures:
+            yield f"| `{name}` | not measured | {one.unit} | {_span(one)} |"
+    for name, text in stage.get("facts", {}).items():
+        yield f"| {_cell(name)} | {_cell(str(text))} | | |"
+    for name, reason in stage.get("skipped", {}).items():
+        yield f"| `{name}` | skipped: {_cell(reason)} | | |"
+
+
+def _span(one: Prediction) -> str:
+    return f"{one.low:,g} to {one.high:,g} {one.unit}".rstrip()
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())

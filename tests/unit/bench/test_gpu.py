@@ -1,0 +1,182 @@
+"""The run on a GPU: budgets, skips, ends of stages, results that are always whole, and the page."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu.__main__ import LIMIT_S, PAGE, RESULTS, ROOT, main
+from bench.gpu.limits import longest
+from bench.gpu.plan import STAGES
+from bench.gpu.report import page, read_results
+from bench.gpu.runner import Planned, Prediction, run
+from bench.gpu.stage import Stage
+
+HERE = "tests.unit.bench.gpu_stages"
+
+
+def planned(name: str, budget_s: float = 20.0, least_s: float | None = None) -> Planned:
+    expected = Prediction(figure="rate", low=2, high=4, unit="GB/s", why="it was seen")
+    return Planned(
+        name=name, what=f"it {name}", budget_s=budget_s, least_s=least_s, function=f"{HERE}:{name}",
+        predictions=(expected,),
+    )  # fmt: skip
+
+
+def run_here(folder: Path, *stages: Planned, limit_s: float = 60.0, dry: bool = True) -> list[dict[str, Any]]:
+    out = folder / "book.json"
+    results = run(stages, out, limit_s=limit_s, dry=dry, say=_mute, environment={"BOOK": str(out)}, settle_s=0)
+    assert json.loads(out.read_text())["stages"] == json.loads(json.dumps(results))
+    assert [path.name for path in folder.iterdir()] == ["book.json"]
+    return results
+
+
+def test_a_stage_that_goes_wrong_ends_alone_and_keeps_its_figures(tmp_path: Path) -> None:
+    names = ("fails", "crashes", "hangs", "fails_in_parts", "cannot", "tries_cuda", "passes")
+    found = run_here(tmp_path, *(planned(name, 3.0 if name == "hangs" else 20.0) for name in names))
+    assert [one["status"] for one in found] == ["failed", "failed", "timeout", "failed", "skipped", "passed", "passed"]
+    assert [one["figures"]["rate"]["value"] for one in found if "rate" in one["figures"]] == [1.0, 1.0, 1.0, 2.0, 3.0]
+    failed, crashed, hung, parts, cannot, tried, passed = (one["message"] for one in found)
+    assert failed == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert "SIGSEGV" in crashed
+    assert hung == "it was stopped after 3 s"
+    assert "first: ZeroDivisionError" in parts
+    assert "difference is nan nats" in parts
+    assert cannot == "this machine has no such thing"
+    assert (tried, passed) == ("", "")
+    assert "illegal memory access" in found[0]["log"]
+    assert found[-2]["skipped"] == {"ipc": "no CUDA device"}
+
+
+def test_predictions_and_results_are_written_before_the_next_stage_begins(tmp_path: Path) -> None:
+    *_, last = run_here(tmp_path, planned("passes"), planned("cannot"), planned("reads_the_book"))
+    assert last["facts"] == {"statuses": "passed,skipped,planned", "predicted": "3"}
+
+
+def test_a_stage_that_does_not_fit_into_what_is_left_is_skipped_and_says_so(tmp_path: Path) -> None:
+    found = run_here(tmp_path, planned("passes", 30.0), planned("passes", 5.0), limit_s=10.0)
+    assert [one["status"] for one in found] == ["skipped", "passed"]
+    assert found[0]["message"] == "it may take 30 s, and 10 s are left"
+
+
+def test_a_stage_that_the_limit_stops_is_skipped(tmp_path: Path) -> None:
+    (found,) = run_here(tmp_path, planned("hangs", 30.0, least_s=1.0), limit_s=2.0)
+    assert (found["status"], found["message"]) == ("skipped", "the run's limit came after 2 s of it")
+
+
+def test_a_figure_is_judged_by_its_prediction_except_in_a_dry_run(tmp_path: Path) -> None:
+    (dry,) = run_here(tmp_path, planned("passes"))
+    assert dry["verdicts"] == []
+    within, below, none = run_here(tmp_path, planned("passes"), planned("fails"), planned("cannot"), dry=False)[:3]
+    assert within["verdicts"] == ["rate: predicted 2 to 4 GB/s; 3, as predicted"]
+    assert below["verdicts"] == ["rate: predicted 2 to 4 GB/s; 1, lower than predicted"]
+    assert none["verdicts"] == ["rate: predicted 2 to 4 GB/s; not measured"]
+
+
+def test_a_run_that_is_killed_leaves_whole_results_and_no_process(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from bench.gpu.runner import Planned, run
+stages = [Planned(name=n, what=n, budget_s=50, function="{HERE}:" + n) for n in ("passes", "hangs")]
+run(stages, Path({str(tmp_path / "book.json")!r}), limit_s=100, dry=True, say=print)
+"""
+    pid_file = tmp_path / "pid"
+    environment = {**os.environ, "PIDFILE": str(pid_file)}
+    runner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        assert _within(20, lambda: pid_file.exists() and pid_file.read_text() != "")
+    finally:
+        runner.send_signal(signal.SIGKILL)
+        runner.wait()
+    assert [one["status"] for one in json.loads((tmp_path / "book.json").read_text())["stages"]] == [
+        "passed",
+        "planned",
+    ]
+    assert _within(10, lambda: not _alive(int(pid_file.read_text())))
+
+
+def test_the_budgets_fit_into_nine_minutes_and_every_stage_has_its_function() -> None:
+    assert sum(stage.budget_s for stage in STAGES) <= LIMIT_S <= 9 * 60
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+    for stage in STAGES:
+        module, _, name = stage.function.partition(":")
+        spec = find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        tree = ast.parse(Path(spec.origin).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, stage.function
+        assert all(one.low < one.high for one in stage.predictions)
+
+
+def test_a_dry_stage_runs_by_the_command_and_its_results_are_no_figures_of_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "dry.json"
+    assert main(["--dry", "--only", "rates", "--out", str(out)]) == 0
+    (found,) = json.loads(out.read_text())["stages"]
+    assert found["figures"]["product_bf16"]["unit"] == "TFLOP/s"
+    assert found["skipped"] == {"bus": "no CUDA device"}
+    with pytest.raises(SystemExit, match="dry run"):
+        read_results(out)
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    assert PAGE.read_text() == page(STAGES, read_results(RESULTS) if RESULTS.exists() else None)
+
+
+def test_a_page_without_results_says_that_no_figure_was_taken_and_one_with_results_has_them(tmp_path: Path) -> None:
+    assert "No figure has been taken on a GPU" in page(STAGES, None)
+    out = tmp_path / "book.json"
+    run((planned("passes"), planned("cannot")), out, limit_s=60, dry=False, say=_mute)
+    text = page(STAGES, read_results(out))
+    assert "No figure has been taken" not in text
+    assert "| `rate` | 3 | GB/s | 2 to 4 GB/s: as predicted |" in text
+    assert "| `rate` | not measured | GB/s | 2 to 4 GB/s |" in text
+    assert re.search(r"^\| cannot \| skipped \| [\d.]+ \| this machine has no such thing \|$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("most_that_fits", "found"), [(7, None), (8, 8), (13, 12), (100, 96), (1000, 128)])
+def test_the_longest_row_is_looked_for_by_doubling(most_that_fits: int, found: int | None) -> None:
+    tried: list[int] = []
+
+    def attempt(size: int) -> bool:
+        tried.append(size)
+        return size <= most_that_fits
+
+    assert longest(attempt, 8, 128) == found
+    assert sum(size > most_that_fits for size in tried) <= 2
+
+
+def test_a_stage_asks_for_a_gpu_unless_it_is_dry(tmp_path: Path) -> None:
+    assert Stage(tmp_path / "result", dry=True).gpus == 0
+    with pytest.raises(RuntimeError, match="no CUDA device; --dry"):
+        _ = Stage(tmp_path / "result", dry=False).device
+
+
+def _mute(line: str) -> None:
+    """Print nothing."""
+
+
+def _within(seconds: float, holds: Any) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if holds():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
