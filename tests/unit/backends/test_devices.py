@@ -80,3 +80,13 @@ def test_inline_has_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _visible(worker: podium.Worker) -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.ray
+def test_fractions_that_fill_two_accelerators_ask_ray_for_two() -> None:
+    """Although eighteen ninths are a little more in floating point."""
+    from podium.backends.ray.placement import Inventory
+
+    for parts in (9, 10):
+        assert Inventory()._rays("node", [{"gpu": 1 / parts}] * 2 * parts) == {"GPU": 2.0}
+    assert Inventory()._rays("node", [{"gpu": 0.5}] * 3) == {"GPU": 2.0}
