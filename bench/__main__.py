@@ -18,7 +18,7 @@ from bench.context import Context
 from bench.measure import Row
 from bench.record import Record
 from bench.report import show
-from bench.suites import dataplane, faults, generation, grpo, ray, runtime
+from bench.suites import dataplane, faults, generation, grpo, ray, runtime, scoring
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"  # of the last whole run
@@ -38,6 +38,7 @@ SUITES: dict[str, Suite] = {
     "faults": faults.faults,
     "ray": ray.ray,
     "generate": generation.generate,
+    "scoring": scoring.scoring,
     "grpo": grpo.grpo,
     "grpo_10m": grpo.grpo_10m,
     "grpo_100m": grpo.grpo_100m,

@@ -28,6 +28,7 @@ from podium.workers.micro_batches import MicroBatch, cut, empty_micro_batch
 from podium.workers.models import plain_model, rotary_turn
 from podium.workers.offload import Offload
 from podium.workers.optimizer import Optimizer
+from podium.workers.output_layer import logits_tail
 from podium.workers.parallel import make_parallel
 from podium.workers.scoring import run_model
 
@@ -85,6 +86,7 @@ class TrainEngine:
         self.config = parallel
         self.precision = compute_dtype(device, parallel.precision)
         self.batching, self.note = choose_batching(model, parallel, device, self.precision)
+        logits_tail(model)  # is found now, as all ranks are here
         self.parallel = make_parallel(model, parallel, world_size=world_size, device=device, precision=self.precision)
         self.model = self.parallel.model
         self._adapter_dropouts = [m for name, m in self.model.named_modules() if name.endswith(".lora_dropout")]

@@ -1,10 +1,10 @@
 """Log-probabilities and entropies of a micro-batch's tokens under a causal language model.
 
-Legend: K tokens with loss, V vocabulary, S kept ids over all K tokens.
+Legend: K tokens with loss, H hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +13,10 @@ from podium.data import Batch, fields
 from podium.errors import ConfigError, DataError
 from podium.workers.micro_batches import MicroBatch
 from podium.workers.models import plain_model
+from podium.workers.output_layer import KeptTokens, LogitsTail, TokenScores, logits_tail, output_scores, replaced
 from podium.workers.varlen import packed_attention
 
-__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "run_model", "score_tokens"]
-
-_ENTROPY_CHUNK: Final = 1 << 24  # so many elements of the distributions are read together, without gradients
-
-
-class KeptTokens(NamedTuple):
-    """The ids that top-k or top-p left, for each of K tokens.
-
-    Attributes:
-        ids: int64 ``[S]``.
-        token: int64 ``[S]``, the place among the K tokens of the token that each id belongs to.
-    """
-
-    ids: Tensor
-    token: Tensor
-
-
-class TokenScores(NamedTuple):
-    """Log-probabilities and, where asked for, entropies of K tokens, float32 ``[K]``, in nats."""
-
-    logprobs: Tensor
-    entropy: Tensor | None
+__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "output_layer", "run_model", "score_tokens"]
 
 
 def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
@@ -67,7 +47,7 @@ def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
 def score_tokens(
     model: nn.Module, batch: Batch, micro: MicroBatch, *, entropy: bool = False, entropy_grad: bool = False
 ) -> TokenScores:
-    """Make one forward pass over a micro-batch of ``batch``. Logits exist for the K tokens only.
+    """Make one forward pass over a micro-batch of ``batch``. Logits exist for a few tokens at a time.
 
     The scores are those of the distribution that was sampled from: at ``batch.meta["temperature"]`` (1 if not given; 0,
     greedy sampling, counts as 1) and, where the batch has kept sets (``kept_sizes``), over those.
@@ -78,28 +58,33 @@ def score_tokens(
     Raises:
         DataError: see :func:`kept_tokens`.
     """
+    temperature = float(batch.meta.get("temperature", 1.0)) or 1.0
     kept = kept_tokens(batch, micro)
-    logits = run_model(model, micro).logits[0]
-    temperature = float(batch.meta.get("temperature", 1.0))
-    if temperature not in (0.0, 1.0):
-        logits = logits / temperature
-    if kept is not None:
-        return _over_kept(logits.float(), micro.targets, kept, entropy=entropy, grad=entropy_grad)
-    distribution = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    logprobs = distribution.gather(1, micro.targets[:, None])[:, 0]
-    if not entropy:
-        return TokenScores(logprobs, None)
-    if entropy_grad:
-        return TokenScores(logprobs, -(distribution.exp() * distribution).sum(-1))
-    parts = distribution.detach().split(max(1, _ENTROPY_CHUNK // distribution.shape[1]))
-    return TokenScores(logprobs, torch.cat([-(part.exp() * part).sum(-1) for part in parts]))
+    tail = logits_tail(model)
+    asked = {"temperature": temperature, "kept": kept, "entropy": entropy, "entropy_grad": entropy_grad}
+    if tail is None:  # the model changes the layer's values in a way of its own, so that it has to see them all
+        logits = run_model(model, micro).logits[0]
+        return output_scores(logits, nn.Identity(), micro.targets, tail=LogitsTail(), **asked)
+    layer = output_layer(model)
+    found = list[TokenScores]()
+
+    def score(hidden_1KH: Tensor) -> Tensor:
+        """Score the tokens in the layer's place, and return no logits."""
+        found.append(output_scores(hidden_1KH[0], layer, micro.targets, tail=tail, forward=own, **asked))
+        return hidden_1KH[..., :0].clone()  # FSDP warns of views
+
+    with replaced(layer, score) as own:
+        nothing = run_model(model, micro).logits.sum()  # 0, which depends on the model's output: FSDP waits for that
+    (scores,) = found
+    entropies = scores.entropy
+    if entropies is not None and entropies.requires_grad:
+        entropies = entropies + nothing
+    return TokenScores(scores.logprobs + nothing, entropies)
 
 
 def run_model(model: nn.Module, micro: MicroBatch) -> Any:
     """Return the model's output for the micro-batch. Its logits are ``[1, K, V]``."""
-    head = plain_model(model).get_output_embeddings()
-    if head is None:
-        raise ConfigError(f"{type(plain_model(model)).__name__} has no output layer: it is no causal language model")
+    head = output_layer(model)
 
     def choose(module: nn.Module, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """Give the head the hidden states at the K chosen places: ``[B, T, H] -> [1, K, H]``."""
@@ -114,16 +99,9 @@ def run_model(model: nn.Module, micro: MicroBatch) -> Any:
             return model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **bounds)
 
 
-def _over_kept(logits: Tensor, targets: Tensor, kept: KeptTokens, *, entropy: bool, grad: bool) -> TokenScores:
-    # By flat places, since the gradient of indexing by pairs is slow.
-    chosen = logits.flatten().index_select(0, kept.token * logits.shape[1] + kept.ids)
-    top = torch.full_like(logits[:, 0], -torch.inf).scatter_reduce(0, kept.token, chosen.detach(), "amax")
-    mass = torch.zeros_like(top).index_add(0, kept.token, torch.exp(chosen - top[kept.token]))
-    normalizer = top + mass.log()
-    logprobs = logits.gather(1, targets[:, None])[:, 0] - normalizer
-    if not entropy:
-        return TokenScores(logprobs, None)
-    with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-        log_p = chosen - normalizer[kept.token]
-        total = torch.zeros_like(top).index_add(0, kept.token, -(log_p.exp() * log_p))
-    return TokenScores(logprobs, total)
+def output_layer(model: nn.Module) -> nn.Module:
+    """Return the layer that gives logits. Raises ConfigError if there is none."""
+    layer = plain_model(model).get_output_embeddings()
+    if layer is None:
+        raise ConfigError(f"{type(plain_model(model)).__name__} has no output layer: it is no causal language model")
+    return layer

@@ -1,12 +1,14 @@
 """Attention over rows packed end to end, as an attention implementation that transformers' models can use.
 
 It is switched on for one forward pass at a time, so that generation with the same model keeps its own implementation.
-Half precision on CUDA uses torch's variable-length flash kernel. Everything else goes row by row through scaled dot
-product attention, which is slower and gives the same results.
+Half precision on CUDA uses torch's variable-length flash kernel, where torch has it. Everything else goes row by row
+through scaled dot product attention, which is slower and gives the same results.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -76,9 +78,10 @@ def _attend(
     if torch.is_autocast_enabled(query.device.type):  # rotation leaves query and key in another dtype than value
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
-        out = _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
-        return out[None], None
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout and (kernel := _kernel()):
+        out = _flash(kernel, query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        if out is not None:
+            return out[None], None
     lengths = cu_seq_lens_q.diff().tolist()
     rows = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
     parts = [_one_row(q, k, v, dropout, scaling, sliding_window) for q, k, v in rows]
@@ -96,19 +99,51 @@ def _one_row(q: Tensor, k: Tensor, v: Tensor, dropout: float, scaling: float | N
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scaling: float | None, window: int | None
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    kernel: Callable[..., object],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor | None:
+    """Call torch's kernel as its signature wants it. None where it has no windows, and the layer needs one.
 
+    torch 2.10 knows ``is_causal`` alone, 2.11 scales and windows, and 2.12 fewer heads of key and value than of query.
+    """
+    known = signature(kernel).parameters
     query, key, value = (states[0].transpose(0, 1) for states in (q, k, v))
-    out = varlen_attn(
-        *(query, key, value, offsets, offsets, longest, longest),
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    keywords: dict[str, Any] = {}
+    if "window_size" in known:
+        keywords["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None or longest <= window:
+        keywords["is_causal"] = True
+    else:
+        return None
+    if "scale" in known:
+        keywords["scale"] = scaling
+    elif scaling is not None:
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in known:
+            keywords["enable_gqa"] = True
+        else:
+            times = query.shape[1] // key.shape[1]
+            key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
+    out = kernel(query, key, value, offsets, offsets, longest, longest, **keywords)
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _kernel() -> Callable[..., object] | None:
+    """torch's attention over packed rows, which 2.9 does not have."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
 
 
 def _local_size(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:

@@ -134,5 +134,5 @@ MIXING: dict[str, dict[str, Any]] = {
 
 def make(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**(APART | MIXING)[family], **settings})
+    config = AutoConfig.for_model(family, **{**(APART | MIXING).get(family, _BASE), **settings})
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
