@@ -59,6 +59,39 @@ def test_the_io_thread_takes_in_what_comes_after_a_long_call(loop: IoLoop) -> No
     os.close(writable)
 
 
+@pytest.mark.parametrize("who", ["nobody", "the I/O thread", "somebody who waits for a long call"])
+def test_what_is_to_be_done_soon_is_done_whoever_polls(loop: IoLoop, who: str) -> None:
+    done, ended = threading.Event(), threading.Event()
+    driver = threading.Thread(target=loop.drive, args=(ended.is_set, None))
+    if who == "the I/O thread":
+        time.sleep(10 * TICK_S)
+    elif who != "nobody":
+        driver.start()
+        time.sleep(10 * TICK_S)
+    loop.soon(done.set)
+    assert done.wait(10)
+    ended.set()
+    loop.wake()
+    if driver.ident is not None:
+        driver.join()
+
+
+def test_sending_without_end_does_not_keep_the_io_thread_from_polling(loop: IoLoop) -> None:
+    readable, writable = os.pipe()
+    heard = threading.Event()
+    loop.watch(readable, lambda: bool(os.read(readable, 1)) and heard.set() is None)
+    loop.drive(lambda: True, None)
+    os.write(writable, b"x")
+    until = time.monotonic() + 10
+    while not heard.is_set() and time.monotonic() < until:
+        loop.sent_at = time.monotonic()
+        time.sleep(TICK_S / 10)
+    assert heard.is_set()
+    loop.unwatch(readable)
+    os.close(readable)
+    os.close(writable)
+
+
 def test_a_loop_ends_while_its_thread_sleeps() -> None:
     loop = IoLoop()
     driver = threading.Thread(target=loop.drive, args=(lambda: False, None))

@@ -52,6 +52,10 @@ def segments() -> Iterator[SegmentPool]:
     pool.close()
 
 
+def no_release(key: Key) -> None:
+    raise AssertionError(f"{key} was released")
+
+
 def outgoing(parcel: Parcel) -> tuple[bytes, list[Lease]]:
     """A message with ``parcel``, and its segments."""
     message = pickle.dumps(("answer", parcel.wire), 5)
@@ -72,7 +76,7 @@ def carry(value: Any, segments: SegmentPool, pair: Pair) -> tuple[Any, int]:
     for lease in leases:
         segments.hold(lease.segment, "reader")
     send_message(pair[0], message, leases, wait=True)
-    (_, wire), received = Receiver().receive(pair[1], wait=True)
+    (_, wire), received = Receiver(no_release).receive(pair[1], wait=True)
     count = len(received)
     return receive_parcel(wire, received, Releases(pair[1]), SegmentPool()).read(), count
 
@@ -102,10 +106,10 @@ def test_a_parcel_that_is_dropped_unread_lets_go_of_its_segment(segments: Segmen
     key = lease.segment.key
     before = len(os.listdir("/proc/self/fd"))
     send_message(pair[0], message, leases, wait=True)
-    (_, wire), received = Receiver().receive(pair[1], wait=True)
+    (_, wire), received = Receiver(no_release).receive(pair[1], wait=True)
     inbound = receive_parcel(wire, received, Releases(pair[1]), SegmentPool())
     del inbound
-    answer, _ = Receiver().receive(pair[0], wait=True)
+    answer, _ = Receiver(no_release).receive(pair[0], wait=True)
     assert released(answer) == [key]
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -124,7 +128,7 @@ def test_more_blocks_than_one_message_has_room_for(count: int, segments: Segment
         Releases(pair[0]).add((7, 7))  # from a garbage collection, whenever it likes
     send_message(pair[0], *last, wait=True)
     send_message(pair[0], pickle.dumps(("next",)), [], wait=True)
-    receiver, theirs = Receiver(), SegmentPool()
+    receiver, theirs = Receiver(no_release), SegmentPool()
     for _ in early:
         message, received = receiver.receive(pair[1], wait=True)
         assert (released(message), received) == ([(7, 7)], [])
@@ -140,7 +144,7 @@ def test_more_blocks_than_one_message_has_room_for(count: int, segments: Segment
 
 @pytest.mark.parametrize("target", ["scorer", "", "Größe", "a\0b"])
 def test_short_messages_arrive_as_the_tuples_that_they_stand_for(pair: Pair, target: str) -> None:
-    receiver = Receiver()
+    receiver = Receiver(no_release)
     for number, wants in [(0, True), (2**63 - 1, False)]:
         short = short_call(number, target, "score", wants)
         assert short is not None
@@ -156,6 +160,36 @@ def test_a_name_that_is_too_long_for_a_short_message_travels_in_a_pickle() -> No
     assert short_call(1, "x" * 2000, "score", True) is None
 
 
+def test_a_message_carries_the_releases_that_were_not_sent_yet(pair: Pair) -> None:
+    asked: list[str] = []
+    releases = Releases(pair[0], lambda: asked.append("flush"))
+    keys = [(2**64 - 1, number) for number in range(250)]
+    for key in keys:
+        releases.add(key)
+    assert len(asked) == 250, "the key is late, and somebody is told"
+    seen: list[Key] = []
+    receiver = Receiver(seen.append)
+    short = short_call(7, "scorer", "score", True)
+    assert short is not None
+    for message in (short, short_answer(7, 1, 2), pickle.dumps(("next",), 5)):
+        pair[0].send(releases.carried(message))
+    found = [receiver.receive(pair[1], wait=True) for _ in range(3)]
+    assert [message[0] for message, _ in found] == ["call", "answer", "next"]
+    assert found[0] == (("call", 7, "scorer", "score", True, None), [])
+    assert seen == keys
+    assert not releases.late
+
+
+def test_releases_are_held_for_the_message_that_comes_next(pair: Pair) -> None:
+    releases = Releases(pair[0])
+    releases.held = True
+    releases.add((1, 2))
+    pair[1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        pair[1].recv(100)
+    assert list(releases.late) == [(1, 2)]
+
+
 def test_releases_that_a_full_socket_does_not_take_go_with_what_comes_next(pair: Pair) -> None:
     """The next release, or a flush where another message was sent or came."""
     releases = Releases(pair[0])
@@ -166,7 +200,7 @@ def test_releases_that_a_full_socket_does_not_take_go_with_what_comes_next(pair:
     for send in [lambda: releases.add((0, 5000)), releases.flush, releases.flush, releases.flush]:
         while True:
             try:
-                message, _ = Receiver().receive(pair[1], wait=False)
+                message, _ = Receiver(no_release).receive(pair[1], wait=False)
             except BlockingIOError:
                 break
             seen += released(message)
@@ -184,7 +218,7 @@ def test_an_outbox_keeps_order_and_segments(pair: Pair, segments: SegmentPool) -
     assert asked
     assert len(os.listdir("/proc/self/fd")) == before
     del lease
-    receiver, seen, came = Receiver(), list[int](), 0
+    receiver, seen, came = Receiver(no_release), list[int](), 0
     while len(seen) < 2000:
         message, fds = receiver.receive(pair[1], wait=True)
         seen.append(message[0])
@@ -220,7 +254,7 @@ def test_nothing_comes_between_the_parts_of_a_message_whoever_else_sends(pair: P
 
     flusher = threading.Thread(target=flush)
     flusher.start()
-    receiver = Receiver()
+    receiver = Receiver(no_release)
     for _ in range(60):
         message, fds = receiver.receive(pair[1], wait=True)
         assert len(fds) == dict(counts)[message[0]]
@@ -242,12 +276,12 @@ def test_a_message_that_loses_descriptors_loses_all_and_says_why(
     send_message(pair[0], sent, leases, wait=True)
     with monkeypatch.context() as few:  # as where the process may open two more files
         few.setattr(Receiver, "_ANCILLARY", socket.CMSG_SPACE(2 * 4))
-        (_, wire), received = Receiver().receive(pair[1], wait=True)
+        (_, wire), received = Receiver(no_release).receive(pair[1], wait=True)
     inbound = receive_parcel(wire, received, Releases(pair[1]), SegmentPool())
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(StoreFullError, match=r"an argument came without .* open .*ulimit -n"):
         inbound.read("an argument")
-    answers = [Receiver().receive(pair[0], wait=True)[0] for _ in leases]
+    answers = [Receiver(no_release).receive(pair[0], wait=True)[0] for _ in leases]
     told = sorted(key for answer in answers for key in released(answer))
     assert told == sorted(lease.segment.key for lease in leases)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from podium.backends.local.shared_memory import Lease, SegmentPool
+from podium.backends.local.shared_memory import Key, Lease, SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import (
     NOTHING,
@@ -65,27 +65,30 @@ class _Child:
         self._releases = Releases(self._calls)
 
     def serve_calls(self, control_thread: int | None) -> None:
-        receiver = Receiver()
+        receiver = Receiver(self._release)
         self._send(pickle.dumps(("ready", os.getpid(), control_thread), 5), ())
         target = method = ""
         while target or method != "shutdown":
             message, fds = receiver.receive(self._calls, wait=True)
             number, target, method, wants, values = self._read(message, fds)
-            outcome = self._process.execute(number, target, method, values)
+            outcome = [self._process.execute(number, target, method, values)]
+            self._releases.held = True  # the answer carries what ends with the arguments and the result
             del values  # its tensors may be the last readers of a segment
-            self._answer(number, wants, outcome)
-            del outcome
+            self._answer(number, wants, outcome.pop())
 
     def serve_control(self) -> None:
-        receiver = Receiver()
+        receiver = Receiver(self._release)
         while True:
             message, fds = receiver.receive(self._control, wait=True)
             if message and message[0] == "release":
                 for key in message[1]:
-                    self._segments.release(key, "controller")
+                    self._release(key)
                 continue
             number, target, method, wants, values = self._read(message, fds)
             self._process.execute_concurrently(number, target, method, values, partial(self._answer, number, wants))
+
+    def _release(self, key: Key) -> None:
+        self._segments.release(key, "controller")
 
     def _read(self, message: Message, fds: list[int]) -> tuple[int, str, str, bool, Values]:
         if not message:
@@ -105,6 +108,7 @@ class _Child:
         if outcome.status != "cancelled":
             outcome, parcel = pack_outcome(outcome, wants, self._packed)
         answer = ("answer", number, outcome.status, outcome.started_ns, outcome.ended_ns, parcel.wire)
+        del outcome  # its tensors may be the last readers of a segment, too
         message = pickle.dumps(answer, 5)
         for lease in parcel.leases:
             self._segments.hold(lease.segment, "controller")
@@ -113,11 +117,14 @@ class _Child:
     def _send(self, message: bytes, leases: Sequence[Lease]) -> None:
         try:
             with self._sending:  # nothing comes between the parts of one message
+                if self._releases.late:
+                    message = self._releases.carried(message)
                 if leases:
                     for part, some in split_message(message, leases):
                         send_message(self._calls, part, some, wait=True)
                 else:
                     self._calls.send(message, SEND)
+            self._releases.held = False
             if self._releases.late:
                 self._releases.flush()
         except OSError:

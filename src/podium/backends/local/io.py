@@ -7,7 +7,7 @@ others'. The I/O thread polls only when nobody has driven for HOT_S.
     result() ──drive──▶ has the turn? poll, take in, until its call has ended     (another's call ended: its gate opens)
              ├─ the I/O thread has it: wake it, it gives the turn away
              └─ another caller has it: sleep on the call's own gate, and try again now and then
-    I/O thread ── every TICK_S: nobody drives and nobody did for HOT_S? take the turn and poll
+    I/O thread ── every TICK_S: nobody drives, and nobody drove or sent for HOT_S? take the turn and poll
                   one caller drives for longer than a tick: sleep until it gives the turn away
 """
 
@@ -16,6 +16,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from podium.backends.interrupts import Interrupts
@@ -25,6 +26,7 @@ __all__ = ["IoLoop"]
 TICK_S = 0.004
 HOT_S = 0.004
 TAKE_OVER_S = 0.05
+LONGEST_HOT_S = 0.1  # for which sending alone keeps the I/O thread from polling
 
 
 def _nothing_to_send() -> bool:
@@ -32,7 +34,11 @@ def _nothing_to_send() -> bool:
 
 
 class IoLoop:
-    """The sockets of one backend and who waits for them."""
+    """The sockets of one backend and who waits for them.
+
+    Attributes:
+        sent_at: When the last call was sent: its sender mostly waits for it next, or sends to further processes.
+    """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -42,7 +48,8 @@ class IoLoop:
         self._turn = threading.Lock()
         self._in_thread = False
         self._wanted = False
-        self._driven_at = 0.0
+        self._driven_at = self.sent_at = 0.0
+        self._soon: deque[Callable[[], None]] = deque()
         self._drives = 0
         self._asleep = False  # the I/O thread sleeps until somebody who drives sets the event
         self._given_away = threading.Event()
@@ -69,6 +76,17 @@ class IoLoop:
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
 
+    def soon(self, run: Callable[[], None]) -> None:
+        """Call ``run`` before the next poll, within milliseconds. Any thread's garbage collection may call this."""
+        self._soon.append(run)
+        if self._turn.locked():
+            self.wake()
+
+    def _run_soon(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._soon.popleft()()
+
     def wake(self) -> None:
         """Have the thread that polls call its ``ended()`` again."""
         with contextlib.suppress(OSError):
@@ -80,6 +98,8 @@ class IoLoop:
             return False
         self._drives += 1
         try:
+            if self._soon:
+                self._run_soon()
             until = None if timeout_s is None else time.monotonic() + timeout_s
             while not ended() and not self._stopping.is_set():
                 left = None if until is None else until - time.monotonic()
@@ -115,19 +135,24 @@ class IoLoop:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            hot = time.monotonic() - self._driven_at < HOT_S
-            if hot or not self._turn.acquire(blocking=False):
+            if self._is_hot() or not self._turn.acquire(blocking=False):
                 self._rest()
                 continue
             try:
                 self._wanted = False
                 self._in_thread = True
+                self._run_soon()
                 while not self._wanted and not self._stopping.is_set():
                     self._take_in(self._epoll.poll())
                 self._driven_at = time.monotonic()  # somebody wants the turn: leave it to them
             finally:
                 self._in_thread = False
                 self._turn.release()
+
+    def _is_hot(self) -> bool:
+        now = time.monotonic()
+        since = now - self._driven_at
+        return since < HOT_S or (since < LONGEST_HOT_S and now - self.sent_at < HOT_S)
 
     def _rest(self) -> None:
         """Sleep for a tick, and on while the same caller drives: a wait for a long call would cost a wake-up a tick."""
@@ -145,6 +170,7 @@ class IoLoop:
     def _on_wake(self) -> bool:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
+        self._run_soon()
         return True
 
     def _take_in(self, ready: list[tuple[int, int]]) -> None:

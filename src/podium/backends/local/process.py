@@ -9,8 +9,10 @@ import pickle
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from podium.backends.local.shared_memory import Lease
@@ -87,11 +89,11 @@ class LocalProcess(ProcessHandle):
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._calls_out = Outbox(self._calls, backend.io.flush_later, self._cut_off)
         self._control_out = Outbox(self._control, backend.io.flush_later, self._cut_off)
-        self._releases = Releases(self._control)
-        self._receiver = Receiver()
+        self._releases = Releases(self._control, partial(backend.io.soon, self._flush_releases))
+        self._receiver = Receiver(partial(backend.segments.release, holder=token))
         backend.processes[token] = self
         backend.io.watch(self._calls.fileno(), self._on_readable, self._calls_out.flush)
-        backend.io.watch(self._control.fileno(), self._cut_off, self._control_out.flush)  # nothing else comes there
+        backend.io.watch(self._control.fileno(), self._cut_off, self._flush_control)  # nothing else comes there
         env = environment_of(spec, backend.accelerators)
         self._prefix = spec.options.get("prefix", {}).get(spec.rank, ())
         fresh = self._prefix or any(name.startswith(EARLY) for name in spec.env)
@@ -122,6 +124,9 @@ class LocalProcess(ProcessHandle):
         if not request.target and request.method == "shutdown":
             self._shut_down = True
         self._pending[request.number] = done
+        self._backend.io.sent_at = time.monotonic()
+        if self._releases.late:
+            message = self._releases.carried(message)
         (self._control_out if request.concurrent else self._calls_out).send(message, leases)
 
     def kill(self) -> None:
@@ -190,13 +195,20 @@ class LocalProcess(ProcessHandle):
             self._take_in(message)
             return True
         _, number, status, started, ended, wire = message
-        if self._releases.late:
-            self._releases.flush()
         payload = None if wire is None else receive_parcel(wire, fds, self._releases, self._segments)
         done = self._pending.pop(number, None)
         if done is not None:
             done(Reply(status, payload, started, ended))
         return True
+
+    def _flush_releases(self) -> None:
+        self._releases.flush()
+        if self._releases.late:
+            self._backend.io.flush_later(self._control.fileno())
+
+    def _flush_control(self) -> bool:
+        self._releases.flush()
+        return self._control_out.flush() and not self._releases.late
 
     def _take_in(self, message: Message) -> None:
         if message[0] == "ready":

@@ -16,6 +16,9 @@ None.
 A tuple crosses as its pickle, but for the two that are most frequent and have no parcel, a call without arguments and
 its answer, whose fields are laid end to end: see :func:`short_call` and :func:`short_answer`.
 
+Either may carry releases in front of it, as :meth:`Releases.carried` lays them out, so that these need no message of
+their own, for which the other end would wake up.
+
 The descriptors of the segments go with the message, in the order of their keys. Those that do not fit go before it, in
 messages of one byte.
 """
@@ -32,7 +35,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -59,10 +62,13 @@ _RECEIVE_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 
 Message = tuple[Any, ...]
 
-_SHORT_CALL, _SHORT_ANSWER = 1, 2  # first byte of a short message; that of a pickle is 0x80
+_SHORT_CALL, _SHORT_ANSWER, _CARRIED = 1, 2, 3  # first byte of what is no pickle; that of a pickle is 0x80
 _CALL = struct.Struct("<B?Q")  # and then the worker's name, a zero byte and the method's name
 _ANSWER = struct.Struct("<BQQQ")
 _LONGEST_NAMES = 1000  # bytes
+_RELEASES = struct.Struct("<BH")  # how many keys follow, and then the message
+_KEY = struct.Struct("<QQ")
+_MOST_CARRIED = 100  # keys in one message
 
 
 def short_call(number: int, target: str, method: str, wants_result: bool) -> bytes | None:
@@ -186,23 +192,39 @@ def receive_parcel(wire: Message, fds: list[int], releases: Releases, segments: 
 class Releases:
     """Tells the other end which of its segments have been read.
 
+    Args:
+        later: Called for each key, and has :meth:`flush` called soon. By default a key is sent at once.
+
     Attributes:
-        late: Keys that the socket has not taken yet; see :meth:`flush`.
+        late: Keys that were not sent yet; see :meth:`flush`.
+        held: Nothing is sent at once, since a message that carries what is late comes next.
 
     Nothing here waits, and any thread's garbage collection may call it. What the socket does not take at once goes with
     the next message, of any kind and in either direction.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, later: Callable[[], object] | None = None) -> None:
         self._connection = connection
+        self._later = later
         self.late: deque[Key] = deque()
+        self.held = False
 
     def add(self, key: Key) -> None:
         self.late.append(key)
-        self.flush()
+        if self.held:
+            return
+        (self._later or self.flush)()
+
+    def carried(self, message: bytes) -> bytes:
+        """``message`` with keys that were not sent yet in front of it."""
+        keys: list[Key] = []
+        with contextlib.suppress(IndexError):
+            while len(keys) < _MOST_CARRIED:
+                keys.append(self.late.popleft())
+        return b"".join([_RELEASES.pack(_CARRIED, len(keys)), *(_KEY.pack(*key) for key in keys), message])
 
     def flush(self) -> None:
-        """Send what the socket has not taken yet, as far as it takes it now."""
+        """Send what was not sent yet, as far as the socket takes it now."""
         while self.late:
             keys: list[Key] = []
             with contextlib.suppress(IndexError):
@@ -248,12 +270,13 @@ def split_message(message: bytes, leases: Sequence[Lease]) -> list[tuple[bytes, 
 
 
 class Receiver:
-    """Receives messages."""
+    """Receives messages. ``release`` is called with the key of each segment that a message carries as released."""
 
     _ANCILLARY = socket.CMSG_SPACE(MOST_FDS * 4)
     _NO_FDS: ClassVar[list[int]] = []
 
-    def __init__(self) -> None:
+    def __init__(self, release: Callable[[Key], object]) -> None:
+        self._release = release
         self._buffer = memoryview(bytearray(RECEIVE_LIMIT))
         self._into = [self._buffer]
         self._early: list[int] = []  # descriptors of a message that has not come yet
@@ -266,19 +289,22 @@ class Receiver:
         count, ancillary, flags, _ = connection.recvmsg_into(
             self._into, self._ANCILLARY, _RECEIVE if wait else _RECEIVE_NOW
         )
-        kind = self._buffer[0]  # of an earlier message if this is the end
+        kind, start = self._buffer[0], 0  # of an earlier message if this is the end
+        if kind == _CARRIED and count:
+            start = self._take_releases()
+            kind = self._buffer[start]
         if kind == _SHORT_ANSWER and count:
-            _, number, started, ended = _ANSWER.unpack_from(self._buffer)
+            _, number, started, ended = _ANSWER.unpack_from(self._buffer, start)
             return ("answer", number, "ok", started, ended, None), self._NO_FDS
         if kind == _SHORT_CALL and count:
-            return self._call(count), self._NO_FDS
+            return self._call(start, count), self._NO_FDS
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._early = [*self._early, *array.array("i", data[: len(data) - len(data) % 4])]
         self._cut = self._cut or bool(flags & _CUT)
         if count == 1:
             return self.receive(connection, wait=wait)
-        message: Message = pickle.loads(self._buffer[:count]) if count else ()
+        message: Message = pickle.loads(self._buffer[start:count]) if count else ()
         complete = not self._early and not self._cut
         if complete or not message or message[0] == "release":  # a release may come between two parts
             return message, self._NO_FDS
@@ -288,9 +314,17 @@ class Receiver:
         fds, self._early = self._early, []
         return message, fds
 
-    def _call(self, count: int) -> Message:
-        _, wants, number = _CALL.unpack_from(self._buffer)
-        names = bytes(self._buffer[_CALL.size : count])
+    def _take_releases(self) -> int:
+        """Take in the releases in front of a message. Returns where the message begins."""
+        _, count = _RELEASES.unpack_from(self._buffer)
+        end = _RELEASES.size + count * _KEY.size
+        for key in _KEY.iter_unpack(self._buffer[_RELEASES.size : end]):
+            self._release(cast(Key, key))
+        return end
+
+    def _call(self, start: int, count: int) -> Message:
+        _, wants, number = _CALL.unpack_from(self._buffer, start)
+        names = bytes(self._buffer[start + _CALL.size : count])
         if names not in self._names:
             target, _, method = names.decode().rpartition("\0")
             self._names[names] = target, method
