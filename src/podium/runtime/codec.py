@@ -274,5 +274,7 @@ def _tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], parameter: boo
     import torch
 
     flat = torch.empty(0, dtype=dtype) if raw is None else torch.frombuffer(raw, dtype=dtype)
-    tensor = flat.reshape(shape)
-    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+    tensor = flat.reshape(shape) if len(shape) != 1 else flat
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from podium.backends.local.shared_memory import KEPT_COUNT, KEPT_IDLE, KEPT_VIEWS, Lease, SegmentPool
+from podium.backends.local.shared_memory import (
+    KEPT_COUNT,
+    KEPT_IDLE,
+    KEPT_VIEWS,
+    Lease,
+    SegmentPool,
+    WrittenPages,
+)
 from podium.errors import RefLostError
 
 MIB = 1 << 20
@@ -101,6 +111,66 @@ def test_readers_write_into_pages_of_their_own() -> None:
     pool.close()
 
 
+def own_pages() -> bool:
+    """Whether the kernel tells which pages of a private mapping were written."""
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE, mmap.MAP_PRIVATE)
+    array = np.frombuffer(memory, dtype=np.uint8)
+    array[0] = 1
+    known = WrittenPages()
+    known.any(array.ctypes.data, 1)
+    return known.known
+
+
+@pytest.mark.skipif(not own_pages(), reason="needs Linux 6.7 or newer")
+def test_a_private_mapping_is_kept_unless_it_was_written() -> None:
+    writer, reader = SegmentPool(), SegmentPool()
+    lease = take(writer, MIB)
+    places: list[int] = []
+    for value, written in ((1, False), (2, True), (3, False), (4, False)):
+        lease.segment.memory[:] = value
+        memory = reader.adopt(os.dup(lease.segment.fd), lambda: None).open(MIB)
+        assert memory.min() == memory.max() == value, "what another reader wrote shows, or what the segment held before"
+        places.append(memory.ctypes.data)
+        if written:
+            memory[MIB // 2] = 99
+        other = reader.adopt(os.dup(lease.segment.fd), lambda: None).open(MIB)
+        assert other.ctypes.data != places[-1], "two readers at a time have a mapping each"
+        assert other.min() == other.max() == value
+        del other, memory
+        kept = [kind for (_, kind) in reader._views]
+        assert kept == [mmap.MAP_PRIVATE], "one is kept for the next reader, of two of which one was written, too"
+    assert places[1] == places[0]
+    del lease
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.skipif(not own_pages(), reason="needs Linux 6.7 or newer")
+def test_pages_that_were_written_are_found_wherever_they_are() -> None:
+    pool, pages = SegmentPool(), WrittenPages()
+    lease = take(pool, MIB)
+    for at in (0, MIB // 2, MIB - 1):
+        memory = lease.open(MIB)
+        assert memory.sum() == 0
+        assert not pages.any(memory.ctypes.data, MIB), "to read is not to write"
+        memory[at] = 0
+        assert pages.any(memory.ctypes.data, MIB)
+        del memory
+    del lease
+    pool.close()
+
+
+def test_a_file_on_disk_is_not_kept_by_a_mapping(tmp_path: Path) -> None:
+    if os.stat(tmp_path).st_dev == os.stat("/dev/shm").st_dev:
+        pytest.skip("the directory of this test is no disk")
+    pool = SegmentPool()
+    lease = pool.take_file(MIB, tmp_path, "a test")
+    assert lease.open(MIB).sum() == 0
+    assert not pool._views
+    del lease
+    pool.close()
+
+
 def open_descriptors(fd: int) -> int:
     """How many descriptors of this process are open on the file of ``fd``; other threads open and close others."""
     wanted, found = os.fstat(fd), 0
@@ -124,6 +194,7 @@ def test_an_adopted_segment_is_released_with_its_last_view() -> None:
     del view
     gc.collect()
     assert released == [1]
+    reader.close()  # with it goes the mapping that it kept
     assert open_descriptors(lease.segment.fd) == before
     del lease
     writer.close()

@@ -6,9 +6,10 @@ every process. A reader says when it is done; only then is the segment written a
 because memory that was touched before is three times faster to write than fresh memory.
 
 A reader maps a segment in one of two ways. A private mapping is copy-on-write, so that what the reader writes stays its
-own. It is made and taken down for every message, which costs a third of reading the segment once. A reader that does
-not write shares the pages. Such mappings are kept, because a released segment is mostly written and sent again, as
-buckets of weights are.
+own. A reader that does not write shares the pages. Both kinds of mappings are kept, because a released segment is
+mostly written and sent again, and to make a mapping, fault its pages in and take it down costs as much as to copy them.
+A private mapping is kept if the kernel says that none of its pages was written (PAGEMAP_SCAN, Linux 6.7). It shows what
+the segment holds, now and later.
 
 A process may pass on a segment that it was sent. It *adopts* the segment, and tells the sender that it is done when
 neither this process nor any process to which it passed the segment needs it any more:
@@ -19,13 +20,18 @@ neither this process nor any process to which it passed the segment needs it any
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
 import mmap
 import os
+import struct
 import tempfile
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +45,15 @@ __all__ = ["INLINE_LIMIT", "Key", "Lease", "Segment", "SegmentPool"]
 INLINE_LIMIT = 32 << 10  # bytes of a parcel that still go in the message; below it, descriptors cost more than copies
 KEPT_IDLE = max(1 << 30, MEMORY // 12)  # bytes of idle segments that a process keeps; the longest idle go first
 KEPT_VIEWS = max(256 << 20, MEMORY // 24)  # bytes that a process keeps mapped, though they may be freed elsewhere
+SMALLEST_KEPT = 1 << 16  # bytes of a private mapping; to ask whether it was written costs as much as a smaller one
 KEPT_COUNT = 64  # idle segments, and mappings, that a process keeps: each takes a descriptor
 
 Key = tuple[int, int]
 """Device and inode of a segment's file."""
+
+_PAGEMAP_SCAN = 0xC0606610  # of linux/fs.h, as what follows
+_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 4, 8, 16
+_SCAN = struct.Struct("12Q")
 
 
 class Segment:
@@ -95,7 +106,8 @@ class SegmentPool:
         self._lock = threading.RLock()  # a garbage collection inside the lock may release a segment
         self._idle: list[Segment] = []
         self._used: dict[Key, Segment] = {}
-        self._views: dict[Key, mmap.mmap] = {}  # shared mappings, those used last at the end
+        self._views: dict[tuple[Key, int], mmap.mmap] = {}  # by their kind, too; those used last at the end
+        self._pages: WrittenPages | None = None
         self._process = os.getpid()
 
     def take(self, nbytes: int, what: str, label: str = "") -> Lease:
@@ -176,14 +188,36 @@ class SegmentPool:
     def view(self, segment: Segment, what: str) -> mmap.mmap:
         """The shared mapping of a segment for readers that do not write."""
         with self._lock:
-            mapping = self._views.pop(segment.key, None)
+            mapping = self._views.pop((segment.key, mmap.MAP_SHARED), None)
             if mapping is None:
                 mapping = _map(segment, segment.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, what)
-            if segment.nbytes <= KEPT_VIEWS:
-                self._views[segment.key] = mapping
-            while len(self._views) > KEPT_COUNT or sum(len(kept) for kept in self._views.values()) > KEPT_VIEWS:
-                del self._views[next(iter(self._views))]  # it ends with its last reader
+            self._keep((segment.key, mmap.MAP_SHARED), mapping)
         return mapping
+
+    def private(self, segment: Segment, what: str) -> mmap.mmap:
+        """A private mapping of a segment for one reader, who gives it back."""
+        with self._lock:
+            mapping = self._views.pop((segment.key, mmap.MAP_PRIVATE), None)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        return mapping or _map(segment, segment.nbytes, mmap.MAP_PRIVATE, access, what)
+
+    def give_back(self, segment: Segment, mapping: mmap.mmap, address: int) -> None:
+        """Keep a private mapping, which begins at ``address``, unless it was written or is not worth it."""
+        if not SMALLEST_KEPT <= len(mapping) <= KEPT_VIEWS or os.getpid() != self._process or segment.fd < 0:
+            return
+        if segment.key[0] != _memory_device():  # a file on disk, whose room a mapping would keep
+            return
+        with self._lock:
+            if self._pages is None:
+                self._pages = WrittenPages()
+            if not self._pages.any(address, len(mapping)):
+                self._keep((segment.key, mmap.MAP_PRIVATE), mapping)
+
+    def _keep(self, name: tuple[Key, int], mapping: mmap.mmap) -> None:
+        if len(mapping) <= KEPT_VIEWS:
+            self._views[name] = mapping
+        while len(self._views) > KEPT_COUNT or sum(len(kept) for kept in list(self._views.values())) > KEPT_VIEWS:
+            del self._views[next(iter(self._views))]  # it ends with its last reader
 
     def usage(self) -> tuple[int, int]:
         """Bytes in use and bytes idle."""
@@ -207,6 +241,7 @@ class SegmentPool:
             self._idle.clear()
             self._used.clear()
             self._views.clear()
+            self._pages = None
 
     def _add(self, segment: Segment) -> Segment:
         self._used[segment.key] = segment
@@ -254,8 +289,10 @@ class Lease:
             RefLostError: The pool is closed. The message names ``what``.
             StoreFullError: This process may not map more.
         """
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        return self._array(_map(self.segment, nbytes, mmap.MAP_PRIVATE, access, what), nbytes)
+        mapping = self.pool.private(self.segment, what)
+        memory = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
+        weakref.finalize(memory, _give_back, self, mapping, memory.ctypes.data).atexit = False
+        return memory
 
     def lend(self, nbytes: int, what: str) -> Bytes:
         """As :meth:`open`, for a reader that does not write: a write ends the process by SIGSEGV."""
@@ -278,6 +315,45 @@ def _map(segment: Segment, nbytes: int, flags: int, protection: int, what: str) 
         ) from error
 
 
+class WrittenPages:
+    """Tells which private mappings of this process were written to."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._found = (ctypes.c_uint64 * 3)()  # room for one range of pages
+        with contextlib.suppress(OSError):
+            self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    @property
+    def known(self) -> bool:
+        """Whether the kernel tells, as far as it was asked."""
+        return self._fd >= 0
+
+    def any(self, address: int, nbytes: int) -> bool:
+        """Whether a page of ``nbytes`` from ``address`` is the process's own. True as well where that is not known."""
+        if self._fd < 0:
+            return True
+        end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        there, found = _IS_PRESENT | _IS_SWAPPED, ctypes.addressof(self._found)
+        # One page in memory or swapped out that is not the file's is enough.
+        asked = bytearray(_SCAN.pack(_SCAN.size, 0, address, end, 0, found, 1, 1, _IS_FILE, _IS_FILE, there, there))
+        try:
+            return fcntl.ioctl(self._fd, _PAGEMAP_SCAN, asked, True) > 0
+        except OSError:  # Linux before 6.7
+            os.close(self._fd)
+            self._fd = -1
+            return True
+
+
+def _give_back(lease: Lease, mapping: mmap.mmap, address: int) -> None:
+    """The last array over a private mapping has ended, and with it the lease."""
+    lease.pool.give_back(lease.segment, mapping, address)
+
+
 def _let_go(lease: Lease) -> None:
     """Drops the last thing that kept a lease: the finalizer's own argument."""
 
@@ -286,6 +362,15 @@ def _memfd(nbytes: int) -> int:
     fd = os.memfd_create("podium", os.MFD_CLOEXEC)
     os.ftruncate(fd, nbytes)
     return fd
+
+
+@lru_cache
+def _memory_device() -> int:
+    """The device of every memfd."""
+    fd = os.memfd_create("podium", os.MFD_CLOEXEC)
+    device = os.fstat(fd).st_dev
+    os.close(fd)
+    return device
 
 
 def _rounded(nbytes: int) -> int:
