@@ -1,6 +1,7 @@
 """Everything that depends on the kind of a device: its choice, precision, memory and random state."""
 
 import contextlib
+import ctypes
 import os
 import re
 from collections.abc import Sequence
@@ -26,10 +27,12 @@ __all__ = [
     "memory_peak_bytes",
     "parse_dtype",
     "random_state",
+    "return_large_blocks",
     "same_within_rounding",
     "set_random_state",
 ]
 
+_M_MMAP_THRESHOLD: Final = -3  # of malloc.h
 CPUINFO: Final = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS: Final = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # the last is Arm's
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -151,6 +154,18 @@ def give_back_memory(device: torch.device) -> None:
     """Give memory of ``device`` that torch holds for later, and no tensor uses, to other processes."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
+
+
+def return_large_blocks(device: torch.device) -> None:
+    """Let this process return large blocks of host memory to the system as soon as they are freed, if ``device`` is the
+    CPU and the C library is glibc.
+
+    glibc otherwise keeps blocks of up to 32 MiB for later once such a block was freed, and a process that gathers one
+    layer after another comes to hold as much as several of them.
+    """
+    if device.type == "cpu":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def random_state(device: torch.device) -> Tensor:

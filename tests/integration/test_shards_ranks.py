@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from podium.errors import WorkerStartError
@@ -29,6 +30,10 @@ def read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])  # rchar
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
 class Watched(Policy):
     """Tells what it read, and whether the model came in shards."""
 
@@ -37,6 +42,18 @@ class Watched(Policy):
         model = super().make_model()
         self.read, self.sharded = read_bytes() - before, is_sharded(model)
         return model
+
+    @endpoint(collect=gather())
+    def kept_of_freed_memory(self) -> int:
+        """Bytes that stay in the process of blocks that were freed."""
+        blocks = [torch.ones(24 << 20, dtype=torch.uint8)]
+        blocks.clear()  # from now on glibc keeps such blocks, if nobody tells it otherwise
+        before, small = resident(), list[torch.Tensor]()
+        for _ in range(6):
+            blocks.append(torch.ones(8 << 20, dtype=torch.uint8))
+            small.append(torch.ones(1 << 16, dtype=torch.uint8))  # stays, above the large block
+        blocks.clear()
+        return resident() - before
 
     @endpoint(collect=gather())
     def loading(self) -> tuple[int, bool]:
@@ -89,6 +106,7 @@ def test_each_rank_reads_its_share_of_the_files(cluster: Cluster, tmp_path: Path
         for read, sharded in group.policy.loading():
             assert sharded
             assert read < size * 0.6
+        assert max(group.policy.kept_of_freed_memory()) < 4 << 20  # of layers that were gathered, nothing stays
 
 
 class Apart(Policy):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from podium.devices import compute_dtype
+from podium.devices import compute_dtype, return_large_blocks
 from podium.errors import ConfigError
 from podium.workers.attention import choose_attention
 from podium.workers.config import ModelConfig, ParallelConfig
@@ -200,6 +200,7 @@ def _read_shards(
     places: Mapping[str, _Place],
 ) -> PreTrainedModel:
     """Shard the model on meta, and read this rank's shards."""
+    return_large_blocks(device)
     names = [next(name for name in names if name in places) for names, _ in _wanted(model)]
     model.config.name_or_path = config.path
     with contextlib.suppress(OSError):  # the model's own configuration says enough where the file is absent
