@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from podium.errors import ConfigError
-from podium.workers import LoraConfig, ModelConfig, ParallelConfig, load_model, shards
+from podium.workers import LoraConfig, ModelConfig, ParallelConfig, load_model, shards, tensor_places
 from podium.workers.apart import choose_batching
+from podium.workers.models import lay_out
 from podium.workers.parallel import is_sharded
 from podium.workers.shards import load_parallel
+from podium.workers.tensor_places import find_sources, places, read
 from tests.unit.workers.families import APART, MIXING, make
 from tests.unit.workers.tiny import TINY
 
 CPU = torch.device("cpu")
 FSDP2 = ParallelConfig(strategy="fsdp2")
-CONVERTED = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "jamba", "granitemoehybrid", "minimax")
 FAMILIES = [family for family in APART | MIXING if family != "mamba"]  # which FSDP2 refuses
 
 
@@ -55,7 +56,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def test_a_model_read_in_parts_is_the_model(family: str, tmp_path: Path) -> None:
     config = saved(make(family), tmp_path / "model")
     whole, parted = load_model(config), load_parallel(config, FSDP2, CPU)
-    assert is_sharded(parted) == (family not in (*CONVERTED, "deepseek_v32"))
+    assert is_sharded(parted)
     expected, found = tensors_of(whole), tensors_of(parted)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -67,6 +68,21 @@ def test_a_model_read_in_parts_is_the_model(family: str, tmp_path: Path) -> None
     with torch.no_grad():
         ids = torch.arange(5, 17)[None]
         assert torch.equal(parted(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_a_stretch_of_a_tensor_is_read_alone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = saved(make(family), tmp_path / "model")
+    monkeypatch.setattr(tensor_places, "_CHUNK", 100)  # bytes
+    sources = find_sources(lay_out(config), places(tmp_path / "model" / "model.safetensors"))
+    assert sources is not None
+    for name, tensor in load_model(config).named_parameters():
+        assert sources[name].shape == list(tensor.shape)
+        whole = tensor.detach().flatten()
+        for first, last in ((0, len(whole)), (len(whole) // 3, 2 * len(whole) // 3), (len(whole) - 5, len(whole))):
+            target = torch.full((last - first,), float("nan"))
+            read(sources[name], first, target)
+            assert torch.equal(target, whole[first:last]), name
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_5_text", "lfm2"])
@@ -117,8 +133,9 @@ def test_models_that_are_loaded_whole_say_why_if_they_are_large(
         "it has adapters": replace(less, lora=LoraConfig(), allow_tensors=("lm_head.weight",)),
         "its files lack lm_head.weight": replace(less, allow_tensors=("lm_head.weight",)),
         "its files hold tied weights twice": twice,
-        "transformers converts its files' tensors or their names": saved(make("mixtral"), tmp_path / "mixtral"),
+        "transformers converts the tensors of its files": saved(make("mixtral"), tmp_path / "mixtral"),
     }
+    monkeypatch.setattr(tensor_places, "_FUSIONS", ())
     for config in whys.values():
         assert not is_sharded(load_parallel(config, FSDP2, CPU))
     assert not [record for record in caplog.records if record.name == "podium"]
@@ -142,7 +159,7 @@ def test_a_buffer_that_transformers_leaves_out_is_found(tmp_path: Path, monkeypa
     config = saved(make("llama"), tmp_path / "model")
     cls = type(make("llama"))
     monkeypatch.setattr(cls, "initialize_weights", lambda self: None)
-    model = shards.lay_out(config)
+    model = lay_out(config)
     assert "is not computed by transformers" in shards._compute_buffers(model, CPU)
 
 
@@ -150,7 +167,7 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(10))
     with path.open("rb", buffering=0) as file, pytest.raises(ConfigError, match="shorter while it was read"):
-        shards._fill(file, torch.empty(11, dtype=torch.uint8), 0)
+        tensor_places._fill(file, torch.empty(11, dtype=torch.uint8), 0)
 
 
 def test_replicated_models_are_loaded_whole(tmp_path: Path) -> None:
