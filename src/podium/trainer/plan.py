@@ -151,9 +151,11 @@ def memory_gib(
 
     ``size`` is that of the policy's model, and of the critic's unless ``critic`` is given; ``scorer`` is the reward
     model's in bytes; ``accelerated`` says that the process has an accelerator. Activations are rough: 16 hidden vectors
-    for each token and layer (one with gradient checkpointing), and three copies of the logits. Keys and values are
-    those of prompts and completions of the greatest length.
+    for each token and layer (one with gradient checkpointing), and three copies of the logits that exist at once. Keys
+    and values are those of prompts and completions of the greatest length.
     """
+    from podium.workers.output_layer import logits_at_once  # needs torch
+
     width, exact = _BYTES[config.model.dtype], _BYTES["float32"]
     copies = exact if width < exact and config.optim.master_weights else 0  # adapters are float32 in any case
     shards = config.placement.ranks_of(next(iter(roles))) if config.parallel.strategy == "fsdp2" else 1
@@ -166,7 +168,8 @@ def memory_gib(
         parts["optimizer (AdamW)"] = 2 * size.trained * exact / shards
         if copies and config.model.lora is None:
             parts["float32 copies"] = size.trained * copies / shards
-        parts["activations"] = tokens * (size.layers * size.hidden * kept + 3 * size.vocabulary) * 4
+        logits = 3 * logits_at_once(tokens, size.vocabulary)
+        parts["activations"] = (tokens * size.layers * size.hidden * kept + logits) * 4
     if "critic" in roles:
         parts["critic with optimizer"] = (width + 3 * exact + copies) * (critic or size).parameters / shards
     if "reference" in roles and config.model.lora is None:

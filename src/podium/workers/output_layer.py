@@ -25,11 +25,16 @@ from torch.utils.checkpoint import checkpoint
 
 from podium.workers.models import plain_model
 
-__all__ = ["KeptTokens", "LogitsTail", "TokenScores", "logits_tail", "output_scores", "replaced"]
+__all__ = ["KeptTokens", "LogitsTail", "TokenScores", "logits_at_once", "logits_tail", "output_scores", "replaced"]
 
 _CHUNK: Final = 1 << 24  # elements of the logits that exist at the same time, 64 MiB in float32
 _KEPT: Final = 1 << 25  # log-probabilities that are kept for the backward pass, 128 MiB; it makes more of them again
 _FEWEST: Final = 256  # tokens of a chunk, as each chunk reads the layer's weight once
+
+
+def logits_at_once(tokens: int, vocabulary: int) -> int:
+    """The most logits of so many tokens that exist at the same time, in each of up to three tensors."""
+    return min(tokens * vocabulary, max(_KEPT, _FEWEST * vocabulary))
 
 
 class KeptTokens(NamedTuple):

@@ -50,6 +50,15 @@ def test_memory_is_that_of_a_processs_own_roles(tmp_path: Path) -> None:
     assert half == {"critic with optimizer": 2.0}
 
 
+def test_few_logits_exist_at_the_same_time(tmp_path: Path) -> None:
+    size, roles = replace(SIZE, layers=0, vocabulary=2**17), ("policy",)
+    few, many = (
+        memory_gib(tiny(GRPOConfig, tmp_path, parallel={"micro_batch_tokens": tokens}), size, roles)["activations"]
+        for tokens in (256, 16384)
+    )
+    assert few == many == 3 * 2**25 * 4 / 2**30
+
+
 def test_a_colocated_generator_reads_the_policys_weights_unless_they_are_sharded_adapted_or_of_another_type(
     tmp_path: Path,
 ) -> None:
