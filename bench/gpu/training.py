@@ -138,7 +138,7 @@ def config_of(
         run=RunConfig(dir=str(folder), name="run", seed=load.seed, steps=steps),
         model=ModelConfig(config=shape, tokenizer=TOKENIZER, seed=load.seed),
         data=DataConfig(train=str(data), holdout=0.0),
-        reward=RewardConfig(name="bench.workload:reward"),
+        reward=RewardConfig(name="bench.gpu.shapes:reward"),
         optim=OptimConfig(lr=load.learning_rate),
         placement=placement,
         batch=PromptBatch(prompts=load.prompts),
