@@ -16,8 +16,9 @@ from podium.workers import ModelConfig, OptimConfig, ParallelConfig, Policy
 from tests.unit.workers.tiny import recorded
 
 MODEL = ModelConfig(config=TINY, tokenizer=TOKENIZER, seed=3)
-OPTIM = OptimConfig(lr=1e-2)
-ROUNDING = {"cpu": 1e-4, "cuda": 2e-2}  # relative, of losses and norms after a few steps; bfloat16 on the device
+OPTIM = OptimConfig(lr=1e-3)
+ROUNDING = {"cpu": 1e-4, "cuda": 5e-2}  # relative, of losses and norms after a few steps; bfloat16 on the device
+SMALL = 0.1  # losses and norms below it are compared as if they were this large, since they are sums of larger numbers
 
 
 def checkpoint(stage: Stage) -> None:
@@ -84,7 +85,7 @@ def _alike(stage: Stage, name: str, found: list[dict[str, float]], expected: lis
     """Expect equal losses and norms of gradients, up to rounding."""
     for figure in (metrics.LOSS, metrics.GRAD_NORM):
         worst = max(
-            abs(one[figure] - other[figure]) / max(abs(other[figure]), 1e-3)
+            abs(one[figure] - other[figure]) / max(abs(other[figure]), SMALL)
             for one, other in zip(found, expected, strict=True)
         )
         unit = "relative difference, at most"

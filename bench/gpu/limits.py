@@ -14,8 +14,10 @@ from bench.gpu.numerics import random_rows
 from bench.gpu.shapes import TOKENIZER, model_config
 from bench.gpu.stage import Stage
 from podium.algorithms import TokenLoss
+from podium.data import Batch
 from podium.devices import memory_peak_bytes
 from podium.rollout.engines import EngineConfig, make_engine
+from podium.rollout.engines.config import engine_class
 from podium.rollout.sampling import SamplingParams
 from podium.workers import ModelConfig, OptimConfig, ParallelConfig, TrainEngine, load_model
 from podium.workers.micro_batches import MicroBatch
@@ -48,14 +50,45 @@ def decode(stage: Stage) -> None:
 
 def ways(stage: Stage) -> dict[str, dict[str, Any]]:
     """Settings of the engine, by name: without CUDA graphs and, where this version has them and a device, with."""
-    key = next((one.name for one in fields(EngineConfig) if "graph" in one.name), None)
-    if key is None:
+    options = engine_class("native").options
+    own = [one.name for one in fields(EngineConfig)], [one.name for one in fields(options)] if options else []
+    key, option = (next((name for name in names if "graph" in name), None) for names in own)
+    if key is None and option is None:
         stage.leave_out("graphs", "this version's engine has no CUDA graphs")
         return {"plain": {}}
+
+    def setting(on: bool) -> dict[str, Any]:
+        return {key: on} if key else {"options": {option: on}}
+
     if not stage.on_gpu:
         stage.leave_out("graphs", "no CUDA device")
-        return {"plain": {key: False}}
-    return {"plain": {key: False}, "graphs": {key: True}}
+        return {"plain": setting(False)}
+    return {"plain": setting(False), "graphs": setting(True)}
+
+
+def sleep(stage: Stage) -> None:
+    """Weights and optimizer leave the device and come back: how much it frees, how long it takes, and equal losses."""
+    config = ModelConfig(config=model_config(stage), tokenizer=TOKENIZER)
+    batch = random_rows((33,) * 4 if stage.dry else (513,) * 8, config.config["vocab_size"])
+    losses: dict[str, list[float]] = {}
+    for offload in ("none", "all"):
+        parallel = ParallelConfig(offload=offload)
+        engine = TrainEngine(
+            load_model(config, stage.device), optim=OptimConfig(lr=1e-4), parallel=parallel, device=stage.device
+        )
+        losses[offload] = [engine.step(batch, _cross_entropy(engine, batch)).loss for _ in range(2)]
+        if offload == "all":
+            with engine.awake():
+                reset_peak(stage.device)
+                awake = memory_peak_bytes(stage.device)
+            engine.rest()
+            reset_peak(stage.device)
+            if stage.on_gpu:
+                stage.figure("freed", (awake - memory_peak_bytes(stage.device)) / GIB, "GiB")
+            stage.figure("there_and_back", wall_s(lambda e=engine: _wake(e), stage.device), "s to the device and back")
+        del engine
+    worst = max(abs(one - other) for one, other in zip(losses["all"], losses["none"], strict=True))
+    stage.expect("loss", worst, 1e-3 if stage.on_gpu else 0.0, "nats from an engine that stays")
 
 
 def longest_row(stage: Stage) -> None:
@@ -80,12 +113,8 @@ def longest_row(stage: Stage) -> None:
             return False
         reset_peak(stage.device)
         batch = random_rows((tokens + 1,), words)
-
-        def loss(micro: MicroBatch) -> TokenLoss:
-            return TokenLoss(-score_tokens(engine.model, batch, micro).logprobs)
-
         try:
-            took = wall_s(lambda: engine.step(batch, loss), stage.device)
+            took = wall_s(lambda: engine.step(batch, _cross_entropy(engine, batch)), stage.device)
         except torch.OutOfMemoryError:
             stage.fact("memory ended", f"at a row of {tokens} tokens")
             return False
@@ -110,6 +139,15 @@ def longest(attempt: Callable[[int], bool], first: int, most: int) -> int | None
             return between if best is not None and attempt(between) else best
         best, size = size, size * 2
     return best
+
+
+def _cross_entropy(engine: TrainEngine, batch: Batch) -> Callable[[MicroBatch], TokenLoss]:
+    return lambda micro: TokenLoss(-score_tokens(engine.model, batch, micro).logprobs)
+
+
+def _wake(engine: TrainEngine) -> None:
+    with engine.awake():
+        pass
 
 
 def _decode_s(stage: Stage, engine: Any, rows: int, new_tokens: int) -> float:

@@ -13,7 +13,7 @@ STAGES = (
     Planned(
         name="preflight",
         what="versions; descriptors, tensors between processes, CUDA IPC and NCCL, each tried once",
-        budget_s=30,
+        budget_s=25,
         function="bench.gpu.machine:preflight",
         predictions=(
             Prediction(figure="device_memory", low=78, high=142, unit="GiB", why="an H100 has 80 GB, an H200 141"),
@@ -22,7 +22,7 @@ STAGES = (
     Planned(
         name="rates",
         what="the rates of copies and of products, the ceilings of all figures below",
-        budget_s=20,
+        budget_s=15,
         function="bench.gpu.machine:rates",
         predictions=(
             Prediction(figure="copy", low=2.7, high=4.5, unit="TB/s", why="seen: 3.0 (H100), 4.3 (H200)"),
@@ -35,7 +35,7 @@ STAGES = (
     Planned(
         name="families",
         what="the native engine's log-probabilities against transformers' forward pass, six families, two types",
-        budget_s=35,
+        budget_s=30,
         function="bench.gpu.numerics:families",
     ),
     Planned(
@@ -46,14 +46,23 @@ STAGES = (
     ),
     Planned(
         name="head",
-        what="the output layer over 151,936 words against float64, and its memory from 4,096 to 16,384 tokens",
-        budget_s=30,
+        what="the output layer over 151,936 words against float64, and what each token adds to its memory",
+        budget_s=25,
         function="bench.gpu.numerics:head",
+        predictions=(
+            Prediction(
+                figure="growth",
+                low=0.05,
+                high=0.35,
+                unit="rows of logits",
+                why="about 20,000 numbers of one small layer a token, where a row of logits has 151,936",
+            ),
+        ),
     ),
     Planned(
         name="checkpoint",
         what="a checkpoint that a fresh process reads goes on as the process that wrote it",
-        budget_s=35,
+        budget_s=30,
         function="bench.gpu.groups:checkpoint",
     ),
     Planned(
@@ -65,8 +74,30 @@ STAGES = (
     Planned(
         name="two_ranks",
         what="two ranks that share the GPU against one that has it alone",
-        budget_s=45,
+        budget_s=40,
         function="bench.gpu.groups:two_ranks",
+    ),
+    Planned(
+        name="sleep",
+        what="weights and optimizer at Qwen2.5-0.5B's shape leave the GPU and come back, by parallel.offload",
+        budget_s=30,
+        function="bench.gpu.limits:sleep",
+        predictions=(
+            Prediction(
+                figure="freed",
+                low=6.5,
+                high=8.5,
+                unit="GiB",
+                why="0.49G parameters of 16 bytes: weight, gradient and two moments in float32",
+            ),
+            Prediction(
+                figure="there_and_back",
+                low=0.2,
+                high=6,
+                unit="s",
+                why="7.9 GB each way, at 60 GB/s from pinned memory and at about 3 from memory that is not",
+            ),
+        ),
     ),
     Planned(
         name="sigkill",

@@ -117,8 +117,8 @@ def _steps(stage: Stage, placement: PlacementConfig, shape: Mapping[str, Any], p
     peak = last.get("policy/memory_peak_gib")
     if peak is not None:
         stage.figure(f"{prefix}memory_peak", peak, "GiB of tensors in the policy's process")
-    if stage.on_gpu and peak is None:
-        stage.failures.append("the policy reports no memory of an accelerator: it trained on the CPU")
+    if stage.on_gpu and any(text.startswith("placement") and " on cpu" in text for text in watch.notes):
+        stage.failures.append(f"{prefix}a role stands on the CPU, although there is a GPU")
     norm = last[metrics.GRAD_NORM]
     stage.figure(f"{prefix}grad_norm", norm, "of the last update")
     if not math.isfinite(norm):

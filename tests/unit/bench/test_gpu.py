@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.__main__ import LIMIT_S, PAGE, RESULTS, ROOT, main
+from bench.gpu.__main__ import LIMIT_S, PAGE, RESULTS, ROOT, main, parse, place_of
 from bench.gpu.limits import longest
+from bench.gpu.numerics import rows_a_token
 from bench.gpu.plan import STAGES
 from bench.gpu.report import page, read_results
 from bench.gpu.runner import Planned, Prediction, run
@@ -129,6 +130,11 @@ def test_a_dry_stage_runs_by_the_command_and_its_results_are_no_figures_of_a_gpu
         read_results(out)
 
 
+def test_only_a_whole_run_on_a_gpu_takes_the_place_of_the_last_results() -> None:
+    kept = [arguments for arguments in ([], ["--dry"], ["--only", "rates"]) if place_of(parse(arguments)) == RESULTS]
+    assert kept == [[]]
+
+
 def test_the_page_is_what_the_results_say() -> None:
     assert PAGE.read_text() == page(STAGES, read_results(RESULTS) if RESULTS.exists() else None)
 
@@ -154,6 +160,12 @@ def test_the_longest_row_is_looked_for_by_doubling(most_that_fits: int, found: i
 
     assert longest(attempt, 8, 128) == found
     assert sum(size > most_that_fits for size in tried) <= 2
+
+
+def test_the_growth_of_memory_is_counted_in_rows_of_logits() -> None:
+    words, gib = 1 << 18, 2**30
+    peaks = {tokens: 1.0 + 2 * tokens * words * 4 / gib for tokens in (4096, 16_384)}
+    assert rows_a_token(peaks, words) == pytest.approx(2.0)
 
 
 def test_a_stage_asks_for_a_gpu_unless_it_is_dry(tmp_path: Path) -> None:
