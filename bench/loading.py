@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,6 @@ class Loader(Worker):
 
     def _load(self, path: str, whole: bool, engine: bool) -> None:
         config = ModelConfig(path=path)
-        if not engine:
-            config = replace(config, attention="eager")  # auto tries the model
         model = load_model(config) if whole else load_parallel(config, FSDP2, CPU)
         if engine:
             TrainEngine(model, optim=None, parallel=FSDP2, device=CPU, world_size=self.ctx.world_size)
@@ -92,6 +89,7 @@ def rows(folder: Path) -> list[Row]:
                 median=shares[0],
                 quartiles=(shares[0], shares[0]),
                 better="lower",
+                floor=f"a rank's own shard, {1 / ranks:.2f}",
                 others=dict(zip(("whole",), shares[1:], strict=False)),
             )
             sys.stdout.write(json.dumps(row.as_json()) + "\n")

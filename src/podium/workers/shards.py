@@ -56,6 +56,7 @@ def load_parallel(
     if parallel.strategy == "fsdp2":
         check_collectives()
         model, sources, reason = _laid_out(config, spared)
+        settled = model is not None and choose_attention(model, config.attention)
         if model is not None and change is not None:
             change(model)
         if model is not None and not reason:
@@ -69,7 +70,10 @@ def load_parallel(
                 raise ConfigError(
                     f"model.path={config.path!r}: its files differ from rank to rank; give all machines the same ones"
                 )
-            return _read_shards(model, config, parallel, device, sources)
+            model = _read_shards(model, config, parallel, device, sources)
+            if not settled:
+                choose_attention(model, config.attention)
+            return model
         del model
         _say(config, spared, reason)
     model = load_model(config, device, spared=spared)
@@ -182,9 +186,7 @@ def _read_shards(
     with torch.no_grad():
         for name in names:
             _read_rows(sources[name], tensors[name])
-    model.eval()
-    choose_attention(model, config.attention)
-    return model
+    return model.eval()
 
 
 def _read_rows(source: Source, tensor: Tensor) -> None:
