@@ -229,7 +229,7 @@ def products_s(shape: Shape, rows: int, dtype: torch.dtype = torch.float32) -> f
         (shape.intermediate, shape.hidden),
     ]
     sizes = [*of_a_layer * shape.layers, (shape.hidden, shape.vocabulary)]
-    weights = [torch.ones(size, dtype=dtype) for size in sizes]  # each its own, as a model's are
+    weights = [torch.ones(size[::-1], dtype=dtype).t() for size in sizes]  # each its own, and laid out, as a model's
     inputs = {size[0]: torch.ones(rows, size[0], dtype=dtype) for size in sizes}
     outputs = {size[1]: torch.empty(rows, size[1], dtype=dtype) for size in sizes}
 
@@ -248,10 +248,18 @@ def decode_rate(shape: Shape, batch: int, dtype: torch.dtype = torch.float32) ->
     return batch / products_s(shape, batch, dtype)
 
 
-def step_rate(load: StepLoad) -> float:
-    """Completion tokens a second of a step that is matrix products alone: decoding, and three passes of an update."""
-    shape, completions = SHAPES[load.shape], load.prompts * load.completions
-    decode_s = load.new_tokens * products_s(shape, completions)
+def step_rate(load: StepLoad, ranks: int = 2) -> float:
+    """Completion tokens a second of a step that is matrix products alone: decoding, and three passes of an update.
+
+    Each of the ranks does its part with one thread, as Podium's do. One of them is measured.
+    """
+    shape, completions = SHAPES[load.shape], load.prompts * load.completions // ranks
     rows = completions * (load.prompt_tokens + load.new_tokens)
     chunk = min(rows, 2048)  # an update takes micro-batches too
-    return load.tokens / (decode_s + 3 * products_s(shape, chunk) * rows / chunk)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        decode_s = load.new_tokens * products_s(shape, completions)
+        return load.tokens / (decode_s + 3 * products_s(shape, chunk) * rows / chunk)
+    finally:
+        torch.set_num_threads(threads)

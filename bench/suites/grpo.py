@@ -108,7 +108,7 @@ def step_rows(context: Context, load: StepLoad, *, turns: int = 9, steps: int = 
         subjects = {name: trainer.tokens_per_s for name, trainer in trainers.items()}
         subjects["products"] = partial(step_rate, load)
         figures = alternate(subjects, repetitions=context.repetitions(turns), warmups=warmups)
-    floor = "products: the step's matrix products alone, on all cores"
+    floor = "products: the step's matrix products alone, a thread for each rank"
     yield compare(f"grpo_step_{load.shape}", figures, unit="tokens/s", better="higher", floor=floor)
     told = {name: trainer.told[warmups:] for name, trainer in trainers.items()}
     yield from speed_rows(load, told)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.floors import HopFloor, PipeFloor, SharedFloor, copy_s
+from bench.floors import HopFloor, PipeFloor, SharedFloor, copy_s, decode_rate, products_s, step_rate
+from bench.workload import SHAPES, StepLoad
 
 
 def test_every_pipe_worker_answers() -> None:
@@ -42,3 +43,13 @@ def test_a_hop_passes_the_tensor_and_takes_longer_the_more_of_it_is_looked_at() 
 def test_a_copy_takes_time() -> None:
     assert copy_s(1 << 20, fresh=True) > 0
     assert copy_s(1 << 20, fresh=False) > 0
+
+
+def test_products_of_more_tokens_take_longer_and_threads_stay_as_they_were() -> None:
+    threads = torch.get_num_threads()
+    small, large = (StepLoad(prompts=prompts, new_tokens=4) for prompts in (2, 64))
+    assert products_s(SHAPES["1m"], 2048) > products_s(SHAPES["1m"], 16) > 0
+    assert decode_rate(SHAPES["1m"], 128) > 0
+    assert step_rate(small) > 0
+    assert step_rate(large) > 0
+    assert torch.get_num_threads() == threads
