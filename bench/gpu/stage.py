@@ -32,9 +32,10 @@ class Skipped(Exception):
 
 def write_whole(path: Path, value: object) -> None:
     """Write JSON so that a reader finds the old file or the new one, and never a part, whenever the writer dies."""
+    text = json.dumps(value, indent=1) + "\n"
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
     with aside.open("w") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)

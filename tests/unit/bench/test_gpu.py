@@ -22,7 +22,7 @@ from bench.gpu.numerics import rows_a_token
 from bench.gpu.plan import STAGES
 from bench.gpu.report import page, read_results
 from bench.gpu.runner import Planned, Prediction, run
-from bench.gpu.stage import Stage
+from bench.gpu.stage import Stage, write_whole
 
 HERE = "tests.unit.bench.gpu_stages"
 
@@ -105,6 +105,18 @@ run(stages, Path({str(tmp_path / "book.json")!r}), limit_s=100, dry=True, say=pr
         "planned",
     ]
     assert _within(10, lambda: not _alive(int(pid_file.read_text())))
+
+
+def test_whoever_reads_results_while_they_are_written_finds_them_whole(tmp_path: Path) -> None:
+    path = tmp_path / "book.json"
+    write_whole(path, {"stages": [1]})
+    with path.open() as reader:
+        write_whole(path, {"stages": [1, 2]})
+        assert json.load(reader) == {"stages": [1]}
+    with pytest.raises(TypeError):
+        write_whole(path, {"stages": [object()]})
+    assert json.loads(path.read_text()) == {"stages": [1, 2]}
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_the_budgets_fit_into_nine_minutes_and_every_stage_has_its_function() -> None:
