@@ -2,6 +2,7 @@
 
     main thread     ◀── calls ──── requests, one at a time, in order       calls ──▶ "ready", answers, releases
     control thread  ◀── control ── concurrent requests, releases
+    end thread      sleeps
 
 The end of the control socket means that the controller is gone.
 """
@@ -52,8 +53,16 @@ def main(fds: Sequence[int], surroundings: tuple[Any, ...], store: tuple[int | N
     Surroundings(*surroundings).settle_in("lo")
     child = _Child(fds, store)
     control = threading.Thread(target=run_to_the_end, args=(child.serve_control,), name="podium-control", daemon=True)
-    control.start()
-    run_to_the_end(partial(child.serve_calls, control.native_id))
+    sleeper = threading.Thread(target=_sleep, name="podium-end", daemon=True)
+    for thread in (control, sleeper):
+        thread.start()
+    run_to_the_end(partial(child.serve_calls, [control.native_id, sleeper.native_id]))
+
+
+def _sleep() -> None:
+    """Sleep until the process ends. The controller hears of the end by that of this thread or of the control thread:
+    one of a process's threads ends last, and first frees the memory, which takes long."""
+    threading.Event().wait()
 
 
 class _Child:
@@ -64,9 +73,9 @@ class _Child:
         self._sending = threading.Lock()
         self._releases = Releases(self._calls)
 
-    def serve_calls(self, control_thread: int | None) -> None:
+    def serve_calls(self, threads: Sequence[int | None]) -> None:
         receiver = Receiver(self._release)
-        self._send(pickle.dumps(("ready", os.getpid(), control_thread), 5), ())
+        self._send(pickle.dumps(("ready", os.getpid(), threads), 5), ())
         target = method = ""
         while target or method != "shutdown":
             message, fds = receiver.receive(self._calls, wait=True)

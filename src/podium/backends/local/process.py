@@ -78,7 +78,7 @@ class LocalProcess(ProcessHandle):
         self.is_cut_off = False
         self.takes_calls = True
         self._reported = threading.Event()
-        self._ending_fd = -1
+        self._ending_fds: list[int] = []
         self._backend = backend
         self._segments = backend.segments
         self._token = token
@@ -156,9 +156,10 @@ class LocalProcess(ProcessHandle):
         """The process is gone, or will not start if ``death`` is None."""
         if self.ended.is_set():
             return
-        self._backend.io.unwatch(self._calls.fileno(), self._control.fileno(), self._ending_fd)
-        if self._ending_fd >= 0:
-            os.close(self._ending_fd)
+        self._backend.io.unwatch(self._calls.fileno(), self._control.fileno(), *self._ending_fds)
+        for fd in self._ending_fds:
+            os.close(fd)
+        self._ending_fds.clear()
         self._calls_out.close()
         self._control_out.close()
         self._pending.clear()
@@ -212,24 +213,26 @@ class LocalProcess(ProcessHandle):
 
     def _take_in(self, message: Message) -> None:
         if message[0] == "ready":
-            _, self.pid, control_thread = message
-            self._watch_end(control_thread)
+            _, self.pid, threads = message
+            self._watch_end(threads)
             self.started.set()
         else:
             for key in message[1]:
                 self._segments.release(key, self._token)
 
-    def _watch_end(self, thread: int) -> None:
-        """Hear of the process's end when this thread of it ends, which only ends with it.
+    def _watch_end(self, threads: Sequence[int]) -> None:
+        """Hear of the process's end when the first of these threads of it ends, which only end with it.
 
         The kernel closes the sockets of a process, and tells its parent, when it has freed the process's memory. Among
-        processes that compute this takes tens of milliseconds, and a thread that sleeps ends in one or two.
+        processes that compute this takes tens of milliseconds, and a thread that sleeps ends in a few, unless it is
+        the last of all.
         """
         if self._prefix:  # its end is that of the command around it
             return
         with contextlib.suppress(OSError):  # Linux before 6.9 watches processes alone
-            self._ending_fd = os.pidfd_open(thread, _PIDFD_THREAD)
-            self._backend.io.watch(self._ending_fd, self._on_ending)
+            for thread in threads:
+                self._ending_fds.append(os.pidfd_open(thread, _PIDFD_THREAD))
+                self._backend.io.watch(self._ending_fds[-1], self._on_ending)
 
     def _on_ending(self) -> bool:
         """Report the end, and leave it to :meth:`end` to clean up: until then the process may still hold memory of a

@@ -3,7 +3,7 @@
 A message is a tuple:
 
     to a worker process  ("call", number, target, method, wants result, shared, own)
-    to the controller    ("ready", process id, id of its control thread), once
+    to the controller    ("ready", process id, ids of two threads that end only with it), once
                          ("answer", number, status, started, ended, result)
     either way           ("release", keys of segments that the sender has read)
 
