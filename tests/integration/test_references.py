@@ -110,7 +110,8 @@ def test_descriptors_are_given_back(cluster: Cluster) -> None:
     held.clear()
     gc.collect()
     assert wait_for(lambda: descriptors(os.getpid()) <= before[0] + 5, 20.0)
-    assert wait_for(lambda: descriptors(keeper.group.pids[0]) <= before[1] + 140, 20.0), "idle segments stay for reuse"
+    # 64 idle segments, and as many mappings of each kind, stay for reuse.
+    assert wait_for(lambda: descriptors(keeper.group.pids[0]) <= before[1] + 3 * 64, 20.0)
 
 
 @pytest.mark.parametrize("source", ["inline", "local"])
