@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from podium.errors import DataError
 from podium.workers.models import plain_model
 
 __all__ = ["KeptTokens", "LogitsTail", "TokenScores", "logits_at_once", "logits_tail", "output_scores", "replaced"]
@@ -126,11 +127,13 @@ def _find_tail(model: nn.Module) -> LogitsTail | None:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), replaced(layer, lambda hidden: probe.clone()):
+        with torch.enable_grad(), replaced(layer, lambda hidden: probe.clone()):
             found = inner(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
+    except (IndexError, RuntimeError):  # it looks for words among the values
+        return None
     finally:
         model.train(training)
-    if found.shape != probe.shape:
+    if found.shape != probe.shape or found.requires_grad:  # what is trained there changes, and needs gradients
         return None
     caps = {None, getattr(inner.config.get_text_config(), "final_logit_softcapping", None)}
     middle = probe.shape[-1] // 2 + 1  # the least positive value, where a cap changes least
@@ -179,7 +182,12 @@ def output_scores(
         kept: Distributions are those over these ids, if given.
         entropy: Whether entropies are computed, without gradients unless ``entropy_grad``.
         forward: Runs the layer, where that is not by its call.
+
+    Raises:
+        DataError: There are not as many targets as tokens.
     """
+    if len(hidden_KH) != len(targets_K):
+        raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
     asked = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad)
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         found = cast("tuple[Tensor, Tensor]", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, asked))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.data import Batch
+from podium.errors import DataError
 from podium.rollout.sampling import KeptSet
 from podium.workers import load_model, output_layer
 from podium.workers.micro_batches import MicroBatch, cut
@@ -145,6 +146,43 @@ def test_a_model_with_a_way_of_its_own_is_run_whole(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model, "forward", forward)
     assert logits_tail(model) is None
     compare(model, with_sets=False, entropy_grad=True)
+
+
+def test_a_scale_that_is_trained_is_no_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("qwen3", **FAMILIES["qwen3"])
+    model.scale = nn.Parameter(torch.tensor(0.5))
+    usual = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = out.logits * model.scale
+        return out
+
+    monkeypatch.setattr(model, "forward", forward)
+    assert logits_tail(model) is None
+    compare(model, with_sets=False, entropy_grad=True)  # of all gradients, that of the scale too
+
+
+def test_a_model_that_looks_up_words_among_its_logits_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("qwen3", **FAMILIES["qwen3"])
+    usual = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = out.logits - out.logits[..., 47:]
+        out.logits[..., 47] += 1.0
+        return out
+
+    monkeypatch.setattr(model, "forward", forward)
+    assert logits_tail(model) is None
+    compare(model, with_sets=False, entropy_grad=True)
+
+
+def test_as_many_targets_as_tokens() -> None:
+    with pytest.raises(DataError, match="1 hidden states stand for 0 tokens"):
+        output_layer.output_scores(
+            torch.ones(1, 4), nn.Linear(4, 9), torch.ones(0, dtype=torch.int64), tail=LogitsTail()
+        )
 
 
 @pytest.mark.parametrize(("kept", "times"), [(0, 2), (1 << 20, 1)])
