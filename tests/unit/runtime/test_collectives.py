@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def meet(worker: Worker, late_s: float) -> float:
     return total.item()
 
 
-def stand_alone(worker: Worker) -> str:
+def stand_alone(worker: Any) -> str:
     if worker.ctx.rank == 0:
         try:
             dist.all_reduce(torch.ones(1))
@@ -99,7 +100,9 @@ def test_gloo_carries_collectives_where_ranks_share_a_device(monkeypatch: pytest
     assert collectives_of((0,)) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 0))
     assert collectives_of((0,), shared=True) == ("gloo", None)
     assert collectives_of((), shared=True) == ("gloo", None)
-    assert set(dist.distributed_c10d.BackendConfig(dist.Backend("gloo")).device_backend_map) >= {"cpu", "cuda"}
+    gloo: Any = dist.Backend("gloo")
+    backends = dist.distributed_c10d.BackendConfig(gloo)
+    assert set(backends.device_backend_map) >= {"cpu", "cuda"}
 
 
 def total_by_gloo(worker: Worker) -> tuple[str, float]:

@@ -54,10 +54,11 @@ def test_worker_processes_are_given_the_accelerator_that_they_share(monkeypatch:
         return worker.ctx.devices, os.environ["CUDA_VISIBLE_DEVICES"]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    for backend, options, seen in (
+    cases: tuple[tuple[str, dict[str, Any], object], ...] = (
         ("local", {"preload": ()}, [((0,), "4"), ((0,), "6"), ((0,), "4"), ((0,), "6"), ((0,), "4")]),
         ("inline", {"nodes": 2}, [((0,), "4,6"), ((1,), "4,6")] * 2 + [((0,), "4,6")]),
-    ):
+    )
+    for backend, options, seen in cases:
         with podium.connect(backend, **options) as cluster:
             with reserved(cluster, 5, PlacementConfig()) as pool:
                 worker = cluster.start(Worker.bind(), pool, distributed=False)

@@ -18,9 +18,14 @@ from tests.unit.workers.test_engine import make_engine as make_train_engine, sft
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 
+def own_part(tensor: Any) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def held(tensors: list[Tensor]) -> int:
     """Bytes of the storages."""
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    local = map(own_part, tensors)
     return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in local)}.values())
 
 
@@ -74,13 +79,13 @@ def test_steps_with_rests_between_them_are_the_same_bits(case: str, offload: str
         resting.rest()
         with resting.awake():
             for own, twin in zip(state_of(resting), state_of(plain), strict=True):
-                assert torch.equal(*(t.to_local() if hasattr(t, "to_local") else t for t in (own, twin)))
+                assert torch.equal(own_part(own), own_part(twin))
             assert held(state_of(resting)) > 0
         assert held(state_of(resting)) == 0
         with torch.no_grad():
             resting.wake()
             for own, twin in zip(resting.model.parameters(), plain.model.parameters(), strict=True):
-                assert torch.equal(*(t.to_local() if hasattr(t, "to_local") else t for t in (own, twin)))
+                assert torch.equal(own_part(own), own_part(twin))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

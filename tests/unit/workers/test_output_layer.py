@@ -81,7 +81,7 @@ def compare(model: nn.Module, *, with_sets: bool, entropy_grad: bool) -> None:
         assert torch.allclose(
             ours.double(), theirs, rtol=1e-5, atol=1e-6 * max(1.0, float(theirs.detach().abs().max()))
         )
-    for ours, theirs in zip(gradients(*found), gradients(*expected), strict=True):
+    for ours, theirs in zip(gradients(found.logprobs, found.entropy), gradients(*expected), strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert float((ours - theirs).norm()) <= 1e-6 * max(1.0, float(theirs.norm())) * 3

@@ -103,13 +103,15 @@ def test_how_rows_share_a_pass_is_found_on_shards(family: str, tmp_path: Path) -
 
 
 def test_files_of_another_data_type_tied_weights_and_several_files(tmp_path: Path) -> None:
-    model = load_model(TINY).to(torch.bfloat16)
+    model: Any = load_model(TINY)
+    model.to(torch.bfloat16)
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "do_sample": True}))
     for dtype in ("float32", "bfloat16"):
         config = ModelConfig(path=str(tmp_path / "model"), dtype=dtype, gradient_checkpointing=True)
-        whole, parted = load_model(config), load_parallel(config, FSDP2, CPU)
+        whole: Any = load_model(config)
+        parted: Any = load_parallel(config, FSDP2, CPU)
         assert is_sharded(parted)
         assert parted.get_output_embeddings().weight is parted.get_input_embeddings().weight
         expected, found = tensors_of(whole), tensors_of(parted)

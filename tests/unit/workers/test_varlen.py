@@ -52,9 +52,9 @@ def torch_2_12(
 ) -> Tensor:  # fmt: skip
     assert enable_gqa == (query.shape[1] != key.shape[1])
     times = query.shape[1] // key.shape[1]
-    repeated = [states.repeat_interleave(times, dim=1) for states in (key, value)]
+    key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
     return torch_2_11(
-        query, *repeated, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
     )  # fmt: skip
 
 
@@ -73,6 +73,8 @@ def test_each_signature_attends_as_each_row_alone(
         assert out is None, "it has no windows, so that rows go one by one"
         return
     rows = zip(*(states.split(LENGTHS, dim=2) for states in (q, k, v)), strict=True)
-    alone = torch.cat([_one_row(*row, 0.0, scaling, window) for row in rows], dim=2)[0].transpose(0, 1)
+    alone = torch.cat(
+        [_one_row(one, its_key, its_value, 0.0, scaling, window) for one, its_key, its_value in rows], dim=2
+    )[0].transpose(0, 1)
     assert out is not None
     assert torch.allclose(out, alone, atol=1e-6)

@@ -64,8 +64,9 @@ def test_an_accelerator_generates_in_bfloat16_unless_told_otherwise(make_model: 
     cuda, cpu, own = torch.device("cuda"), torch.device("cpu"), EngineConfig()
     assert [generation_config(own, device).dtype for device in (cuda, cpu)] == ["bfloat16", None]
     assert generation_config(EngineConfig(dtype="float32"), cuda).dtype == "float32"
-    for dtype, found in ((None, torch.bfloat16), ("float32", torch.float32)):
-        engine: Any = make_engine(EngineConfig(name="transformers", dtype=dtype), make_model("qwen3").to("meta"))
+    for config, found in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
+        settings: Any = {"name": "transformers", **config}
+        engine: Any = make_engine(EngineConfig(**settings), make_model("qwen3").to("meta"))
         assert next(engine.model.parameters()).dtype == found
 
 
