@@ -171,8 +171,10 @@ class Campaign:
         return wrong + check_books(victim.directory, twin.directory, steps=steps, prompts=PROMPTS, staleness=staleness)
 
     def summary(self) -> list[dict[str, Any]]:
-        """For each kind of fault: how many there were, what they led to, and the median and the slowest times of each
-        outcome: from the fault to the next step, and to the error."""
+        """Return a row for each kind of fault, with the number of faults and of each outcome.
+
+        Each outcome has its median and its longest time, from the fault to the next step and to the error.
+        """
         rows: list[dict[str, Any]] = []
         for name in dict.fromkeys(result.fault for result in self.results):
             own = [result for result in self.results if result.fault == name]
