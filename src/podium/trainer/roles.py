@@ -164,6 +164,9 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
     if role == "generator" and config.run.schedule == "asynchronous":
         needed["generate_beside"] = "by which run.schedule = asynchronous draws several parts at the same time"
+    resting = ("policy", "critic", "reference", *(("generator",) if config.run.schedule == "sync" else ()))
+    if role in resting and isinstance(config, PPOConfig) and config.parallel.offload != "none":
+        needed["rest"] = f"by which parallel.offload = {config.parallel.offload} lets it leave its device while idle"
     for method, why in needed.items():
         if method not in endpoints_of(cls):
             own = _ROLES[role].__name__

@@ -63,6 +63,12 @@ def test_a_class_that_lacks_an_endpoint_of_this_schedule_or_placement_is_refused
         with pytest.raises(ConfigError, match=says):
             PPOTrainer(split, cluster="inline", workers={role: Own}, show=False).fit()
         assert bind_roles(tiny(GRPOConfig, tmp_path), {role: Own.bind()})[role].cls is Own
+    resting = tiny(GRPOConfig, tmp_path, parallel={"offload": "optimizer"})
+    for role in ("policy", "generator"):
+        with pytest.raises(
+            ConfigError, match=rf"{role}'\]: Own has no endpoint 'rest', by which parallel\.offload = opt"
+        ):
+            bind_roles(resting, {role: Own})
 
 
 def test_a_trainer_can_train_again(tmp_path: Path) -> None:
