@@ -6,6 +6,7 @@ The workers here draw nothing: a completion is the version of the weights that i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -155,8 +156,8 @@ def test_what_a_sync_interrupts_that_lost_another_generator_is_drawn_again(handl
             handles[0].spoil()  # as the end of a sync that failed does
             kill(handles[1])
             time.sleep(0.3)  # the calls to the first generator have failed before the sync has
-            with pytest.raises(PodiumError):
-                handles[1].weights_version()
+            with contextlib.suppress(PodiumError):  # it is known to be lost, or already back without its weights
+                assert handles[1].weights_version() == [-1]
             raise PodiumError("on purpose")
 
     def draw() -> list[Batch]:
