@@ -124,7 +124,7 @@ class _Detached:
 
     @property
     def left(self) -> list[ProcessHandle]:
-        return [process for process in self.processes if not cast(LocalProcess, process).ended.is_set()]
+        return [process for process in self.processes if cast(LocalProcess, process).takes_calls]
 
 
 class _Store(MemoryStore):
