@@ -181,6 +181,11 @@ class Batch(Rows):
         columns = sorted(self._columns.items(), key=lambda column: column[0] != fields.TOKENS)
         return next((column.token_lengths() for _, column in columns if isinstance(column, Jagged)), None)
 
+    def row_groups(self) -> list[int] | None:
+        """Return the column ``group``, or None if there is none in this process."""
+        column = self._columns.get(fields.GROUP)
+        return cast(Any, column).tolist() if isinstance(column, Tensor) and column.dim() == 1 else None
+
     @classmethod
     def concat(cls, parts: Sequence[Batch], names: Sequence[str] = ()) -> Batch:
         """Return all rows in order, with the metadata of the first part.

@@ -57,6 +57,10 @@ class Rows(ABC):
         """Return the number of tokens in each row, or None if these rows have no tokens."""
         return None
 
+    def row_groups(self) -> list[int] | None:
+        """Return the group of each row, or None if these rows have none. Rows of a group cost less together."""
+        return None
+
 
 def alike(parts: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
     """Return those of ``parts`` (tensors, references or arrays) that have rows, or the first part if none has any.

@@ -7,10 +7,10 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
 from podium.errors import ConfigError, DataError
-from podium.runtime.rows import count_rows, open_rows, slice_rows, take_rows, token_lengths
+from podium.runtime.rows import count_rows, open_rows, row_groups, slice_rows, take_rows, token_lengths
 
 __all__ = [
     "Among",
@@ -28,6 +28,7 @@ __all__ = [
 __all__ += ["broadcast", "only", "per_rank", "scatter", "shard"]
 
 T = TypeVar("T")
+_HEAVIEST: Final = 1.05  # times the mean of all parts
 Ranks = int | slice | Sequence[int]
 """Ranks as a script chooses them: one, a slice of them, or several in the order given."""
 
@@ -241,7 +242,9 @@ class shard(Dispatch):
         mesh: Name of the group's mesh.
         axis: Axis over which rows are split.
         balance: "rows" gives contiguous parts whose sizes differ by at most one. "tokens" gives parts of about equal
-            numbers of tokens (longest row first to the lightest part), each in the caller's order.
+            numbers of tokens (longest row first to the lightest part), each in the caller's order. Rows of one group,
+            such as completions of a prompt, then stay together where that keeps each part near the mean: see
+            :meth:`~podium.data.Rows.row_groups`.
         pad: Repeat rows so that every part has the same number, at least one. ``concat`` takes them off again.
         args: Names of the arguments to split; the others go to every rank. None splits all arguments.
         group_size: Number of consecutive rows that stay together, such as the completions of one prompt.
@@ -319,7 +322,8 @@ class shard(Dispatch):
                     f"{method}: argument {name!r} has no jagged column whose tokens balance='tokens' could count; use "
                     "balance='rows'"
                 )
-            rows = _balanced(lengths, parts, size)
+            together = row_groups(value) if size == 1 else None
+            rows = _balanced(lengths, parts, size) if together is None else _grouped(lengths, together, parts)
             tokens = tuple(sum(lengths[row] for row in part) for part in rows)
         if self.pad and not total:
             raise ConfigError(f"{method}: cannot pad an empty batch: there is no row to repeat")
@@ -409,6 +413,23 @@ class Shipped(Dispatch):
 
 def _part(value: Any, rows: Sequence[int]) -> Any:
     return slice_rows(value, rows.start, rows.stop) if isinstance(rows, range) else take_rows(value, rows)
+
+
+def _grouped(lengths: Sequence[int], groups: Sequence[int], parts: int) -> Sequence[Sequence[int]]:
+    """As :func:`_balanced`, where rows of a group stay together: all, or halves, quarters and so on of them, until no
+    part has more than ``_HEAVIEST`` times the mean."""
+    rows = dict[int, list[int]]()
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    size = max(map(len, rows.values()), default=1)
+    while size > 1 and parts > 1:
+        units = [members[at : at + size] for members in rows.values() for at in range(0, len(members), size)]
+        sums = [sum(lengths[row] for row in unit) for unit in units]
+        chosen = _balanced(sums, parts, 1)
+        if max(sum(sums[unit] for unit in part) for part in chosen) * parts <= _HEAVIEST * sum(sums):
+            return [sorted(row for unit in part for row in units[unit]) for part in chosen]
+        size = -(-size // 2)
+    return _balanced(lengths, parts, 1)
 
 
 def _balanced(lengths: Sequence[int], parts: int, size: int) -> Sequence[Sequence[int]]:

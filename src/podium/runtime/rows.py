@@ -13,7 +13,8 @@ from podium.data import Rows, fields
 from podium.data.rows import alike
 from podium.errors import DataError
 
-__all__ = ["concat_rows", "count_rows", "is_scalar", "kind_of", "open_rows", "slice_rows", "take_rows", "token_lengths"]
+__all__ = ["concat_rows", "count_rows", "is_scalar", "kind_of", "open_rows", "row_groups", "slice_rows", "take_rows"]
+__all__ += ["token_lengths"]
 
 JoinScalars = Callable[[Sequence[Any], Sequence[str]], Any]
 NO_ROWS = "which has no rows; a Batch, a Jagged, a tensor, an array, a list and a dict of them have rows"
@@ -168,3 +169,8 @@ def token_lengths(value: Any) -> list[int] | None:
         entries = sorted(value.items(), key=lambda entry: entry[0] != fields.TOKENS)
         return next((lengths for _, entry in entries if (lengths := token_lengths(entry)) is not None), None)
     return value.token_lengths() if kind == "rows" else None
+
+
+def row_groups(value: Any) -> list[int] | None:
+    """The group of each row of an opened value; None if the rows have none, or not in this process."""
+    return value.row_groups() if kind_of(value.__class__) == "rows" else None

@@ -43,8 +43,8 @@ _MISMATCH_REMEDY: Final = (
     "parallel.precision). With a schedule that runs ahead, older weights count too"
 )
 
-_MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.KEPT_SIZES, fields.KEPT_IDS)
-_VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.FINISH_REASON)
+_MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS)
+_VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.FINISH_REASON)
 _ADVANTAGE_INPUTS = (
     *(fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.BOOTSTRAP),
     fields.FINISH_REASON,

@@ -1,7 +1,7 @@
-"""Whether rows that share a forward pass leave one another alone, tried on the model itself with two short rows.
+"""Whether rows that share a forward pass leave one another alone, tried on the model itself with a few short rows.
 
 The rows go through the model together and each alone. Together they must give the output layer the same hidden states
-within rounding, and the gradient of the second row's states with respect to all inputs that are not its own must be
+within rounding, and the gradient of the last row's states with respect to all inputs that are not its own must be
 zero. A leak between rows that small weights hide in rounding shows in this gradient, which is exactly zero where there
 is no path.
 """
@@ -16,16 +16,17 @@ from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, same_within_rounding
 from podium.errors import ConfigError
 from podium.workers.config import ParallelConfig
-from podium.workers.micro_batches import cut
-from podium.workers.models import plain_model
+from podium.workers.micro_batches import SharedPrompts, cut
+from podium.workers.models import plain_model, rotary_turn
 from podium.workers.scoring import run_model
 
-__all__ = ["Batching", "choose_batching", "interference"]
+__all__ = ["Batching", "choose_batching", "interference", "may_share_prompts"]
 
 Batching = Literal["packed", "padded", "equal"]
 """Rows share a forward pass end to end, or padded, or only with rows of their own length."""
 
-_LONGEST: Final = 14  # of the two rows, in tokens
+_LONGEST: Final = 14  # of the rows, in tokens
+_SHORTEST: Final = 8  # that share a prompt
 _MOST_IDS: Final = 1000  # a vocabulary begins with text; ids of images and the like come late
 
 
@@ -54,6 +55,19 @@ def choose_batching(
     return "equal", f"{name} gets rows of one length at a time, because it cannot take padded ones: {reason}"
 
 
+def may_share_prompts(
+    model: nn.Module, config: ParallelConfig, batching: Batching, device: torch.device, precision: torch.dtype
+) -> bool:
+    """Return whether rows with the same prompt may share it in a forward pass of this model, which gets ``batching``.
+
+    They may not where a layer would be compiled for each shape anew, or rotates by the length of the row.
+    """
+    turns = rotary_turn(plain_model(model).config) is not None
+    if config.batching != "auto" or batching == "equal" or config.compile or turns:
+        return False
+    return not interference(model, device, precision, share=True)
+
+
 def interference(
     model: nn.Module,
     device: torch.device,
@@ -61,20 +75,26 @@ def interference(
     *,
     packed: bool = False,
     equal: bool = False,
+    share: bool = False,
 ) -> str:
-    """Return why two rows that share a forward pass change one another; "" where they do not.
+    """Return why rows that share a forward pass change one another; "" where they do not.
 
     Random state, gradients and mode of the model stay as they were.
 
     Args:
         precision: The data type of matrix products.
         equal: Whether the rows are of one length, so that neither gets padding.
+        share: Whether there are three rows, of which two share their prompt.
     """
     inner: Any = plain_model(model)
     positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
     longest = min(_LONGEST, positions or _LONGEST)
-    rows = _rows(inner.get_input_embeddings().weight.shape[0], (longest, longest if equal else longest * 2 // 3))
-    rows = rows.to(device)
+    lengths, prompts = [longest, longest if equal else longest * 2 // 3], [1, 1]
+    if share:
+        lengths, prompts = [longest, longest - 1, longest - 3], [longest // 3, longest // 2, longest // 2]
+        if longest < _SHORTEST:
+            return f"the model has {longest} positions"
+    rows = _rows(inner.get_input_embeddings().weight.shape[0], lengths, prompts, share=share).to(device)
     training = model.training
     model.eval()
     try:
@@ -83,7 +103,7 @@ def interference(
             if not all(bool(states.isfinite().all()) for states in alone):
                 raise ConfigError(f"{type(inner).__name__} computes NaN or infinity for usual text{_not_finite(inner)}")
             try:
-                together, foreign = _pass(model, rows, packed=packed)
+                together, foreign = _pass(model, rows, packed=packed, share=share)
             except ConfigError as error:
                 return str(error)
             except Exception as error:  # noqa: BLE001 - whatever an architecture raises, rows cannot share a pass
@@ -102,18 +122,22 @@ def _not_finite(model: nn.Module) -> str:
     return "" if wrong is None else f": its parameter {wrong} is not finite; copy its files again"
 
 
-def _rows(vocabulary: int, lengths: Sequence[int]) -> Batch:
-    """Rows of random text. All tokens but the first carry loss, so that each input has an output."""
+def _rows(vocabulary: int, lengths: Sequence[int], prompts: Sequence[int], *, share: bool) -> Batch:
+    """Rows of random text, in which loss begins after ``prompts`` tokens. With ``share``, the last two have the same
+    prompt."""
     generator = torch.Generator().manual_seed(0)
     first, last = min(3, vocabulary - 1), min(vocabulary, _MOST_IDS)
-    tokens = Jagged.from_rows([torch.randint(first, last, (length,), generator=generator) for length in lengths])
-    mask = torch.cat([torch.arange(length) > 0 for length in lengths])
+    rows = [torch.randint(first, last, (length,), generator=generator) for length in lengths]
+    if share:
+        rows[-1][: prompts[-1]] = rows[-2][: prompts[-1]]
+    tokens = Jagged.from_rows(rows)
+    mask = torch.cat([torch.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)])
     return Batch({fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(mask)})
 
 
-def _pass(model: nn.Module, rows: Batch, *, packed: bool = False) -> tuple[Tensor, Tensor]:
+def _pass(model: nn.Module, rows: Batch, *, packed: bool = False, share: bool = False) -> tuple[Tensor, Tensor]:
     """Return the hidden states ``[K, H]`` of all rows, and the gradient of the last row's at the inputs of others."""
-    (micro,) = cut(rows, 10**9, packed=packed)
+    (micro,) = cut(rows, 10**9, packed=packed, share=share)
     inner: Any = plain_model(model)
     inputs: list[Tensor] = []
     hidden: list[Tensor] = []
@@ -134,4 +158,6 @@ def _pass(model: nn.Module, rows: Batch, *, packed: bool = False) -> tuple[Tenso
     (gradient,) = torch.autograd.grad(value, inputs[:1])
     foreign = torch.ones(gradient.shape[:2], dtype=torch.bool, device=gradient.device).flatten()
     foreign[micro.select[own]] = False
+    if isinstance(micro.packed, SharedPrompts):  # its prompt too
+        foreign[micro.packed.key_places[int(micro.packed.key_offsets[-2]) :]] = False
     return hidden[0].detach(), gradient.flatten(0, 1)[foreign]

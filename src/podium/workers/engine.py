@@ -22,7 +22,7 @@ from podium.algorithms import PartialMetrics, TokenLoss, partial_metrics
 from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, compute_dtype
 from podium.errors import DataError, PodiumError
-from podium.workers.apart import choose_batching
+from podium.workers.apart import choose_batching, may_share_prompts
 from podium.workers.config import OptimConfig, ParallelConfig
 from podium.workers.micro_batches import MicroBatch, cut, empty_micro_batch
 from podium.workers.models import plain_model, rotary_turn
@@ -66,6 +66,7 @@ class TrainEngine:
     Attributes:
         batching: How rows share a forward pass.
         note: Why it is not as ``parallel.batching`` prefers it; "" where it is.
+        shares_prompts: Whether rows with the same prompt have it once in a forward pass.
 
     Raises:
         ConfigError: see :func:`.choose_batching` and :func:`.make_parallel`.
@@ -86,10 +87,13 @@ class TrainEngine:
         self.config = parallel
         self.precision = compute_dtype(device, parallel.precision)
         self.batching, self.note = choose_batching(model, parallel, device, self.precision)
+        self.shares_prompts = may_share_prompts(model, parallel, self.batching, device, self.precision)
         logits_tail(model)  # is found now, as all ranks are here
         self.parallel = make_parallel(model, parallel, world_size=world_size, device=device, precision=self.precision)
         self.model = self.parallel.model
         self._adapter_dropouts = [m for name, m in self.model.named_modules() if name.endswith(".lora_dropout")]
+        adapters = (one for module in self._adapter_dropouts for one in module.modules())
+        self._noisy = dropout or any(isinstance(one, nn.Dropout) for one in adapters)
         self.optim = optim
         self.optimizer = None
         if optim is not None:
@@ -183,7 +187,7 @@ class TrainEngine:
             module.train()
         self.parallel.prepare()
         parts: list[tuple[Tensor, PartialMetrics]] = []
-        for micro in self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS)):
+        for micro in self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS), noisy=self._noisy):
             with autocast(self.device, self.precision):
                 if len(micro.index) == 0:
                     (run_model(self.model, micro).logits.sum() * 0.0).backward()
@@ -211,12 +215,16 @@ class TrainEngine:
         self.skipped_count += skipped
         return StepResult(total, norm, rate, skipped, metrics)
 
-    def _micro_batches(self, batch: Batch, columns: Sequence[str]) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them."""
+    def _micro_batches(self, batch: Batch, columns: Sequence[str], *, noisy: bool = False) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them.
+
+        Rows share no prompt in ``noisy`` passes, in which dropout would do the same to all of them.
+        """
         needed = batch.select(fields.TOKENS, fields.LOSS_MASK, *columns).to(self.device)
         packed, equal = self.batching == "packed", self.batching == "equal"
         most, turn = self.config.micro_batch_tokens, rotary_turn(plain_model(self.model).config)
-        micros = cut(needed, most, packed=packed, equal=equal, turn=turn, columns=columns)
+        share = self.shares_prompts and not noisy
+        micros = cut(needed, most, packed=packed, equal=equal, turn=turn, share=share, columns=columns)
         if not self.parallel.equal_passes:
             yield from micros
             return

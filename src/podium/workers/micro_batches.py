@@ -1,23 +1,28 @@
-"""A batch cut into micro-batches of a token budget, as padded rows or packed end to end.
+"""A batch cut into micro-batches of a token budget: rows padded, packed end to end, or with prompts that they share.
 
 A micro-batch records the hidden states that predict tokens with loss, so that the output layer runs on those alone. A
 row's last token predicts nothing and is no input. Rows without loss are left out.
+
+A row's prompt here is what precedes its first token with loss. Rows with the same prompt can share it.
 
 Legend: B rows, T padded length, N tokens of the batch, K tokens of the micro-batch that carry loss.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from podium.data import Batch, Jagged, fields
 from podium.errors import DataError
+from podium.workers.shared_prompts import SharedPrompts, row_places, share_prompts, starts
 from podium.workers.texts import sampled_counts
 
-__all__ = ["MicroBatch", "PackedRows", "cut", "empty_micro_batch", "plan"]
+__all__ = ["MicroBatch", "PackedRows", "SharedPrompts", "cut", "empty_micro_batch", "plan", "plan_shared"]
+
+_WORTH_SHARING: Final = 20
 
 
 class PackedRows(NamedTuple):
@@ -37,10 +42,10 @@ class MicroBatch:
     """Rows that go through the model together.
 
     Attributes:
-        input_ids: int64 ``[B, T]``, right-padded; packed ``[1, T]``.
+        input_ids: int64 ``[B, T]``, right-padded; packed or with shared prompts ``[1, T]``.
         position_ids: int64 ``[1, T]``; None when padded, because rows then begin at 0 as models assume.
-        packed: Where packed rows begin; None when padded. Padded rows need no attention mask: attention is causal and
-            padding comes last, so that only positions nobody reads would see it.
+        packed: Where packed rows begin, or what rows see that share prompts; None when padded. Padded rows need no
+            attention mask: attention is causal and padding comes last, so that only positions nobody reads see it.
         select: int64 ``[K]``, the places in the flattened ``input_ids`` whose hidden state predicts a token with loss.
         targets: int64 ``[K]``, the tokens with loss.
         index: int64 ``[K]``, the places of these tokens among the batch's N tokens.
@@ -50,7 +55,7 @@ class MicroBatch:
 
     input_ids: Tensor
     position_ids: Tensor | None
-    packed: PackedRows | None
+    packed: PackedRows | SharedPrompts | None
     select: Tensor
     targets: Tensor
     index: Tensor
@@ -89,6 +94,27 @@ def plan(
     return groups
 
 
+def plan_shared(prompts: Sequence[int], rests: Sequence[int], group: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """As :func:`plan`, where a micro-batch holds the prompt of its rows' ``group`` once. Groups stay together if they
+    fit, those with the longest row first."""
+    lengths = [prompts[one] + rest for one, rest in zip(group, rests, strict=True)]
+    longest: dict[int, int] = {}
+    for one, length in zip(group, lengths, strict=True):
+        longest[one] = max(length, longest.get(one, 0))
+    micros: list[list[int]] = []
+    used, last = 0, -1
+    for row in sorted(range(len(rests)), key=lambda row: (-longest[group[row]], group[row], -lengths[row], row)):
+        cost = rests[row] if group[row] == last and micros else lengths[row]
+        if micros and used + cost <= max_tokens:
+            micros[-1].append(row)
+            used += cost
+        else:
+            micros.append([row])
+            used = lengths[row]
+        last = group[row]
+    return micros
+
+
 def cut(
     batch: Batch,
     max_tokens: int,
@@ -96,11 +122,13 @@ def cut(
     packed: bool,
     equal: bool = False,
     turn: int | None = None,
+    share: bool = False,
     columns: Sequence[str] = (),
 ) -> Iterator[MicroBatch]:
     """Cut ``batch``, which is on the model's device; ``columns`` names token columns to bring along.
 
-    ``packed``, ``equal`` and ``turn`` are those of :func:`plan`.
+    ``packed``, ``equal`` and ``turn`` are those of :func:`plan`. With ``share``, rows with the same prompt share it
+    where that spares at least one token in ``_WORTH_SHARING``.
 
     Raises:
         DataError: A column is missing or not aligned with the tokens, or there is loss at a row's first token, which
@@ -118,42 +146,102 @@ def cut(
     losses_B = sampled_counts(tokens.like(mask))
     lengths = tokens.lengths.tolist()
     live = [row for row, losses in enumerate(losses_B.tolist()) if losses]
-    for group in plan([lengths[row] - 1 for row in live], max_tokens, packed=packed, equal=equal, turn=turn):
+    prompts = _prompts(tokens, mask, live) if share and live else None
+    if prompts is None:
+        groups = plan([lengths[row] - 1 for row in live], max_tokens, packed=packed, equal=equal, turn=turn)
+    else:
+        rests = [lengths[row] - 1 - prompts.lengths[one] for row, one in zip(live, prompts.group, strict=True)]
+        groups = plan_shared(prompts.lengths, rests, prompts.group, max_tokens)
+    for group in groups:
         rows = torch.tensor([live[place] for place in group], device=mask.device)
         offsets = torch.nn.functional.pad(losses_B[rows].cumsum(0), (1, 0))
-        yield _micro_batch(tokens, mask, values, rows, offsets, packed=packed)
+        own = None if prompts is None else prompts.of(group)
+        yield _micro_batch(tokens, mask, values, rows, offsets, packed=packed, prompts=own)
+
+
+class _Prompts(NamedTuple):
+    """The different prompts of some rows.
+
+    Attributes:
+        lengths: Of each prompt, in tokens.
+        group: The prompt of each row.
+    """
+
+    lengths: list[int]
+    group: list[int]
+
+    def of(self, rows: Sequence[int]) -> Self:
+        """Those of some of the rows."""
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(self.group[row] for row in rows))}
+        group = [numbers[self.group[row]] for row in rows]
+        return self._replace(lengths=[self.lengths[one] for one in numbers], group=group)
+
+
+def _prompts(tokens: Jagged, mask: Tensor, rows: Sequence[int]) -> _Prompts | None:
+    """Find the prompts of ``rows``, or None where sharing them spares too little."""
+    losses = mask.nonzero()[:, 0]
+    firsts = losses[torch.searchsorted(losses, tokens.offsets[:-1])[torch.tensor(rows, device=mask.device)]]
+    ids, offsets = tokens.values.cpu().numpy(), tokens.offsets.tolist()
+    known: dict[bytes, int] = {}
+    lengths, group = list[int](), list[int]()
+    for row, first in zip(rows, firsts.tolist(), strict=True):
+        prompt = ids[offsets[row] : first]
+        number = known.setdefault(prompt.tobytes(), len(known))
+        if number == len(lengths):
+            lengths.append(len(prompt))
+        group.append(number)
+    whole = sum(offsets[row + 1] - offsets[row] - 1 for row in rows)
+    spared = sum(lengths[one] for one in group) - sum(lengths)
+    return _Prompts(lengths, group) if spared * _WORTH_SHARING >= whole else None
 
 
 def _micro_batch(
-    tokens: Jagged, mask: Tensor, values: Mapping[str, Tensor], rows: Tensor, offsets: Tensor, *, packed: bool
+    tokens: Jagged,
+    mask: Tensor,
+    values: Mapping[str, Tensor],
+    rows: Tensor,
+    offsets: Tensor,
+    *,
+    packed: bool,
+    prompts: _Prompts | None = None,
 ) -> MicroBatch:
     lengths = tokens.lengths[rows]
     inputs = lengths - 1
     width = int(inputs.max())
     row_of = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), lengths)
-    first = torch.cumsum(lengths, 0) - lengths
-    within = torch.arange(len(row_of), device=rows.device) - first[row_of]
+    within = torch.arange(len(row_of), device=rows.device) - starts(lengths)[row_of]
     flat = tokens.offsets[rows][row_of] + within  # places of this micro-batch's tokens among the batch's N
     ids = tokens.values[flat]
-    if packed:
-        base, size = torch.cumsum(inputs, 0) - inputs, int(inputs.sum())
+    rows_packed: PackedRows | SharedPrompts | None = None
+    if prompts is not None:
+        prompts_G, group_R = torch.tensor(prompts.lengths), torch.tensor(prompts.group)
+        rests_R = inputs.cpu() - prompts_G[group_R]
+        rows_packed = share_prompts(prompts_G, rests_R, group_R, rows.device)
+        place, before = (
+            row_places(prompts_G, rests_R, group_R, row_of.cpu(), at.cpu()).to(rows.device)
+            for at in (within, within - 1)
+        )
+        size = int(prompts_G.sum() + rests_R.sum())
     else:
-        base, size = torch.arange(len(rows), device=rows.device) * width, len(rows) * width
-    place = base[row_of] + within  # of a token as input
+        base = starts(inputs) if packed else torch.arange(len(rows), device=rows.device) * width
+        size = int(inputs.sum()) if packed else len(rows) * width
+        place = base[row_of] + within  # of a token as input
+        before = place - 1
+        if packed:
+            rows_packed = PackedRows(torch.nn.functional.pad(torch.cumsum(inputs, 0), (1, 0)).int(), width)
     is_input = within < inputs[row_of]
-    input_ids = ids.new_zeros(size)
+    input_ids, position_ids = ids.new_zeros(size), None
     input_ids[place[is_input]] = ids[is_input]
+    if rows_packed is not None:
+        position_ids = ids.new_zeros(1, size)
+        position_ids[0, place[is_input]] = within[is_input]
     chosen = mask[flat]
     index = flat[chosen]
-    position_ids, rows_packed = None, None
-    if packed:
-        position_ids = within[is_input][None]
-        rows_packed = PackedRows(torch.nn.functional.pad(torch.cumsum(inputs, 0), (1, 0)).int(), width)
     return MicroBatch(
-        input_ids=input_ids.view(1, -1) if packed else input_ids.view(len(rows), width),
+        input_ids=input_ids.view(len(rows), width) if rows_packed is None else input_ids.view(1, -1),
         position_ids=position_ids,
         packed=rows_packed,
-        select=place[chosen] - 1,
+        select=before[chosen],
         targets=ids[chosen],
         index=index,
         columns={name: column[index] for name, column in values.items()},

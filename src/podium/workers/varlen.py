@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from podium.errors import ConfigError
 from podium.workers.attention import unknown_keywords
-from podium.workers.micro_batches import PackedRows
+from podium.workers.micro_batches import PackedRows, SharedPrompts
 from podium.workers.models import attention_implementation, plain_model
+from podium.workers.shared_prompts import attend_shared
 
 __all__ = ["packed_attention"]
 
@@ -27,8 +28,18 @@ NAME: Final = "podium_varlen"
 _OWN_PACKING: Final = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
+class Bounds(NamedTuple):
+    """Where rows begin among queries and among keys, and the most of either in a row. The last of both are the same
+    token."""
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
 @contextmanager
-def packed_attention(model: nn.Module, rows: PackedRows) -> Iterator[dict[str, Any]]:
+def packed_attention(model: nn.Module, rows: PackedRows | SharedPrompts) -> Iterator[dict[str, Any]]:
     """Let the model attend within packed rows, and yield the keyword arguments that its forward pass needs.
 
     The caller passes ``position_ids``, ``use_cache=False`` and no attention mask: with a mask, transformers silently
@@ -36,6 +47,10 @@ def packed_attention(model: nn.Module, rows: PackedRows) -> Iterator[dict[str, A
     """
     config: Any = plain_model(model).config
     own: str = config._attn_implementation
+    if isinstance(rows, SharedPrompts):
+        with attention_implementation(config, NAME):
+            yield {"shared_prompts": rows}
+        return
     with attention_implementation(config, own if own in _OWN_PACKING else NAME):
         yield {
             "cu_seq_lens_q": rows.offsets,
@@ -57,6 +72,7 @@ def _attend(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     is_causal: bool | None = None,
+    shared_prompts: SharedPrompts | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query ``[1, heads, T, D]``, key and value ``[1, kv heads, T, D]`` -> ``[1, T, heads, D]``.
@@ -66,7 +82,7 @@ def _attend(
     Raises:
         ConfigError: The layer asks for something that this function does not compute.
     """
-    if cu_seq_lens_q is None or max_length_q is None:
+    if shared_prompts is None and (cu_seq_lens_q is None or max_length_q is None):
         raise ConfigError(f"{type(module).__name__} does not hand the bounds of packed rows to its attention")
     unknown = unknown_keywords(others)
     if attention_mask is not None and not (isinstance(attention_mask, int) and attention_mask == sliding_window):
@@ -79,9 +95,20 @@ def _attend(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout and (kernel := _kernel()):
-        out = _flash(kernel, query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        if shared_prompts is not None:
+            keys, values = (states.index_select(2, shared_prompts.key_places) for states in (key, value))
+            bounds = Bounds(shared_prompts.offsets, shared_prompts.key_offsets, *shared_prompts.longest)
+        else:
+            assert cu_seq_lens_q is not None
+            assert max_length_q is not None
+            keys, values = key, value
+            bounds = Bounds(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        out = _flash(kernel, query, keys, values, bounds, scaling, sliding_window)
         if out is not None:
             return out[None], None
+    if shared_prompts is not None:
+        return attend_shared(query, key, value, shared_prompts, dropout, scaling, sliding_window), None
+    assert cu_seq_lens_q is not None
     lengths = cu_seq_lens_q.diff().tolist()
     rows = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
     parts = [_one_row(q, k, v, dropout, scaling, sliding_window) for q, k, v in rows]
@@ -103,8 +130,7 @@ def _flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets: Tensor,
-    longest: int,
+    bounds: Bounds,
     scaling: float | None,
     window: int | None,
 ) -> Tensor | None:
@@ -117,7 +143,7 @@ def _flash(
     keywords: dict[str, Any] = {}
     if "window_size" in known:
         keywords["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None or longest <= window:
+    elif window is None or bounds.most_keys <= window:
         keywords["is_causal"] = True
     else:
         return None
@@ -131,7 +157,7 @@ def _flash(
         else:
             times = query.shape[1] // key.shape[1]
             key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
-    out = kernel(query, key, value, offsets, offsets, longest, longest, **keywords)
+    out = kernel(query, key, value, *bounds, **keywords)
     assert isinstance(out, Tensor)
     return out
 

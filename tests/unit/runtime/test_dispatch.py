@@ -48,6 +48,21 @@ def test_tokens_are_balanced_and_every_row_goes_once(seed: int) -> None:
     assert torch.equal(joined.values, jagged.values)
 
 
+def test_rows_of_a_group_stay_together_where_parts_stay_equal() -> None:
+    def groups_of(lengths: list[int], groups: list[int], parts: int) -> list[list[int]]:
+        rows = Jagged.from_rows([torch.zeros(length) for length in lengths])
+        batch = Batch({"tokens": rows, "group": torch.tensor(groups)})
+        dispatched = split(shard(balance="tokens"), parts, batch=batch)
+        return [part.dense("group").tolist() for part in own(dispatched, "batch")]
+
+    assert groups_of([5] * 8, [0, 1, 0, 1, 0, 1, 0, 1], 2) == [[0, 0, 0, 0], [1, 1, 1, 1]]
+    assert groups_of([5] * 8, [0, 0, 0, 0, 1, 1, 1, 1], 4) == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert groups_of([5, 5, 5, 15], [0, 0, 0, 1], 2) == [[0, 0, 0], [1]]
+    assert groups_of([9, 1, 1, 9], [0, 0, 1, 1], 2) == [[0, 0], [1, 1]]
+    assert groups_of([9, 1, 9, 1], [0, 1, 0, 1], 2) == [[0, 1], [0, 1]]
+    assert groups_of([5, 5], [7, 7], 1) == [[7, 7]]
+
+
 @pytest.mark.parametrize("balance", ["rows", "tokens"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 def test_padding_gives_parts_of_one_size_and_is_taken_off(balance: Any, count: int) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from podium.workers.varlen import _flash, _one_row
+from podium.workers.varlen import Bounds, _flash, _one_row
 
 LENGTHS = (5, 1, 12)
 
@@ -68,7 +68,7 @@ def test_each_signature_attends_as_each_row_alone(
     torch.manual_seed(0)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     q, k, v = (torch.randn(1, heads, sum(LENGTHS), 8) for heads in (4, kv_heads, kv_heads))
-    out = _flash(kernel, q, k, v, offsets, max(LENGTHS), scaling, window)
+    out = _flash(kernel, q, k, v, Bounds(offsets, offsets, max(LENGTHS), max(LENGTHS)), scaling, window)
     if kernel is torch_2_10 and window == 4:
         assert out is None, "it has no windows, so that rows go one by one"
         return

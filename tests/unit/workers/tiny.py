@@ -29,6 +29,8 @@ SHAPE: dict[str, Any] = {
 TINY = ModelConfig(config=SHAPE, tokenizer=f"chars:{ALPHABET}", seed=3)
 ADAPTED = replace(TINY, lora=LoraConfig(rank=4, alpha=8.0))
 LENGTHS = (5, 9, 30, 2, 17, 12, 23, 3)
+PROMPTS = (11, 5)
+RESTS = (7, 1, 12, 12, 3, 9, 20, 1)
 
 
 def tokens(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> tuple[Jagged, Tensor]:
@@ -39,9 +41,21 @@ def tokens(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> tuple[Jagged, T
     return rows, mask
 
 
-def recorded(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, **meta: Any) -> Batch:
-    """Completions as a rollout leaves them, with advantages, returns and weights."""
-    rows, mask = tokens(lengths, seed)
+def grouped(prompts: tuple[int, ...] = PROMPTS, rests: tuple[int, ...] = RESTS, seed: int = 0) -> tuple[Jagged, Tensor]:
+    """As :func:`tokens`: prompts of these lengths, and after each of them four rows of sampled tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(4, 16, (length,), generator=generator) for length in prompts]
+    rows = [
+        torch.cat([texts[number // 4], torch.randint(4, 16, (length,), generator=generator)])
+        for number, length in enumerate(rests)
+    ]
+    mask = torch.cat([torch.arange(len(row)) >= prompts[number // 4] for number, row in enumerate(rows)])
+    return Jagged.from_rows(rows), mask
+
+
+def recorded(lengths: tuple[int, ...] | None = LENGTHS, seed: int = 0, **meta: Any) -> Batch:
+    """Completions as a rollout leaves them, with advantages, returns and weights. None as lengths means groups."""
+    rows, mask = tokens(lengths, seed) if lengths else grouped(seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
 
     def column(spread: float, shift: float = 0.0) -> Jagged:
