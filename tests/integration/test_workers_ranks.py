@@ -79,10 +79,15 @@ def sft(group: Any) -> list[float]:
 
 
 def grpo(group: Any) -> list[float]:
-    """Four steps on each of three recorded batches, as with several epochs: ratios leave 1 and clipping acts."""
+    """Four steps on each of three recorded batches, as with several epochs: ratios leave 1 and clipping acts.
+
+    Their rows have two prompts, which they share in a forward pass.
+    """
     losses: list[float] = []
+    assert all(group.grpo.group.run(lambda worker: worker.engine.shares_prompts))
     for number in range(STEPS // 4):
-        batch = recorded(seed=number).drop("loss_weights")
+        batch = recorded(None, seed=number).drop("loss_weights")
+        batch = batch.with_columns({"group": torch.arange(len(batch)) // 4})
         batch = batch.merge(group.grpo.logprobs(batch))
         losses += [group.grpo.update(batch)["loss"] for _ in range(4)]
     return losses
