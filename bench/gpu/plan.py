@@ -68,13 +68,13 @@ STAGES = (
     Planned(
         name="fsdp2",
         what="FSDP2 over one rank, through NCCL, against a replica",
-        budget_s=30,
+        budget_s=25,
         function="bench.gpu.groups:fsdp2",
     ),
     Planned(
         name="two_ranks",
         what="two ranks that share the GPU against one that has it alone",
-        budget_s=40,
+        budget_s=35,
         function="bench.gpu.groups:two_ranks",
     ),
     Planned(
@@ -102,7 +102,7 @@ STAGES = (
     Planned(
         name="sigkill",
         what="SIGKILL within a kernel: when the script knows, and when the GPU's memory is free",
-        budget_s=25,
+        budget_s=20,
         function="bench.gpu.processes:sigkill",
         predictions=(
             Prediction(figure="noticed", low=1, high=500, unit="ms", why="the driver tears the process's memory down"),
@@ -112,10 +112,26 @@ STAGES = (
     Planned(
         name="hop",
         what="a tensor of 512 MiB from one worker to another on the same GPU",
-        budget_s=20,
+        budget_s=15,
         function="bench.gpu.processes:hop",
         predictions=(
             Prediction(figure="hop_rate", low=1.5, high=12, unit="GB/s", why="it goes through pageable host memory"),
+        ),
+    ),
+    Planned(
+        name="ipc",
+        what="Qwen2.5-0.5B's weights to a generator's process on the same GPU, by CUDA IPC and through the host",
+        budget_s=25,
+        function="bench.gpu.publish:ipc",
+        predictions=(
+            Prediction(
+                figure="ipc",
+                low=20,
+                high=300,
+                unit="ms",
+                why="290 tensors opened at 20 to 200 µs each, and the checksums of 2 GB twice; the copy takes 1 ms",
+            ),
+            Prediction(figure="host", low=600, high=6000, unit="ms", why="2 GB at 1 to 6 GB/s, twice, and checksums"),
         ),
     ),
     Planned(
@@ -191,7 +207,7 @@ STAGES = (
     Planned(
         name="longest",
         what="the longest row that a step at Qwen2.5-0.5B's shape takes before memory ends",
-        budget_s=35,
+        budget_s=30,
         function="bench.gpu.limits:longest_row",
         predictions=(
             Prediction(

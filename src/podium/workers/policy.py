@@ -23,6 +23,7 @@ from podium.workers.texts import sampled_counts
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_sync.buckets import Bucket, WeightManifest, fill
 from podium.workers.weight_sync.gather import WholeWeights, full_weights
+from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
 from podium.workers.weight_sync.receiver import WeightReceiver
 
 __all__ = ["Policy"]
@@ -44,6 +45,24 @@ class Policy(Learner):
     def _in_place(self) -> InPlace | None:
         """The weights themselves, to be read where they are; None where they must be gathered, and on other ranks."""
         return InPlace(self._weights.tensors) if self.ctx.rank == 0 and self._weights.is_plain else None
+
+    @property
+    def _not_in_place(self) -> str:
+        """Why nobody can read the weights where they are; "" where that is possible."""
+        if not self._weights.is_plain:
+            return "the policy's weights are sharded or have adapters"
+        if self.parallel.offload == "all":
+            return "the policy's weights leave the device while it rests (parallel.offload)"
+        if any(isinstance(worker, WeightReceiver) for worker in self.ctx.colocated.values()):
+            return "a generator in the policy's process reads its weights"
+        if inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]:
+            return f"{type(self).__name__} sends its weights by a weight_bucket of its own"
+        return ""
+
+    @cached_property
+    def _lent(self) -> list[Tensor]:
+        """What is kept until those have read the weights to whom they are lent."""
+        return []
 
     @property
     def adapted(self) -> bool:
@@ -141,10 +160,25 @@ class Policy(Learner):
         place while the policy rests, a generator in the same process reads them, the backend shares no memory, or a
         subclass has its own ``weight_bucket``.
         """
-        read_here = any(isinstance(worker, WeightReceiver) for worker in self.ctx.colocated.values())
-        own = inspect.getattr_static(type(self), "weight_bucket") is not vars(Policy)["weight_bucket"]
-        moves = self.parallel.offload == "all"
-        return None if read_here or own or moves else self._in_place
+        return None if self._not_in_place else self._in_place
+
+    @endpoint()
+    def weight_site(self) -> Site:
+        """Return where this rank has the weights, and why a generator cannot copy them from there, if it cannot."""
+        return site_of(self.device, self._not_in_place)
+
+    @endpoint()
+    def lend_weights(self, readers: Sequence[int]) -> Lent:
+        """Lend the weights to processes on the same device, and let go of what was lent before.
+
+        Args:
+            readers: How many processes read the weights of each rank; empty to end all loans.
+        """
+        self._lent.clear()
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
+        lent, self._lent = lend(self._weights.tensors, readers[self.ctx.rank] if readers else 0)
+        return lent
 
     @endpoint(collect=nothing())
     def save_pretrained(self, path: str) -> None:

@@ -30,6 +30,7 @@ from podium.workers import (
     WeightSync,
 )
 from podium.workers.weight_sync.buckets import Piece, WeightInfo, WeightManifest, checksum, cut
+from podium.workers.weight_sync.on_device import Site
 from podium.workers.weight_sync.receiver import WeightReceiver
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
@@ -317,6 +318,9 @@ class Books:
 
     def weights_in_place(self) -> None:
         """They are nowhere."""
+
+    def weight_site(self) -> list[Site]:
+        return [Site("", 0)]
 
     def weight_bucket(self, index: int, bucket_bytes: int, known: object) -> tuple[list[Tensor], None]:
         self.made += 1

@@ -9,7 +9,9 @@ A streamed sync. The controller passes names and references; the bytes go from t
     machine A          │ copy 0│ copy 1│ copy 2│ copy 3│ finish    all generators of a machine read the same memory
     machine B          │ copy 0│ copy 1│ copy 2│ copy 3│ finish    the store holds at most two buckets
 
-Where the weights can be read in place, the policy puts nothing and the generators copy from its own tensors.
+Where the weights can be read in place, the policy puts nothing and the generators copy from its own tensors. That is so
+on a CPU where the backend shares memory, and on a GPU for generators whose processes compute on the policy's device
+(:mod:`.on_device`). The latter has not run on a GPU yet.
 """
 
 from podium.workers.weight_sync.controller import ColocatedSync, StreamedSync, WeightSync

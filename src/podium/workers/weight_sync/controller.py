@@ -13,10 +13,11 @@ from podium.errors import ConfigError, DataError, PodiumError
 from podium.runtime import Call, Handle
 from podium.telemetry import Note, emit
 from podium.workers.weight_sync.buckets import cut
+from podium.workers.weight_sync.on_device import DeviceLoans
 
 if TYPE_CHECKING:
     from podium.workers.policy import Policy
-    from podium.workers.weight_sync.buckets import WeightInfo, WeightManifest
+    from podium.workers.weight_sync.buckets import Piece, WeightInfo, WeightManifest
     from podium.workers.weight_sync.receiver import WeightReceiver
 
 __all__ = ["ColocatedSync", "StreamedSync", "WeightSync"]
@@ -103,8 +104,9 @@ class ColocatedSync(WeightSync):
 
 
 class StreamedSync(WeightSync):
-    """Every generator copies each tensor from where the policy has it. Where that is not possible, the policy stores
-    the weights in buckets, each once and at most two at a time, and the generators copy those.
+    """Every generator copies each tensor from where the policy has it: from the host's memory, or on the device of
+    both. Where that is not possible, the policy stores the weights in buckets, each once and at most two at a time, and
+    the generators copy those.
 
     With ``delta`` only tensors whose checksum has changed since the last sync are sent. The generators check what they
     receive and what they hold; if they disagree, everything is sent. Delta pays where bytes cross a network or much of
@@ -135,6 +137,7 @@ class StreamedSync(WeightSync):
         self._bucket_bytes = bucket_bytes
         self._delta = delta
         self._copied = delta  # whether the policy's weights cannot be read where they are
+        self._loans = DeviceLoans(policy)
         self._place = ""  # the memory that ``_refs`` point to, as the manifest names it
         self._refs: Mapping[str, TensorRef] = {}  # the policy's weights, where they can be read in place
         # What each generator was told to expect: the weights, and the size of a bucket.
@@ -205,9 +208,33 @@ class StreamedSync(WeightSync):
     def _stream(
         self, generators: Sequence[Handle[WeightReceiver]], version: int, known: Mapping[int, list[int]]
     ) -> tuple[WeightManifest, list[str]]:
-        """Send all buckets, and prepare one while the one before is copied; return the manifest, and the names of
-        tensors that the generators hold wrong."""
+        """Bring all weights to the generators: on the device where that is possible, and otherwise in buckets. Return
+        the manifest, and the names of tensors that the generators hold wrong."""
         manifest, bucket_bytes = self._prepare(generators)
+        near: list[Handle[WeightReceiver]] = []
+        wrong: list[str] = []
+        try:
+            if not self._refs and not self._delta:
+                near = self._loans.open(generators)
+            for ranks in _wait([generator.copy_opened.submit(version) for generator in near]):
+                wrong.extend(name for names in ranks for name in names)
+        finally:
+            with contextlib.suppress(PodiumError):  # a policy that has died lends nothing
+                self._loans.end()
+        if far := [generator for generator in generators if generator not in near]:
+            wrong += self._send_buckets(far, version, known, cut(manifest.weights, bucket_bytes), bucket_bytes)
+        return manifest, wrong
+
+    def _send_buckets(
+        self,
+        generators: Sequence[Handle[WeightReceiver]],
+        version: int,
+        known: Mapping[int, list[int]],
+        buckets: Sequence[Sequence[Piece]],
+        bucket_bytes: int,
+    ) -> list[str]:
+        """Send all buckets, and prepare one while the one before is copied; return the names of tensors that the
+        generators hold wrong."""
         copying: deque[list[Call[list[list[str]]]]] = deque()
         wrong: list[str] = []
 
@@ -216,7 +243,7 @@ class StreamedSync(WeightSync):
                 wrong.extend(name for names in ranks for name in names)
 
         try:
-            for index, pieces in enumerate(cut(manifest.weights, bucket_bytes)):
+            for index, pieces in enumerate(buckets):
                 sums = None
                 if self._refs:
                     refs = [(self._refs[piece.name], piece) for piece in pieces]
@@ -237,7 +264,7 @@ class StreamedSync(WeightSync):
                 with contextlib.suppress(PodiumError):
                     _wait(calls)
             raise
-        return manifest, wrong
+        return wrong
 
 
 def _is_behind(held: Iterable[int | None], version: int) -> bool:

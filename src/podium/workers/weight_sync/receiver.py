@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
 
+import torch
 from torch import Tensor
 
 from podium.devices import choose_device, give_back_memory
@@ -19,9 +20,9 @@ from podium.workers.models import load_model
 from podium.workers.offload import Offload
 from podium.workers.weight_sync.buckets import Piece, WeightInfo, checksum, cut
 from podium.workers.weight_sync.gather import WholeWeights
+from podium.workers.weight_sync.on_device import Loan, Site, open_loan, site_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from podium.workers.policy import Policy
@@ -61,6 +62,7 @@ class WeightReceiver(Worker):
         self._buckets: list[list[Piece]] = []
         self._rows: dict[str, int] = {}  # rows of each tensor that a sync brings
         self._missing: dict[str, int] = {}  # those of them that have not arrived
+        self._opened: tuple[list[Tensor], list[int]] | None = None  # the policy's own tensors, with their checksums
         self._sums: dict[Piece, tuple[int, int]] = {}  # checksums of a piece as it was sent, and as the engine holds it
 
     @endpoint(concurrent=True)
@@ -146,20 +148,46 @@ class WeightReceiver(Worker):
         Returns:
             Names of tensors that arrived damaged, or that the engine does not hold as the sender says.
         """
-        engine = self._ready_engine()
-        with self._lock:
-            if self._arriving != version:
-                self._missing = dict(self._rows)
-            self._synced, self._arriving = None, version
-            engine.gate.close()
-        wrong: list[str] = []
-        for at, (piece, values) in enumerate(zip(self._buckets[index], tensors, strict=True)):
-            if self._copy(engine, piece, values, None if sums is None else sums[at]):
-                with self._lock:
-                    self._missing[piece.name] -= piece.stop - piece.start
-            else:
-                wrong.append(piece.name)
-        return wrong
+        engine = self._begin(version)
+        return self._take(engine, self._buckets[index], tensors, sums)
+
+    @endpoint(concurrent=True)
+    def device_site(self) -> Site:
+        """Return where this process computes, for a policy on the same device."""
+        return site_of(self._device)
+
+    @endpoint(concurrent=True)
+    def open_weights(self, loans: Sequence[Loan]) -> str:
+        """Open the loan of this rank, and copy nothing yet. Return why that is not possible; "" where it is."""
+        loan = loans[self.ctx.rank]
+        try:
+            self._opened = open_loan(loan, self._device), loan.sums
+        except (OSError, RuntimeError) as error:
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return ""
+
+    @endpoint(concurrent=True)
+    def copy_opened(self, version: int) -> list[str]:
+        """Copy all weights from the tensors that :meth:`open_weights` opened, and let go of these. As with
+        ``receive_weights``, no token is drawn from then on before the sync ends.
+
+        Returns:
+            Names of tensors that arrived damaged.
+
+        Raises:
+            DataError: No weights are open.
+        """
+        opened, self._opened = self._opened, None
+        if opened is None:
+            raise DataError(f"no weights of version {version} are open here; sync them again")
+        engine = self._begin(version)
+        pieces = [Piece(name, 0, rows) for name, rows in self._rows.items()]
+        try:
+            return self._take(engine, pieces, *opened)
+        finally:
+            if self._device.type == "cuda":  # until then the copies read the policy's memory
+                torch.cuda.synchronize(self._device)
+            opened[0].clear()
 
     @endpoint(collect=nothing(), concurrent=True)
     def finish_weight_sync(self, version: int) -> None:
@@ -184,11 +212,35 @@ class WeightReceiver(Worker):
     def abort_weight_sync(self, reason: str) -> None:
         """End a sync that failed. If it has begun to write, calls that wait for its end get an error, and nothing is
         drawn before the next sync has finished."""
+        self._opened = None
         engine = self._ready_engine()
         with self._lock:
             if self._arriving is not None:
                 version, self._arriving = self._arriving, None
                 engine.gate.refuse(f"the weights of version {version} came only in part ({reason}); sync again")
+
+    def _begin(self, version: int) -> Engine:
+        """Let no token be drawn while the weights of ``version`` come. Return the engine."""
+        engine = self._ready_engine()
+        with self._lock:
+            if self._arriving != version:
+                self._missing = dict(self._rows)
+            self._synced, self._arriving = None, version
+            engine.gate.close()
+        return engine
+
+    def _take(
+        self, engine: Engine, pieces: Sequence[Piece], tensors: Sequence[Tensor | None], sums: Sequence[int] | None
+    ) -> list[str]:
+        """Copy pieces into the engine's tensors. Return the names of those that it does not hold as they were sent."""
+        wrong: list[str] = []
+        for at, (piece, values) in enumerate(zip(pieces, tensors, strict=True)):
+            if self._copy(engine, piece, values, None if sums is None else sums[at]):
+                with self._lock:
+                    self._missing[piece.name] -= piece.stop - piece.start
+            else:
+                wrong.append(piece.name)
+        return wrong
 
     def _copy(self, engine: Engine, piece: Piece, values: Tensor | None, expected: int | None) -> bool:
         """Whether the engine holds the piece that was sent: ``values``, or if None, what was sent before."""
