@@ -47,7 +47,7 @@ STAGES = (
     Planned(
         name="head",
         what="the output layer over 151,936 words against float64, and what each token adds to its memory",
-        budget_s=25,
+        budget_s=20,
         function="bench.gpu.numerics:head",
         predictions=(
             Prediction(
@@ -62,7 +62,7 @@ STAGES = (
     Planned(
         name="checkpoint",
         what="a checkpoint that a fresh process reads goes on as the process that wrote it",
-        budget_s=30,
+        budget_s=25,
         function="bench.gpu.groups:checkpoint",
     ),
     Planned(
@@ -180,7 +180,7 @@ STAGES = (
     Planned(
         name="trl",
         what="a step at 95M parameters beside TRL's, at equal lengths",
-        budget_s=60,
+        budget_s=55,
         function="bench.gpu.training:beside_trl",
         predictions=(
             Prediction(
@@ -195,13 +195,28 @@ STAGES = (
     Planned(
         name="decode",
         what="the native engine at Qwen2.5-0.5B's shape, 1 to 512 rows, with CUDA graphs and without",
-        budget_s=40,
+        budget_s=35,
         function="bench.gpu.limits:decode",
         predictions=(
             Prediction(
                 figure="plain_1", low=60, high=250, unit="tokens/s", why="about 360 operations a token, 10 µs each"
             ),
             Prediction(figure="plain_512", low=20_000, high=60_000, unit="tokens/s", why="the same time for 512 rows"),
+        ),
+    ),
+    Planned(
+        name="graphs",
+        what="CUDA graphs of decode steps against the loop: tokens, log-probabilities, and the time of a token",
+        budget_s=20,
+        function="bench.gpu.limits:graphs",
+        predictions=(
+            Prediction(figure="graphs_1", low=0.6, high=2.5, unit="ms", why="1 GB read, and 400 kernels of 2 to 4 µs"),
+            Prediction(
+                figure="times_1", low=2, high=8, unit="times", why="the loop starts 400 operations at 5 to 10 µs"
+            ),
+            Prediction(
+                figure="times_256", low=1.2, high=4, unit="times", why="the draw over 152k words costs the same"
+            ),
         ),
     ),
     Planned(

@@ -27,6 +27,7 @@ NATIVE: dict[str, dict[str, Any]] = {  # what other families have that Qwen3 has
 }
 ENGINES = [
     EngineTarget("native"),
+    pytest.param(EngineTarget("native", options={"cuda_graphs": True}), id="graphs"),
     *(
         pytest.param(EngineTarget("native", model=partial(tiny_model, model_type=family, **fields)), id=family)
         for family, fields in NATIVE.items()

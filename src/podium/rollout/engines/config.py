@@ -80,6 +80,15 @@ class EngineConfig:
 
 
 @section("engine.options")
+class NativeOptions:
+    """Options of the engine native."""
+
+    cuda_graphs: bool = False
+    """Decode steps are recorded as CUDA graphs and replayed: one graph for each number of rows (1, 2, 4, 8, ...) and of
+    positions (128, 256, ...). A CPU runs the same steps without graphs. Off by default: no GPU has run this yet."""
+
+
+@section("engine.options")
 class VllmOptions:
     """Options of the engine vllm."""
 
@@ -95,7 +104,7 @@ class VllmOptions:
 
 
 OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
-    {AUTO: None, "native": None, "transformers": None, "vllm": VllmOptions}
+    {AUTO: None, "native": NativeOptions, "transformers": None, "vllm": VllmOptions}
 )
 """What Podium's own engines declare as ``Engine.options``, so that they are checked without importing torch."""
 

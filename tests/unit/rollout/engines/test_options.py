@@ -80,7 +80,12 @@ def test_an_engine_reads_the_options_that_its_class_declares(install: Install, m
         ("mine", {"dept": 1}, "unknown key engine.options.dept (value 1): did you mean engine.options.depth?"),
         ("mine", {"depth": "far"}, "engine.options.depth = 'far': expected an integer"),
         ("mine", {"depth": "12"}, "engine.options.depth = '12': expected an integer"),
-        ("native", {"depth": 1}, "unknown key engine.options.depth (value 1): this engine has no options"),
+        (
+            "native",
+            {"cuda_graph": True},
+            "unknown key engine.options.cuda_graph (value True): did you mean engine.options.cuda_graphs?",
+        ),
+        ("transformers", {"depth": 1}, "unknown key engine.options.depth (value 1): this engine has no options"),
         ("auto", {"depth": 1}, "unknown key engine.options.depth (value 1): set engine.name to the engine that has it"),
     ],
 )

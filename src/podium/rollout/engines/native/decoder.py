@@ -51,6 +51,13 @@ class Decoder:
         self._qk_eps = torch.full((1, 1, 1), weights.qk_norm_eps, device=weights.device)
         self._cos_sin = torch.empty(0, 2, weights.head_dim, dtype=weights.dtype, device=weights.device)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a decode step reads besides its inputs and the cache; not those of experts."""
+        weights = self.weights
+        copies = [layer.qk_norm for layer in weights.layers if layer.qk_norm is not None]
+        return [*weights.shared, *copies, self._cos_sin, self._eps, self._qk_eps]
+
     def reserve(self, length: int) -> None:
         """Have rotary tables for positions below ``length``."""
         if length <= len(self._cos_sin):

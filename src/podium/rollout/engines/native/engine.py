@@ -7,11 +7,12 @@ from torch import nn
 
 from podium.devices import free_memory_bytes
 from podium.errors import ConfigError
-from podium.rollout.engines.config import EngineConfig
+from podium.rollout.engines.config import EngineConfig, NativeOptions
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.native.cache import ROW_QUANTUM, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder
+from podium.rollout.engines.native.graphs import DecodeGraphs, graphless, renew
 from podium.rollout.engines.native.lanes import Lanes
 from podium.rollout.engines.native.parameters import read_weights, unsupported
 from podium.rollout.engines.requests import Event, RequestId
@@ -33,14 +34,21 @@ class NativeEngine(ModelEngine):
         config: See ``EngineConfig``.
         model: A ``transformers`` causal language model that ``supports`` accepts. Where it is unsharded and of the
             dtype to generate in, its q/k/v and gate/up weights become views of one storage each.
+
+    Raises:
+        ConfigError: ``engine.options.cuda_graphs`` is set, and the model is a mixture of experts.
     """
 
     auto_rank = 2
+    options = NativeOptions
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)
         self._decoder = Decoder(read_weights(self.model))
-        self._lanes = Lanes(self.gate, lambda: self._decoder, config.prefill_tokens)
+        self._graphs = DecodeGraphs() if config.read_options(NativeOptions).cuda_graphs else None
+        if self._graphs is not None and (reason := graphless(self._decoder.weights)):
+            raise ConfigError(f"engine.options.cuda_graphs: the model has experts, and {reason}; leave it off")
+        self._lanes = Lanes(self.gate, lambda: self._decoder, config.prefill_tokens, self._graphs)
 
     @classmethod
     def supports(cls, model: nn.Module) -> str | None:
@@ -48,7 +56,9 @@ class NativeEngine(ModelEngine):
 
     def loaded(self) -> None:
         # Reading costs microseconds a layer, joins again what was torn apart, and follows a model that was moved.
-        self._decoder = Decoder(read_weights(self.model))
+        weights = read_weights(self.model)
+        if self._graphs is None or not renew(self._decoder.weights, weights):
+            self._decoder = Decoder(weights)
 
     def release(self) -> None:
         if not self._lanes.live:

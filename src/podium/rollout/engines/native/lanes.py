@@ -39,6 +39,7 @@ from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.engines.native.cache import KVCache, cache_class, round_up
 from podium.rollout.engines.native.decoder import Decoder, Past, Prefill
+from podium.rollout.engines.native.graphs import DecodeGraphs, bucket
 from podium.rollout.engines.requests import Event, Failed, Request, RequestId, RequestQueue, Tokens, conclude_arrays
 from podium.rollout.sampling import SamplingParams
 
@@ -76,9 +77,19 @@ class Lanes:
     State of a lane on the device, rows of one tensor: the token to feed next, its position, how many tokens were drawn,
     and whether the lane moves on (0 or 1). A free lane stands still behind the text that it remembers; what it draws
     is not read.
+
+    Args:
+        graphs: Decodes in steps of static shape; None decodes step by step as it comes.
     """
 
-    def __init__(self, gate: WeightGate, current_decoder: Callable[[], Decoder], prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        gate: WeightGate,
+        current_decoder: Callable[[], Decoder],
+        prefill_tokens: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self._graphs = graphs
         self._gate, self._current_decoder, self._changes = gate, current_decoder, -1
         self._prefill_tokens = prefill_tokens
         self.prefilled_tokens = 0
@@ -87,6 +98,8 @@ class Lanes:
     def clear(self) -> None:
         """Give back all memory. No lane may be live."""
         self.cache: KVCache | None = None
+        if self._graphs is not None:
+            self._graphs.clear()
         self._device = device = self._current_decoder().weights.device
         self._state = torch.zeros(4, 0, dtype=torch.int64, device=device)
         self._ids = torch.zeros(0, 1, dtype=torch.int64, device=device)
@@ -164,6 +177,8 @@ class Lanes:
     # ---- decoding
 
     def _decode(self, interrupted: Callable[[], bool]) -> None:
+        if self._graphs is not None:
+            self._graphs.look_again()
         live = self._records["live"].nonzero()[0]
         ends, bases, kinds = (self._records[field][live] for field in ("end", "base", "kind"))
         soonest, longest, groups = int(ends.min()), int(bases.max()), self._groups(kinds, live)
@@ -185,9 +200,21 @@ class Lanes:
     def _step(self, until: int, groups: _Groups, stops: bool) -> None:
         assert self.cache is not None
         tokens, positions, drawn_A1, uniforms_AT, ids_AT, logprobs_AT, stops_AS = self._views
+        numbers = uniforms_AT.gather(1, drawn_A1).squeeze(1)
+        ids: Tensor | None = None
+        logprobs: Tensor | None = None
+        logits: Tensor | None
         with self._gate:
-            logits = self._decoder().decode(tokens, positions, self.cache, until)
-        ids, logprobs = self._draw(logits, groups, uniforms_AT.gather(1, drawn_A1).squeeze(1), range(self._active))
+            decoder = self._decoder()
+            if self._graphs is None:
+                logits = decoder.decode(tokens, positions, self.cache, until)
+            else:
+                params = groups[0][0] if len(groups) == 1 and not groups[0][0].filtered else None
+                inputs = tokens, positions, numbers
+                logits, ids, logprobs = self._graphs.step(decoder, self.cache, inputs, until, params)
+        if ids is None or logprobs is None:
+            assert logits is not None
+            ids, logprobs = self._draw(logits, groups, numbers, range(self._active))
         ids_AT.scatter_(1, drawn_A1, ids.unsqueeze(1))
         logprobs_AT.scatter_(1, drawn_A1, logprobs.unsqueeze(1))
         tokens.copy_(ids)
@@ -245,6 +272,8 @@ class Lanes:
         if self._gate.changes != self._changes:
             self._changes, self._version = self._gate.changes, self._gate.version
             self._begin_version(decoder, self.cache)
+            if self._graphs is not None:
+                self._graphs.look_again()
         return decoder
 
     def _begin_version(self, decoder: Decoder, cache: KVCache) -> None:
@@ -364,7 +393,7 @@ class Lanes:
         """Close the gaps between live lanes where that takes away enough rows; no request waits."""
         assert self.cache is not None
         live = self._records["live"]
-        size = round_up(int(live.sum()))
+        size = self._rows(int(live.sum()))
         if size > _SHRINK_BELOW * self._active:
             return
         first = live[size:].nonzero()[0] + size
@@ -391,9 +420,13 @@ class Lanes:
         if lanes or stops:
             self._stops = F.pad(self._stops, (0, stops, 0, lanes), value=-1)
 
+    def _rows(self, lanes: int) -> int:
+        """The number of rows that are decoded for so many lanes."""
+        return round_up(lanes) if self._graphs is None else bucket(lanes, len(self._records))
+
     def _activate(self, lanes: int) -> None:
         """Decode lanes 0 to ``lanes``, rounded up, from now on; the views are made once for many steps."""
-        self._active = active = round_up(lanes)
+        self._active = active = self._rows(lanes)
         tokens, positions, drawn, self._moves = self._state[:, :active]
         tables = (self._uniforms[:active], self._ids[:active], self._logprobs[:active], self._stops[:active])
         self._views = (tokens, positions, drawn.unsqueeze(1), *tables)

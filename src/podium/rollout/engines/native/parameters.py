@@ -83,6 +83,20 @@ class DecoderWeights:
     qk_norm_eps: float
 
     @property
+    def shared(self) -> list[Tensor]:
+        """The views of the model's parameters that a forward pass reads."""
+        found = [self.embedding, self.final_norm, self.head.weight_t, self.head.bias]
+        for layer in self.layers:
+            found += [layer.input_norm, layer.mlp_norm]
+            dense = [
+                layer.qkv,
+                layer.output,
+                *((layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, Mlp) else ()),
+            ]
+            found += [tensor for one in dense for tensor in (one.weight_t, one.bias)]
+        return [tensor for tensor in found if tensor is not None]
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
