@@ -21,6 +21,7 @@ from torch import Tensor
 __all__ = ["SharedPrompts", "attend_shared", "row_places", "share_prompts", "starts"]
 
 _FAR: Final = 1 << 40  # a position that no query reaches
+_QUERIES: Final = 512  # of a row, that attend at the same time
 
 
 class Block(NamedTuple):
@@ -48,7 +49,6 @@ class SharedPrompts(NamedTuple):
         group: int64 ``[R]``, the prompt of each row.
         queries: int64 ``[R or 1, C]``, the positions of the tokens of ``rests`` in their rows.
         keys: int64 ``[R or 1, P + C]``, the positions of what they may see; far behind them all where there is padding.
-        seen: bool ``[R or 1, 1, C, P + C]``, what each of them sees.
         offsets: int32 ``[G + R + 1]``, where the stretches begin, for kernels of variable length.
         key_places: int64, the tokens that each stretch may see, end to end.
         key_offsets: int32 ``[G + R + 1]``, where those of each stretch begin.
@@ -61,7 +61,6 @@ class SharedPrompts(NamedTuple):
     group: Tensor
     queries: Tensor
     keys: Tensor
-    seen: Tensor
     offsets: Tensor
     key_places: Tensor
     key_offsets: Tensor
@@ -87,7 +86,6 @@ def share_prompts(prompts_G: Tensor, rests_R: Tensor, group_R: Tensor, device: t
         group=group_R.to(device),
         queries=queries.to(device),
         keys=keys.to(device),
-        seen=_seen(queries, keys, None).to(device),
         offsets=F.pad(stretches.cumsum(0), (1, 0)).int().to(device),
         key_places=torch.cat([torch.arange(size), places]).to(device),
         key_offsets=F.pad(seen.cumsum(0), (1, 0)).int().to(device),
@@ -118,9 +116,9 @@ def _block(lengths: Tensor, device: torch.device) -> Block:
 
 
 def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    distance = queries[:, :, None] - keys[:, None, :]
-    seen = distance >= 0
-    return (seen if window is None else seen & (distance < window))[:, None]
+    """Whether tokens at positions ``queries [R, C]`` see those at ``keys [R, S]``: bool ``[R, 1, C, S]``."""
+    asked, given = queries[:, None, :, None], keys[:, None, None, :]
+    return asked >= given if window is None else (asked >= given) & (asked - window < given)
 
 
 class _Spread(torch.autograd.Function):
@@ -186,6 +184,11 @@ def attend_shared(
         query, *others = (_table(states[rows.size :], rows.rests) for states in flat)
         both = zip(prompts[1:], others, strict=True)
         key, value = (torch.cat([prompt.index_select(0, rows.group), rest], 2) for prompt, rest in both)
-        seen = rows.seen if window is None else _seen(rows.queries, rows.keys, window)
-        parts.append(_tokens(attend(query, key, value, attn_mask=seen), rows.rests))
+        ends = [*range(_QUERIES, rows.rests.shape[1], _QUERIES), rows.rests.shape[1]]
+        mixed = list[Tensor]()
+        for begin, end in zip([0, *ends], ends, strict=False):  # a mask of all queries would be large
+            reach = rows.prompts.shape[1] + end
+            seen = _seen(rows.queries[:, begin:end], rows.keys[:, :reach], window)
+            mixed.append(attend(query[:, :, begin:end], key[:, :, :reach], value[:, :, :reach], attn_mask=seen))
+        parts.append(_tokens(torch.cat(mixed, 2) if len(mixed) > 1 else mixed[0], rows.rests))
     return torch.cat(parts)[None]

@@ -50,6 +50,16 @@ def test_rows_that_share_prompts_give_what_they_give_alone(family: str, budget: 
         assert torch.allclose(own, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
+def test_long_rows_attend_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make("gemma3_text"), recorded(None)
+    wanted, expected = scored(model, batch, 1000, share=True)
+    monkeypatch.setattr(shared_prompts, "_QUERIES", 4)
+    logprobs, gradients = scored(model, batch, 1000, share=True)
+    assert torch.allclose(logprobs, wanted, atol=1e-5)
+    for own, other in zip(gradients, expected, strict=True):
+        assert torch.allclose(own, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+
+
 @pytest.mark.parametrize(("prompts", "rests"), [((6, 6), RESTS), ((6, 6), (5,) * 8), ((1, 9), (1,) * 8)])
 def test_prompts_and_rests_of_one_length_need_no_padding(prompts: tuple[int, ...], rests: tuple[int, ...]) -> None:
     model, (rows, mask) = load_model(TINY), grouped(prompts, rests)
@@ -90,14 +100,14 @@ def spoil_group(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def spoil_mask(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda q, k, v, rows, *others: attend(q, k, v, rows._replace(seen=rows.seen | True), *others)
+    return lambda q, k, v, rows, *others: attend(q, k, v, rows._replace(queries=rows.queries + 1), *others)
 
 
 def forget_prompt(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def without(q: Tensor, k: Tensor, v: Tensor, rows: SharedPrompts, *others: Any) -> Tensor:
-        seen = rows.seen.clone()
-        seen[..., : rows.prompts.shape[1] - 1] = False
-        return attend(q, k, v, rows._replace(seen=seen), *others)
+        keys = rows.keys.clone()
+        keys[:, : rows.prompts.shape[1] - 1] = shared_prompts._FAR
+        return attend(q, k, v, rows._replace(keys=keys), *others)
 
     return without
 
