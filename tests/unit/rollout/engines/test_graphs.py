@@ -12,10 +12,11 @@ from torch import Tensor
 
 from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, make_engine
+from podium.rollout.engines.draw import draw
 from podium.rollout.engines.native import NativeEngine
 from podium.rollout.engines.native.cache import GemmCache, KVCache, SdpaCache
 from podium.rollout.engines.native.decoder import Decoder
-from podium.rollout.engines.native.graphs import DecodeGraphs, Step, bucket
+from podium.rollout.engines.native.graphs import DecodeGraphs, Step, StepResult, bucket
 from podium.rollout.engines.native.parameters import read_weights
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.workers.offload import Offload
@@ -154,6 +155,25 @@ def test_graphs_are_recorded_anew_where_weights_have_moved(make_model: MakeModel
     engine.release()
     assert engine._graphs is not None
     assert len(engine._graphs) == 0
+
+
+def test_the_draw_over_a_large_vocabulary_asks_the_device_nothing() -> None:
+    logits = torch.randn(3, 40_000, generator=torch.Generator().manual_seed(0))
+    numbers, held = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64), logits.clone()
+
+    def step() -> StepResult:
+        drawn = draw(held, SamplingParams(max_new_tokens=1, temperature=0.7), numbers)
+        return StepResult(None, drawn.ids_B, drawn.logprobs_B)
+
+    replay = tape.record(step, held.device)
+    held.copy_(logits.roll(1, 0))
+    numbers.copy_(torch.tensor([0.9, 0.1, 0.5]))
+    _, ids, logprobs = replay()
+    expected = draw(logits.roll(1, 0), SamplingParams(max_new_tokens=1, temperature=0.7), numbers)
+    assert ids is not None
+    assert logprobs is not None
+    assert torch.equal(ids, expected.ids_B)
+    assert torch.equal(logprobs, expected.logprobs_B)
 
 
 def test_the_tape_refuses_what_a_graph_cannot_record() -> None:
