@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, rebuild_tensor
 
 from podium.data import Batch, Jagged
-from podium.errors import DataError, EndpointError
+from podium.errors import EndpointError, WorkerDied
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, endpoint
@@ -120,13 +121,40 @@ def test_generators_on_the_policys_device_copy_its_weights_there_and_keep_no_han
     assert "1 get them through host memory: its device shares no tensors between processes" in note
 
 
-def test_weights_that_arrive_damaged_are_noticed_and_no_token_is_drawn(group: Group) -> None:
+def test_weights_that_arrive_damaged_come_through_host_memory_in_the_same_sync(group: Group) -> None:
     policy, (generator,), sync = group.start(Liar.bind(TINY, OPTIM), Borrower.bind(TINY))
-    with pytest.raises(DataError, match="the weights of version 1 arrived damaged"):
-        sync.sync(1)
-    with pytest.raises(EndpointError, match="version 1 came only in part"):
-        generator.generate(PROMPTS, SAMPLING)
+    for version in (1, 2):
+        policy.update(recorded(seed=version))
+        sync.sync(version)
+        check(policy, generator, version)
     assert (policy.lent_count(), generator.holds()) == ([0], [(1, False)])
+    damaged = "model.embed_tokens.weight arrived damaged on the device"
+    lent, noticed, avoided = [note for note in group.notes if note.startswith("weight sync")]
+    assert "1 of 1 generators copy" in lent
+    assert damaged in noticed
+    assert f"1 get them through host memory: {damaged}" in avoided
+
+
+class Mortal(Borrower):
+    """Its process ends while it copies."""
+
+    @endpoint(concurrent=True)
+    def copy_opened(self, version: int) -> list[str]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().copy_opened(version)
+
+
+def test_a_generator_that_dies_while_it_copies_ends_the_loan(group: Group) -> None:
+    """The sync fails, the other generator draws nothing until the next one, and no handle is kept."""
+    policy, (_, other), sync = group.start(Lender.bind(TINY, OPTIM), Mortal.bind(TINY), Borrower.bind(TINY))
+    with pytest.raises(WorkerDied):
+        sync.sync(1)
+    assert policy.lent_count() == [0]
+    assert [held for _, held in other.holds()] == [False]
+    with pytest.raises(EndpointError, match="version 1 came only in part"):
+        other.generate(PROMPTS, SAMPLING)
+    sync.sync(1, [other])
+    check(policy, other, 1)
 
 
 @pytest.mark.parametrize(

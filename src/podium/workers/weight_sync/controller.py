@@ -216,12 +216,16 @@ class StreamedSync(WeightSync):
         try:
             if not self._refs and not self._delta:
                 near = self._loans.open(generators)
-            for ranks in _wait([generator.copy_opened.submit(version) for generator in near]):
-                wrong.extend(name for names in ranks for name in names)
+            copied = _wait([generator.copy_opened.submit(version) for generator in near])
         finally:
             with contextlib.suppress(PodiumError):  # a policy that has died lends nothing
                 self._loans.end()
-        if far := [generator for generator in generators if generator not in near]:
+        far = [generator for generator in generators if generator not in near]
+        for generator, ranks in zip(near, copied, strict=True):
+            if damaged := [name for names in ranks for name in names]:
+                self._loans.refuse(generator, f"{_few(damaged)} arrived damaged on the device")
+                far.append(generator)
+        if far:
             wrong += self._send_buckets(far, version, known, cut(manifest.weights, bucket_bytes), bucket_bytes)
         return manifest, wrong
 

@@ -4,7 +4,8 @@
     generator             open (or refuse) ──▶│ copy, check, close
 
 A loan lasts for one sync, so that no handle outlives the tensor that it leads to. A generator that cannot open its
-handles refuses before anything is written, and gets the weights in buckets like any other.
+handles refuses before anything is written, and gets the weights in buckets like any other. So does, in the same sync
+and later, one to which a tensor came with another checksum than it was sent with.
 
 The handles are those of torch.multiprocessing: CUDA IPC for a tensor on a GPU, shared memory for one on the CPU, which
 tests use.
@@ -157,6 +158,11 @@ class DeviceLoans:
         why |= refused
         self._say(len(generators) - len(why), list(why.values()))
         return [generator for generator in generators if generator not in why]
+
+    def refuse(self, generator: Handle[WeightReceiver], why: str) -> None:
+        """Lend nothing to this generator from now on."""
+        self._refused[generator] = why
+        emit(Note(f"weight sync: {why}; a generator gets its weights through host memory from now on"))
 
     def end(self) -> None:
         """Let the policy let go of what it lent. Idempotent."""

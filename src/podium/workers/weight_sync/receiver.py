@@ -149,7 +149,13 @@ class WeightReceiver(Worker):
             Names of tensors that arrived damaged, or that the engine does not hold as the sender says.
         """
         engine = self._begin(version)
-        return self._take(engine, self._buckets[index], tensors, sums)
+        wrong: list[str] = []
+        for at, (piece, values) in enumerate(zip(self._buckets[index], tensors, strict=True)):
+            if self._copy(engine, piece, values, None if sums is None else sums[at]):
+                self._arrived(piece)
+            else:
+                wrong.append(piece.name)
+        return wrong
 
     @endpoint(concurrent=True)
     def device_site(self) -> Site:
@@ -180,14 +186,20 @@ class WeightReceiver(Worker):
         opened, self._opened = self._opened, None
         if opened is None:
             raise DataError(f"no weights of version {version} are open here; sync them again")
-        engine = self._begin(version)
-        pieces = [Piece(name, 0, rows) for name, rows in self._rows.items()]
+        engine, (tensors, sums), wrong = self._begin(version), opened, list[str]()
+        self._sums.clear()  # they are of what is overwritten now
         try:
-            return self._take(engine, pieces, *opened)
+            for at, (name, rows) in enumerate(self._rows.items()):
+                if checksum(tensors[at]) == sums[at]:
+                    engine.load(name, 0, tensors[at])
+                    self._arrived(Piece(name, 0, rows))
+                else:
+                    wrong.append(name)
         finally:
             if self._device.type == "cuda":  # until then the copies read the policy's memory
                 torch.cuda.synchronize(self._device)
-            opened[0].clear()
+            tensors.clear()
+        return wrong
 
     @endpoint(collect=nothing(), concurrent=True)
     def finish_weight_sync(self, version: int) -> None:
@@ -229,18 +241,10 @@ class WeightReceiver(Worker):
             engine.gate.close()
         return engine
 
-    def _take(
-        self, engine: Engine, pieces: Sequence[Piece], tensors: Sequence[Tensor | None], sums: Sequence[int] | None
-    ) -> list[str]:
-        """Copy pieces into the engine's tensors. Return the names of those that it does not hold as they were sent."""
-        wrong: list[str] = []
-        for at, (piece, values) in enumerate(zip(pieces, tensors, strict=True)):
-            if self._copy(engine, piece, values, None if sums is None else sums[at]):
-                with self._lock:
-                    self._missing[piece.name] -= piece.stop - piece.start
-            else:
-                wrong.append(piece.name)
-        return wrong
+    def _arrived(self, piece: Piece) -> None:
+        """Count rows that the engine holds. They may come twice, where others of their sync were damaged."""
+        with self._lock:
+            self._missing[piece.name] = max(0, self._missing[piece.name] - (piece.stop - piece.start))
 
     def _copy(self, engine: Engine, piece: Piece, values: Tensor | None, expected: int | None) -> bool:
         """Whether the engine holds the piece that was sent: ``values``, or if None, what was sent before."""
