@@ -144,15 +144,26 @@ class Mortal(Borrower):
         return super().copy_opened(version)
 
 
-def test_a_generator_that_dies_while_it_copies_ends_the_loan(group: Group) -> None:
-    """The sync fails, the other generator draws nothing until the next one, and no handle is kept."""
-    policy, (_, other), sync = group.start(Lender.bind(TINY, OPTIM), Mortal.bind(TINY), Borrower.bind(TINY))
+class Stillborn(Borrower):
+    """Its process ends before it opens what was lent."""
+
+    @endpoint(concurrent=True)
+    def open_weights(self, loans: Any) -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().open_weights(loans)
+
+
+@pytest.mark.parametrize("lost", [Mortal, Stillborn])
+def test_a_generator_that_dies_during_a_loan_ends_it(group: Group, lost: type[Borrower]) -> None:
+    """The sync fails, no handle is kept, and the other generator draws no token of half the weights."""
+    policy, (_, other), sync = group.start(Lender.bind(TINY, OPTIM), lost.bind(TINY), Borrower.bind(TINY))
     with pytest.raises(WorkerDied):
         sync.sync(1)
     assert policy.lent_count() == [0]
     assert [held for _, held in other.holds()] == [False]
-    with pytest.raises(EndpointError, match="version 1 came only in part"):
-        other.generate(PROMPTS, SAMPLING)
+    if lost is Mortal:
+        with pytest.raises(EndpointError, match="version 1 came only in part"):
+            other.generate(PROMPTS, SAMPLING)
     sync.sync(1, [other])
     check(policy, other, 1)
 
