@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -50,50 +50,56 @@ def decode(stage: Stage) -> None:
 
 def graphs(stage: Stage) -> None:
     """CUDA graphs against the loop: the same tokens and log-probabilities, and the time of a token."""
-    stage.part("float32", lambda: _graphs_alike(stage, TINY, "float32", 1e-4))
-    stage.part("bfloat16", lambda: _graphs_alike(stage, model_config(stage), "bfloat16", 0.1))
+    stage.part("changes", lambda: _graphs_after_changes(stage))
     config = ModelConfig(config=model_config(stage), tokenizer=TOKENIZER, dtype="bfloat16")
     model = load_model(config, stage.device).requires_grad_(False)
-    new_tokens, took = 4 if stage.dry else 64, dict[str, float]()
+    engines = [_native(model, graphs=on) for on in (False, True)]
+    new_tokens = 4 if stage.dry else 64
     for rows in (1, 4) if stage.dry else (1, 32, 256):
-        for name, on in (("loop", False), ("graphs", True)):
-            engine = make_engine(EngineConfig(name="native", options={"cuda_graphs": on}), model)
-            engine.refresh(0)
-            took[name] = _decode_s(stage, engine, rows, new_tokens)
-            stage.figure(f"{name}_{rows}", took[name] / new_tokens * 1e3, "ms a token of all rows")
-        stage.figure(f"times_{rows}", took["loop"] / took["graphs"], "times the loop's speed")
+        loop, replayed = (_decode_s(stage, engine, rows, new_tokens) for engine in engines)
+        stage.figure(f"loop_{rows}", loop / new_tokens * 1e3, "ms a token of all rows")
+        stage.figure(f"graphs_{rows}", replayed / new_tokens * 1e3, "ms a token of all rows")
+        stage.figure(f"times_{rows}", loop / replayed, "times the loop's speed")
+    gap, unlike = _apart(engines, SamplingParams(max_new_tokens=new_tokens), 3 if stage.dry else 37)
+    stage.expect("bfloat16", gap, 0.1, "nats from the loop, as long as the tokens are the same")
+    stage.figure("unlike", unlike, "of the completions in bfloat16 differ somewhere, where rounding moves a draw")
 
 
-def _graphs_alike(stage: Stage, shape: dict[str, Any], dtype: Literal["float32", "bfloat16"], nats: float) -> None:
-    """Draw by both before and after the weights change in place, and after they have moved on the device."""
-    config = ModelConfig(config=shape, tokenizer=TOKENIZER, dtype=dtype)
+def _graphs_after_changes(stage: Stage) -> None:
+    """Draw by both from equal models in float32, after their weights changed in place, and after these moved."""
+    config = ModelConfig(config=TINY, tokenizer=TOKENIZER, dtype="float32")
     models = [load_model(config, stage.device).requires_grad_(False) for _ in range(2)]
-    loop, replayed = (
-        make_engine(EngineConfig(name="native", options={"cuda_graphs": on}), model)
-        for model, on in zip(models, (False, True), strict=True)
-    )
+    engines = [_native(model, graphs=on) for model, on in zip(models, (False, True), strict=True)]
     rows, new_tokens = (3, 4) if stage.dry else (37, 24)  # 37 rows are padded to 48, and by and by to fewer
+    for change in ("at_first", "in_place", "moved"):
+        for parameter in (parameter for model in models for parameter in model.parameters()):
+            if change == "in_place":
+                parameter.mul_(1.01)
+            elif change == "moved":
+                parameter.data = parameter.data.clone()
+        for engine in engines:
+            engine.refresh(engine.version + 1)
+        for draw, top_k in (("all", 0), ("kept", 8)):
+            gap, unlike = _apart(engines, SamplingParams(max_new_tokens=new_tokens, top_k=top_k), rows)
+            stage.expect(f"{change}_{draw}", gap, 1e-4, "nats from the loop")
+            stage.expect(f"{change}_{draw}_unlike", unlike, 0.0, "of the completions differ somewhere")
+
+
+def _native(model: Any, *, graphs: bool) -> Any:
+    engine = make_engine(EngineConfig(name="native", options={"cuda_graphs": graphs}), model)
+    engine.refresh(0)
+    return engine
+
+
+def _apart(engines: Sequence[Any], params: SamplingParams, rows: int) -> tuple[float, float]:
+    """How far the log-probabilities of equal tokens are apart, and what share of the completions is not equal."""
     prompts = [[4 + (row * 7 + at) % 90 for at in range(3 + row % 5)] for row in range(rows)]
     worst, unlike = 0.0, 0
-    for change in ("none", "in_place", "moved"):
-        for model in models:
-            for parameter in model.parameters():
-                if change == "in_place":
-                    parameter.mul_(1.01)
-                elif change == "moved":
-                    parameter.data = parameter.data.clone()
-        for params in (SamplingParams(max_new_tokens=new_tokens), SamplingParams(max_new_tokens=new_tokens, top_k=8)):
-            drawn = []
-            for engine in (loop, replayed):
-                engine.refresh(engine.version + 1)
-                drawn.append(engine.generate(prompts, params, range(rows)))
-            for one, other in zip(*drawn, strict=True):
-                same = int((one.token_ids == other.token_ids).long().cumprod(0).sum())
-                unlike += same < len(one.token_ids)
-                worst = max(worst, *(one.logprobs - other.logprobs)[:same].abs().tolist(), 0.0)
-    stage.expect(f"{dtype}_logprobs", worst, nats, "nats from the loop, as long as the tokens are the same")
-    share = unlike / (6 * rows)  # rounding may move a draw over a boundary, in bfloat16 now and then
-    stage.expect(f"{dtype}_unlike", share, 0.0 if dtype == "float32" else 0.9, "of the completions differ somewhere")
+    for one, other in zip(*(engine.generate(prompts, params, range(rows)) for engine in engines), strict=True):
+        same = int((one.token_ids == other.token_ids).long().cumprod(0).sum())
+        unlike += same < len(one.token_ids)
+        worst = max(worst, 0.0, *(one.logprobs - other.logprobs)[:same].abs().tolist())
+    return worst, unlike / rows
 
 
 def ways(stage: Stage) -> dict[str, dict[str, Any]]:
