@@ -121,7 +121,7 @@ STAGES = (
     Planned(
         name="ipc",
         what="Qwen2.5-0.5B's weights to a generator's process on the same GPU, by CUDA IPC and through the host",
-        budget_s=25,
+        budget_s=35,
         function="bench.gpu.publish:ipc",
         predictions=(
             Prediction(
@@ -137,7 +137,7 @@ STAGES = (
     Planned(
         name="grpo",
         what="a colocated GRPO step at Qwen2.5-0.5B's shape: 256 completions of 256 tokens",
-        budget_s=55,
+        budget_s=50,
         function="bench.gpu.training:colocated",
         predictions=(
             Prediction(
@@ -165,7 +165,7 @@ STAGES = (
     Planned(
         name="split",
         what="the same with the generator in a process of its own on the same GPU",
-        budget_s=55,
+        budget_s=50,
         function="bench.gpu.training:split",
         predictions=(
             Prediction(
