@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from podium.errors import DataError
@@ -95,7 +96,7 @@ class _Asked:
     def chunks(self, vocabulary: int) -> Iterator[tuple[slice, KeptTokens | None]]:
         """Each chunk's tokens, and its kept ids."""
         size = max(_FEWEST, _CHUNK // vocabulary)
-        for start in range(0, len(self.targets_K), size):
+        for start in range(0, max(len(self.targets_K), 1), size):  # no tokens are one empty chunk
             here = slice(start, min(start + size, len(self.targets_K)))
             if self.kept is None:
                 yield here, None
@@ -112,7 +113,7 @@ def logits_tail(model: nn.Module) -> LogitsTail | None:
     """Return what ``model``, a causal language model, does to the values of its output layer; None for anything else
     than a scale and a soft cap.
 
-    A pass over one token with given values in the layer's place shows it, the first time that a model is asked about.
+    Passes over two tokens with given values in the layer's place show it, the first time that a model is asked about.
     All ranks that share a sharded model ask together for the first time.
     """
     if model not in _tails:
@@ -123,40 +124,62 @@ def logits_tail(model: nn.Module) -> LogitsTail | None:
 def _find_tail(model: nn.Module) -> LogitsTail | None:
     inner: Any = plain_model(model)
     layer, device = inner.get_output_embeddings(), next(inner.parameters()).device
-    probe = torch.linspace(-80.0, 80.0, 33, device=device)[None, None]
-    training = model.training
-    model.eval()
+    modes = {module: module.training for module in model.modules()}
+    probe_12V, passes = torch.empty(0), list[Tensor]()
+
+    def answer(hidden_12H: Tensor) -> Tensor:
+        nonlocal probe_12V
+        probe_12V = _probe(own(hidden_12H).shape[-1], device)
+        return probe_12V.clone()
+
     try:
-        with torch.enable_grad(), replaced(layer, lambda hidden: probe.clone()):
-            found = inner(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
-    except (IndexError, RuntimeError):  # it looks for words among the values
+        for training in (False, True):  # dropout acts in training alone
+            model.train(training)
+            random = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+            with random, torch.enable_grad(), replaced(layer, answer) as own:
+                passes.append(inner(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False).logits)
+    except RuntimeError:  # the model needs more of its values than these give it, such as their dtype
         return None
     finally:
-        model.train(training)
-    if found.shape != probe.shape or found.requires_grad:  # what is trained there changes, and needs gradients
+        for module, training in modes.items():
+            module.training = training
+    # What is trained after the layer changes, and needs gradients.
+    if any(found.shape != probe_12V.shape or found.requires_grad for found in passes):
         return None
-    caps = {None, getattr(inner.config.get_text_config(), "final_logit_softcapping", None)}
-    middle = probe.shape[-1] // 2 + 1  # the least positive value, where a cap changes least
-    for cap in caps:
-        if cap is None:
-            scale = float(found[0, 0, middle] / probe[0, 0, middle])
-        else:
-            scale = float(torch.atanh(found[0, 0, middle].double() / cap) * cap / probe[0, 0, middle])
+    place = int((probe_12V[0, 0] - 1.0).abs().argmin())  # a cap changes small values least
+    value, found = float(probe_12V[0, 0, place]), float(passes[0][0, 0, place])
+    for cap in {None, getattr(inner.config.get_text_config(), "final_logit_softcapping", None)}:
+        if cap is not None and abs(found) >= cap:
+            continue
+        scale = found / value if cap is None else math.atanh(found / cap) * cap / value
         tail = LogitsTail(1.0 if math.isclose(scale, 1.0, rel_tol=1e-6) else scale, cap)
-        if torch.allclose(tail(probe), found.float(), rtol=1e-5, atol=1e-5):
+        if all(torch.allclose(tail(probe_12V), found.float(), rtol=1e-5, atol=1e-5) for found in passes):
             return tail
     return None
+
+
+def _probe(vocabulary: int, device: torch.device) -> Tensor:
+    """Values ``[1, 2, V]`` of two tokens that stand for those of an output layer.
+
+    They cover all words, so that a change of a few words shows, and the two tokens differ in mean and spread, so that
+    normalization shows. bfloat16 holds them exactly.
+    """
+    rows = [torch.linspace(*ends, vocabulary, device=device) for ends in ((-80.0, 80.0), (1000.0, -250.0))]
+    return torch.stack(rows)[None].bfloat16().float()
 
 
 @contextmanager
 def replaced(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
     """Let ``forward`` stand for a layer's own forward function during the block. Yields the layer's own one."""
-    own = layer.forward
+    own, was_set = layer.forward, "forward" in vars(layer)
     layer.forward = forward
     try:
         yield own
     finally:
-        del layer.forward
+        if was_set:  # a library has replaced it before
+            layer.forward = own
+        else:
+            del layer.forward
 
 
 def output_scores(
@@ -189,7 +212,8 @@ def output_scores(
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
     asked = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad)
-    if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
+    own = forward or layer.forward
+    if isinstance(layer, nn.Linear) and getattr(own, "__func__", None) is nn.Linear.forward:
         found = cast("tuple[Tensor, Tensor]", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, asked))
     else:
         found = _by_checkpoints(hidden_KH, forward or layer, asked)
@@ -244,7 +268,10 @@ class _LinearScores(torch.autograd.Function):
         return logprobs_K, entropy_K
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - as the decorator names no parameters
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         hidden_KH, weight_VH, bias_V, entropy_K, *log_ps = ctx.saved_tensors
         asked: _Asked = ctx.asked
         for_hidden, for_weight, for_bias, _ = ctx.needs_input_grad

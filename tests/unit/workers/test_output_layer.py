@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -176,6 +177,86 @@ def test_a_model_that_looks_up_words_among_its_logits_is_run_whole(monkeypatch: 
     monkeypatch.setattr(model, "forward", forward)
     assert logits_tail(model) is None
     compare(model, with_sets=False, entropy_grad=True)
+
+
+def _padding_banned(logits: Tensor) -> Tensor:
+    logits[..., 40:] = -100.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_padding_banned, id="padding of the vocabulary"),
+        pytest.param(lambda logits: logits / logits.std(-1, keepdim=True), id="normalization"),
+        pytest.param(lambda logits: logits.clamp(-500.0, 500.0), id="limits"),
+    ],
+)
+def test_a_change_that_few_words_or_tokens_show_is_seen(change: Callable[[Tensor], Tensor]) -> None:
+    model = make("qwen3", **FAMILIES["qwen3"])
+    usual = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = change(out.logits)
+        return out
+
+    model.forward = forward
+    assert logits_tail(model) is None
+    compare(model, with_sets=False, entropy_grad=True)
+
+
+def test_dropout_of_logits_is_seen_and_the_search_leaves_no_trace() -> None:
+    model = make("qwen3", **FAMILIES["qwen3"]).eval()
+    usual = model.forward
+    model.get_submodule("model.layers.0").train()  # modes of a model's parts may differ
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = nn.functional.dropout(out.logits, 0.1, model.training)
+        return out
+
+    model.forward = forward
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    assert logits_tail(model) is None
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_forward_function_that_a_library_gave_the_output_layer_is_run_and_kept() -> None:
+    model = make("llama", **FAMILIES["llama"])
+    head: Any = model.get_output_embeddings()
+    usual = head.forward
+
+    def given(hidden: Tensor) -> Tensor:
+        return usual(hidden) + hidden.mean(-1, keepdim=True) * torch.arange(48.0)
+
+    head.forward = given
+    compare(model, with_sets=False, entropy_grad=True)
+    assert head.forward is given
+
+
+@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 9))], ids=["linear", "other"])
+def test_no_tokens_give_gradients_of_zero(layer: nn.Module, with_sets: bool) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    kept = KeptTokens(none, none) if with_sets else None
+    hidden = torch.ones(0, 4, requires_grad=True)
+    scores = output_layer.output_scores(hidden, layer, none, tail=LogitsTail(), kept=kept, entropy=True)
+    assert scores.entropy is not None
+    assert scores.logprobs.shape == scores.entropy.shape == (0,)
+    scores.logprobs.sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+def test_second_derivatives_are_refused() -> None:
+    hidden, layer = torch.randn(5, 4), nn.Linear(4, 9)
+    scores = output_layer.output_scores(hidden, layer, torch.ones(5, dtype=torch.int64), tail=LogitsTail())
+    (gradient,) = torch.autograd.grad(scores.logprobs.sum(), layer.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        gradient.square().sum().backward()
 
 
 def test_as_many_targets_as_tokens() -> None:
