@@ -9,14 +9,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import podium
 from podium import Cluster, Handle, telemetry
+from podium.backends.local.backend import LocalBackend
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, WorkerDied
 from podium.runtime import colocate
 from podium.runtime.calls import process_calls
@@ -282,7 +284,7 @@ def test_at_half_its_deadline_a_report_says_where_a_call_is(
     finally:
         unsubscribe()
     (report,) = [event.report for event in events if isinstance(event, telemetry.Stalled) and event.report]
-    assert re.match(r"faulty\.sleep_or_gather has waited [12] s of its 3 s; 3 of 3 ranks have not answered:", report)
+    assert re.match(r"faulty\.sleep_or_gather has waited [123] s of its 3 s; 3 of 3 ranks have not answered:", report)
     for said in ("time.sleep(600)", "ranks [0, 2] wait in all_gather", "behind it: faulty.rank"):
         assert said in report
     assert not queued.done()
@@ -406,6 +408,29 @@ def test_the_death_of_the_fork_server_is_the_death_of_its_processes_and_another_
         assert parent_of(slow.group.pids[0]) != parent_of(os.getpid())
         other = cluster.start(Slow.bind(), name="other")
         assert parent_of(other.group.pids[0]) == parent_of(slow.group.pids[0])
+
+
+def test_processes_of_a_fork_server_end_although_another_one_starts_before_that_is_heard() -> None:
+    with podium.connect("local", preload=()) as cluster:
+        slow = cluster.start(Slow.bind())
+        backend = cast(LocalBackend, cluster._backend)  # pyright: ignore[reportPrivateUsage] - its I/O is held up
+        (old,) = list(backend.processes.values())
+        go_on = threading.Event()
+        backend.io.soon(partial(_wait, go_on))
+        os.kill(parent_of(slow.group.pids[0]), signal.SIGKILL)
+        assert wait_for(lambda: not old.server.alive(), PROMPT_S)
+        starting = threading.Thread(target=lambda: cluster.start(Slow.bind(), name="other"))
+        starting.start()
+        assert wait_for(
+            lambda: any(process.server is not old.server for process in backend.processes.copy().values()), PROMPT_S
+        )
+        go_on.set()
+        assert old.ended.wait(PROMPT_S), "whoever waits for it would wait for ever"
+        starting.join()
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(PROMPT_S)
 
 
 def test_a_fork_server_that_is_stopped_goes_on_when_it_is_needed() -> None:

@@ -66,6 +66,10 @@ class ForkServer:
     def close(self) -> None:
         """End the server and all its worker processes."""
         self.orders.close()  # the server's signal to end
+        self.reap()
+
+    def reap(self) -> None:
+        """Wait until the server has ended, which it does once its socket is closed."""
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -144,7 +148,7 @@ class LocalBackend(Backend):
         until = time.monotonic() + specs[0].timeout_s
         with self._serving:
             if not self._server.alive():
-                self._server.close()
+                self._server.reap()  # the I/O closes its socket, once that has told it of the processes' end
                 self._server = self._new_server()
         processes: list[LocalProcess] = []
         try:
