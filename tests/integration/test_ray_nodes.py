@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -145,11 +146,11 @@ def test_fractions_share_one_accelerator(cluster: Cluster) -> None:
     pool = cluster.pool([4], gpus=0.5, resources={"tape": 0.25})
     worker = cluster.start(Worker.bind(), pool, distributed=False)
     seen = [visible for _, visible in worker.group.run(devices_of)]
-    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert sorted(Counter(seen).values()) == [2, 2], "Ray chooses which two share one"
     rest = cluster.pool([1], gpus=2, resources={"tape": 1})
     others = cluster.start(Worker.bind(), rest, distributed=False)
     ((_, visible),) = others.group.run(devices_of)
-    assert not {seen[0], seen[2]} & set(str(visible).split(","))
+    assert not set(seen) & set(str(visible).split(","))
     for group, held in ((worker, pool), (others, rest)):
         group.group.close()
         cluster.release(held)
