@@ -124,9 +124,9 @@ class TrainEngine:
     def awake(self) -> Iterator[None]:
         """Have weights and optimizer on the device during the block, and where they were afterwards."""
         asleep = [part for part in (self._weights, self._state) if not part.awake]
-        for part in asleep:
-            part.wake()
         try:
+            for part in asleep:
+                part.wake()
             yield
         finally:
             for part in asleep:

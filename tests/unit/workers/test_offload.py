@@ -91,6 +91,24 @@ def test_steps_with_rests_between_them_are_the_same_bits(case: str, offload: str
             dist.destroy_process_group()
 
 
+def test_what_woke_sleeps_again_where_the_rest_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_train_engine(offload="all")
+    sft_step(engine, recorded())
+    engine.rest()
+    wake = Offload.wake
+
+    def without_room(part: Offload) -> None:
+        if part.awake or held(list(engine.model.parameters())) == 0:
+            wake(part)
+        else:
+            raise torch.OutOfMemoryError("no room for the optimizer's state")
+
+    monkeypatch.setattr(Offload, "wake", without_room)
+    with pytest.raises(torch.OutOfMemoryError), engine.awake():
+        pass
+    assert held(list(engine.model.parameters())) == 0
+
+
 def test_nothing_rests_unless_it_is_asked_for() -> None:
     engine = make_train_engine()
     sft_step(engine, recorded())
