@@ -146,7 +146,8 @@ def _find_tail(model: nn.Module) -> LogitsTail | None:
     # What is trained after the layer changes, and needs gradients.
     if any(found.shape != probe_12V.shape or found.requires_grad for found in passes):
         return None
-    place = int((probe_12V[0, 0] - 1.0).abs().argmin())  # a cap changes small values least
+    # A cap changes small values least; zero, the middle of an odd vocabulary, shows no scale.
+    place = int(probe_12V[0, 0].abs().log().abs().argmin())
     value, found = float(probe_12V[0, 0, place]), float(passes[0][0, 0, place])
     for cap in {None, getattr(inner.config.get_text_config(), "final_logit_softcapping", None)}:
         if cap is not None and abs(found) >= cap:
@@ -162,10 +163,12 @@ def _probe(vocabulary: int, device: torch.device) -> Tensor:
     """Values ``[1, 2, V]`` of two tokens that stand for those of an output layer.
 
     They cover all words, so that a change of a few words shows, and the two tokens differ in mean and spread, so that
-    normalization shows. bfloat16 holds them exactly.
+    normalization shows. Some of the first token's are small, even in a small vocabulary, so that what follows a cap
+    can be told. bfloat16 holds them exactly.
     """
-    rows = [torch.linspace(*ends, vocabulary, device=device) for ends in ((-80.0, 80.0), (1000.0, -250.0))]
-    return torch.stack(rows)[None].bfloat16().float()
+    small = torch.linspace(-1.0, 1.0, vocabulary, device=device).pow(3).mul(80.0)
+    large = torch.linspace(1000.0, -250.0, vocabulary, device=device)
+    return torch.stack([small, large])[None].bfloat16().float()
 
 
 @contextmanager

@@ -119,6 +119,7 @@ def test_an_output_layer_with_adapters(with_sets: bool) -> None:
     compare(model, with_sets=with_sets, entropy_grad=True)
 
 
+@pytest.mark.parametrize("vocabulary", [16, 17, 48, 301])  # the values that are tried have a zero if it is odd
 @pytest.mark.parametrize(
     ("family", "tail"),
     [
@@ -128,8 +129,8 @@ def test_an_output_layer_with_adapters(with_sets: bool) -> None:
         ("granite", LogitsTail(1 / 3.0)),
     ],
 )
-def test_what_follows_the_output_layer_is_found(family: str, tail: LogitsTail) -> None:
-    found = logits_tail(make(family, **FAMILIES[family]))
+def test_what_follows_the_output_layer_is_found(family: str, tail: LogitsTail, vocabulary: int) -> None:
+    found = logits_tail(make(family, **FAMILIES[family], vocab_size=vocabulary))
     assert found is not None
     assert found.cap == tail.cap
     assert found.scale == pytest.approx(tail.scale, rel=1e-6)
