@@ -55,6 +55,9 @@ test: $(STAMP)  ## every test in two processes, those with Ray last
 test-fast: $(STAMP)  ## the unit tests, without the slow ones
 	@$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
 
+docs: $(STAMP)  ## build the documentation's site into site/; ARGS=serve shows it on localhost while you write
+	@$(BIN)/python -m zensical $(if $(filter serve,$(ARGS)),serve,build --strict)
+
 fuzz: $(STAMP)  ## all of the ten thousand broken inputs, of which the tests try a third
 	@$(BIN)/python -W ignore -m tests.integration.test_fuzz
 
@@ -135,4 +138,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast fuzz test-monarch test-vllm test-wheel test-wheel-newest bench soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench soak chaos gpu gpu-wheels bench-peers help

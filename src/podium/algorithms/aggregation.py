@@ -48,8 +48,9 @@ def loss_weights(
         offsets_B1: int64 ``[B + 1]``; row i is the tokens ``offsets_B1[i]:offsets_B1[i + 1]``.
         mode: See the module.
         constant: The divisor of ``sequence-sum-constant``, in tokens; ``sampling.max_new_tokens`` for example.
-        tokens, rows: The number of masked tokens in the whole batch, and of rows that have one. Give these scalars
-            where ``mask_N`` has only some of the batch's rows.
+        tokens: The number of masked tokens in the whole batch. Give this scalar and the next one where ``mask_N`` has
+            only some of the batch's rows.
+        rows: The number of rows of the whole batch that have a masked token.
 
     Raises:
         ConfigError: The mode is unknown, or ``sequence-sum-constant`` has no positive constant.

@@ -111,9 +111,11 @@ class Cluster:
             strategy: "spread" takes the nodes with the most room, and with ``spread=N`` as many nodes as there are.
                 "pack" takes the fullest nodes that have room, and as few as possible.
             labels: Labels that every node has to have, such as ``{"zone": "a"}``.
-            cpus, gpus, memory, resources: Amounts that each slot holds (memory in bytes), or a sequence of amounts, one
-                for each slot. A slot without ``cpus`` shares the node's cores with the other slots. ``gpus`` may be a
-                fraction of one.
+            cpus: Cores that each slot holds, or a sequence of numbers, one for each slot. A slot without ``cpus``
+                shares the node's cores with the other slots.
+            gpus: Accelerators of each slot likewise, which may be a fraction of one.
+            memory: Bytes of each slot likewise.
+            resources: Amounts of other resources likewise, by their names.
             wait_s: How long to wait while there is no room. Every few seconds the log says what is missing.
             detached: The slots are for a detached group, and stay reserved until that group is stopped.
 
@@ -263,7 +265,14 @@ class Cluster:
         """Start ``count`` independent groups of one worker, ``NAME-0`` and so on, each on a pool of its own.
 
         Args:
-            slots, cpus, gpus, memory, resources, wait_s: As in :meth:`pool`, for each replica.
+            count: Number of replicas.
+            slots: Number of slots of each replica on each node. This and the next ones are as in :meth:`pool`.
+            name: The first part of the replicas' names.
+            cpus: Cores of each slot.
+            gpus: Accelerators of each slot.
+            memory: Bytes of each slot.
+            resources: Other resources of each slot.
+            wait_s: How long to wait while there is no room for a replica.
             seed: Seed of the first replica. The next ones have the numbers that follow.
             how: Further arguments of :meth:`start`, for each replica.
 

@@ -128,7 +128,8 @@ class WorkerGroup(Generic[W]):
 
         Args:
             on: The ranks on which it runs, as in :meth:`on`. Default: all.
-            dispatch, collect: As in :func:`~podium.runtime.endpoint`.
+            dispatch: As in :func:`~podium.runtime.endpoint`.
+            collect: As there.
         """
         spec = spec_of_function(function, dispatch or broadcast(), collect or gather())
         chosen = spec.dispatch if on is None else Among(spec.dispatch, on, self.world_size, self.name)

@@ -28,8 +28,10 @@ class WorkerContext:
     """A worker's place, fixed for its life.
 
     Attributes:
-        rank, world_size: Place among the processes of the group.
-        local_rank, local_world_size: Place among those on the same node.
+        rank: Place among the processes of the group.
+        world_size: Number of these.
+        local_rank: Place among those on the same node.
+        local_world_size: Number of these.
         node: Name of the node.
         address: Address at which the group's other processes reach this one.
         devices: Indices of the accelerators that this worker owns, valid in its own process; empty on a CPU.

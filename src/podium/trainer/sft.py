@@ -36,8 +36,12 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
 
     Args:
         config: A :class:`SFTConfig`.
-        cluster, backend_options, workers, reward, show, report: See :class:`PPOTrainer`. The roles are "policy" and,
-            to evaluate, "generator".
+        cluster: See :class:`PPOTrainer`, also for all that follow.
+        backend_options: Options of the cluster's backend.
+        workers: Classes in place of those of the roles "policy" and, to evaluate, "generator".
+        reward: The reward of the evaluation.
+        show: Whether the terminal shows the run.
+        report: Whether a report follows.
     """
 
     @property

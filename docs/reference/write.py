@@ -1,0 +1,119 @@
+"""Writes the pages of the reference from the code: `python docs/reference/write.py`. A test says when they are old.
+
+A page of names has a line for each public name of some modules, which mkdocstrings replaces by its docstring. The page
+of keys has every configuration key.
+"""
+
+import importlib
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, keys_of
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page ``file`` with the public names of ``modules``, of which each has a heading if there are several."""
+
+    file: str
+    title: str
+    modules: tuple[str, ...]
+
+
+PAGES = (
+    Page("podium.md", "podium", ("podium",)),
+    Page("trainer.md", "Training", ("podium.trainer",)),
+    Page("workers.md", "Models in workers", ("podium.workers",)),
+    Page("algorithms.md", "Algorithms", ("podium.algorithms",)),
+    Page("rewards.md", "Rewards", ("podium.rewards",)),
+    Page("rollout.md", "Rollout", ("podium.rollout.sampling", "podium.rollout.tasks", "podium.rollout.engines")),
+    Page("data.md", "Data", ("podium.data",)),
+    Page("runtime.md", "Runtime", ("podium.runtime",)),
+    Page("backend.md", "Contract of backends", ("podium.runtime.backend", "podium.runtime.messages")),
+    Page("telemetry.md", "Telemetry", ("podium.telemetry", "podium.telemetry.events", "podium.telemetry.sinks")),
+    Page("errors.md", "Errors", ("podium.errors",)),
+    Page("testing.md", "Contract suites", ("podium.testing",)),
+)
+
+
+def names_of(module: str) -> list[str]:
+    """The public classes, functions and types of a module, in alphabetical order, but for those that another page has:
+    names of ``podium``, and those of the contract of backends."""
+    found = importlib.import_module(module)
+    public = [name for name in dict.fromkeys(found.__all__) if not inspect.ismodule(getattr(found, name))]
+    return sorted(name for name in public if _home(name, getattr(found, name), module) == module)
+
+
+def _home(name: str, value: object, module: str) -> str:
+    """The first of the modules that document names of others which has this value under this name, or ``module``."""
+    for first in ("podium", "podium.runtime.backend", "podium.runtime.messages"):
+        home = importlib.import_module(first)
+        if name in home.__all__ and getattr(home, name) is value:
+            return first
+    return module
+
+
+def page_of(page: Page) -> str:
+    """The text of a page of names."""
+    lines = [f"# {page.title}", "", "<!-- python docs/reference/write.py writes this page -->"]
+    for module in page.modules:
+        said = inspect.getdoc(importlib.import_module(module)) or ""
+        if len(page.modules) > 1:
+            lines += ["", f"## {module}"]
+        lines += ["", said.partition("\n")[0]]
+        for name in names_of(module):
+            lines += ["", f"::: {module}.{name}"]
+    return "\n".join(lines) + "\n"
+
+
+def keys_page() -> str:
+    """The text of the page of configuration keys."""
+    lines = ["# Configuration keys", "", "<!-- python docs/reference/write.py writes this page -->", ""]
+    lines += [
+        "`podium train RECIPE --keys` prints the same. Recipes differ in some defaults, and `sft` has fewer keys."
+    ]
+    recipes = {"grpo": keys_of(GRPOConfig), "ppo": keys_of(PPOConfig), "sft": keys_of(SFTConfig)}
+    defaults = {name: {key.path: key.default for key in keys} for name, keys in recipes.items()}
+    every = {key.path: key for keys in reversed(recipes.values()) for key in keys}
+    order = dict.fromkeys(key.path for keys in recipes.values() for key in keys)
+    sections = dict.fromkeys(path.rpartition(".")[0] for path in order)
+    for section in sections:
+        lines += ["", f"## {section}", "", "| key | default | takes | meaning |", "|---|---|---|---|"]
+        for path in order:
+            above, _, name = path.rpartition(".")
+            if above == section:
+                known = {recipe: own[path] for recipe, own in defaults.items() if path in own}
+                expects, meaning = (text.replace("|", "\\|") for text in (every[path].expects, every[path].doc))
+                lines.append(f"| `{name}` | {_shown(known, len(recipes))} | {expects} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(defaults: dict[str, Any], recipes: int) -> str:
+    """The defaults of a key by recipe: once if all have the same, or with the recipes that have each."""
+    texts = {recipe: f"`{_as_typed(value)}`" if value != "" else "empty" for recipe, value in defaults.items()}
+    if len(texts) == recipes and len({*texts.values()}) == 1:
+        return next(iter(texts.values()))
+    return ", ".join(
+        f"{text} ({', '.join(recipe for recipe, own in texts.items() if own == text)})"
+        for text in dict.fromkeys(texts.values())
+    )
+
+
+def _as_typed(value: Any) -> str:
+    """A value as one writes it in YAML or behind an option."""
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")
+
+
+def pages() -> dict[Path, str]:
+    """The text of every page of the reference, by its file."""
+    return {HERE / page.file: page_of(page) for page in PAGES} | {HERE / "keys.md": keys_page()}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
