@@ -31,6 +31,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
+from podium.elsewhere import name_here
 from podium.errors import ConfigError
 
 __all__ = [
@@ -312,11 +313,8 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[s
         if one["type"] == "value_error" and raised is not None:  # a section's __post_init__
             line = str(raised) if not path or str(raised).startswith(path) else f"{path}: {raised}"
         elif one["type"] in ("unexpected_keyword_argument", "invalid_key"):
-            name = str(one["loc"][-1])
-            given = f" (value {value!r})" if isinstance(one["loc"][-1], str) else ""
-            hint = _suggest(cls, prefix, names, name)
-            path = f"{path}.{name}".strip(".")
-            line = f"unknown key {path}{given}{hint}"
+            lines |= dict(_unknown(cls, prefix, names, one["loc"][-1], value))
+            continue
         elif one["type"] == "missing" and len(names) == len(one["loc"]):
             line = f"{path} is missing: expected {_expected(field)}"
         else:
@@ -328,6 +326,39 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[s
             line += f"; did you mean {near[0]}?" if near else ""
         lines[line] = path
     return lines
+
+
+def _unknown(root: type, prefix: str, names: Sequence[str], key: object, value: object) -> Iterator[tuple[str, str]]:
+    """The lines for an unknown key, each with its path. A section of verl's has a line for each of its settings."""
+    path = ".".join([prefix, *names, str(key)]).strip(".")
+    inside = list(_leaves(value, path)) if isinstance(value, Mapping) else []
+    known = [(leaf, one) for leaf, one in inside if name_here(leaf)]
+    for leaf, one in known or [(path, value)]:
+        given = f" (value {one!r})" if isinstance(key, str) else ""
+        hint = _translate(root, prefix, leaf) or _suggest(root, prefix, names, str(key))
+        yield f"unknown key {leaf}{given}{hint}", leaf
+
+
+def _leaves(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        inner = f"{path}.{name}"
+        yield from _leaves(cast("Mapping[Any, Any]", value), inner) if isinstance(value, Mapping) else [(inner, value)]
+
+
+def _translate(root: type, prefix: str, path: str) -> str:
+    """The end of a message about a key that another project calls ``path``; "" if none is known here.
+
+    The whole configuration of a recipe suggests only keys that it has.
+    """
+    found = None if ".options." in f".{path}" else name_here(path)
+    if found is None:
+        return ""
+    if not found.key:
+        return f": there is none, and it needs none: {found.remark}"
+    paths = tuple(_paths(root, ""))
+    if prefix or found.key.startswith(paths):
+        return f": did you mean {found.key}? {found.remark}".rstrip()
+    return f": did you mean {found.otherwise}?" if found.otherwise in paths else ""
 
 
 def _suggest(root: type, prefix: str, names: Sequence[str], name: str) -> str:
