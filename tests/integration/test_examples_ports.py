@@ -47,6 +47,15 @@ def test_port_from_verl_checks_what_the_ranks_computed(tmp_path: Path) -> None:
     assert "AssertionError: the layout changed what was" in done.stderr
 
 
+@pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_port_from_trl(tmp_path: Path, backend: str) -> None:
+    done = run("port_from_trl.py", backend, tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"reward ([\d.]+) -> ([\d.]+) in 50 steps\n", done.stdout)
+    assert found, done.stdout
+    assert float(found[1]) < 0.4 < 0.7 < float(found[2])
+
+
 @pytest.mark.parametrize("backend", ["local", "inline", pytest.param("ray", marks=RAY)])
 def test_port_from_areal(tmp_path: Path, backend: str) -> None:
     done = run("port_from_areal.py", backend, tmp_path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from podium.rewards.resolve import RewardFn
+from podium.rewards.resolve import ItemReward
 from podium.supervisor import children_of
 
 __all__ = ["ITEM", "REPLACE", "Result", "decode", "encode", "grade_items", "judge"]
@@ -83,7 +83,7 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, float) and abs(value) <= _LARGEST
 
 
-def grade_items(sock: socket.socket, reward: RewardFn, memory_bytes: int | None) -> int:
+def grade_items(sock: socket.socket, reward: ItemReward, memory_bytes: int | None) -> int:
     """Answer items until ``sock`` closes. Returns the exit code of the process."""
     faulthandler.enable()
     _limit_memory(memory_bytes)
@@ -117,7 +117,7 @@ def _limit_memory(limit_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def _judge_pickled(reward: RewardFn, data: bytes) -> Result:
+def _judge_pickled(reward: ItemReward, data: bytes) -> Result:
     try:
         completion, row = pickle.loads(data)
     except Exception as error:  # noqa: BLE001 - a class of the controller's may be missing here, or fail in any way
@@ -125,7 +125,7 @@ def _judge_pickled(reward: RewardFn, data: bytes) -> Result:
     return judge(reward, completion, row)
 
 
-def judge(reward: RewardFn, completion: str, row: Mapping[str, Any]) -> Result:
+def judge(reward: ItemReward, completion: str, row: Mapping[str, Any]) -> Result:
     """Run ``reward`` once and check what it returns."""
     try:
         value = reward(completion, row)

@@ -23,7 +23,8 @@ from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
 from podium.rewards.child import ITEM, REPLACE, Result, encode, grade_items
-from podium.rewards.resolve import RewardFn, check_arguments, resolve_reward
+from podium.rewards.lists import takes_lists
+from podium.rewards.resolve import ItemReward, RewardFn, item_reward, resolve_reward
 from podium.supervisor import Supervisor, describe_exit
 
 __all__ = ["MAX_LINE_BYTES", "Settings", "main"]
@@ -63,11 +64,11 @@ def main(fd: int) -> None:
         os._exit(0)
 
 
-def _load(source: str | bytes) -> tuple[RewardFn | None, Result]:
+def _load(source: str | bytes) -> tuple[ItemReward | None, Result]:
+    """The reward, and the result of item 0, which tells the grader whether the reward takes lists."""
     try:
-        reward = resolve_reward(source) if isinstance(source, str) else pickle.loads(source)
-        check_arguments(reward)
-        return reward, Result(0.0)
+        reward: RewardFn = resolve_reward(source) if isinstance(source, str) else pickle.loads(source)
+        return item_reward(reward), Result(0.0, {"score": 0.0, "lists": float(takes_lists(reward))})
     except ConfigError as error:
         return None, Result(problem=str(error), limit="configuration")
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
@@ -130,7 +131,9 @@ class _Child:
 
 
 class _Dispatcher:
-    def __init__(self, supervisor: Supervisor, connection: socket.socket, reward: RewardFn, settings: Settings) -> None:
+    def __init__(
+        self, supervisor: Supervisor, connection: socket.socket, reward: ItemReward, settings: Settings
+    ) -> None:
         self._supervisor = supervisor
         self._grader = _Stream(connection, supervisor.poller)
         self._reward = reward

@@ -144,6 +144,13 @@ class Grader:
         if self._processes is None:
             self._processes = GradingProcesses(self._source, self.name, self.config, self._log_path)
             self._end = weakref.finalize(self, self._processes.stop)
+            if self._processes.takes_lists:
+                emit(
+                    Note(
+                        f"the reward {self.name} has the form of TRL's and is called with lists of one completion, so "
+                        "that it compares none with others"
+                    )
+                )
         return self._processes
 
     def _stop(self) -> None:

@@ -89,6 +89,9 @@ class Pending(Future[Any]):
 class GradingProcesses:
     """A dispatcher that has loaded the reward, and the thread that settles pending grades.
 
+    Attributes:
+        takes_lists: Whether the reward is of TRL's form, so that it is called with lists of one completion.
+
     Raises:
         ConfigError: The reward's name is wrong, or a library that it needs is missing.
         RewardError: The reward cannot be imported or sent, or the dispatcher did not start.
@@ -121,7 +124,7 @@ class GradingProcesses:
         self._reader.start()
         self._write(ITEM.pack(0, len(settings)) + settings)
         try:
-            loading.result(START_LIMIT_S)
+            self.takes_lists = loading.result(START_LIMIT_S).parts["lists"] == 1.0
         except BaseException as error:
             self.stop(_LOOKS_S)  # while it imports, the dispatcher does not hear
             if not isinstance(error, TimeoutError):

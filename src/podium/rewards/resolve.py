@@ -2,16 +2,19 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.functions import load_function
+from podium.rewards.lists import ListReward, of_one, takes_lists
 
-__all__ = ["NAMED_REWARDS", "READS_ANSWER", "RewardFn", "check_arguments", "resolve_reward"]
+__all__ = ["NAMED_REWARDS", "READS_ANSWER", "ItemReward", "RewardFn", "item_reward", "resolve_reward"]
 
-RewardFn = Callable[[str, Any], float | Mapping[str, float]]  # Any: a row may be declared as dict or Mapping
+ItemReward = Callable[[str, Any], float | Mapping[str, float]]  # Any: a row may be declared as dict or Mapping
 """``reward(completion, row)`` takes the completion's text and the row, which has "prompt" and "answer" beside the
 columns of the data. It returns a finite number, or a mapping of named finite numbers that has "score"."""
+RewardFn = ItemReward | ListReward
+"""A reward of Podium's form, or of TRL's: ``reward(completions, **columns)``, see podium.rewards.lists."""
 
 NAMED_REWARDS: Final[Mapping[str, str]] = {
     "exact": "podium.rewards.text:exact",
@@ -37,12 +40,15 @@ def resolve_reward(spec: str) -> RewardFn:
     return load_function(spec, key="reward.name", known=NAMED_REWARDS)
 
 
-def check_arguments(reward: RewardFn) -> None:
-    """Raise ConfigError unless ``reward`` can be called with a completion and its row."""
+def item_reward(reward: RewardFn) -> ItemReward:
+    """Return ``reward`` as a function of one completion and its row. Raises ConfigError if it cannot be called so."""
+    if takes_lists(reward):
+        return of_one(reward)
+    by_item = cast("ItemReward", reward)
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # Some functions that are not written in Python have no signature.
-        return
+        return by_item
     try:
         signature.bind("", {})
     except TypeError as error:
@@ -51,3 +57,4 @@ def check_arguments(reward: RewardFn) -> None:
             f"the reward {name} is called with two positional arguments, (completion, row), and its signature is "
             f"{signature}: {error}"
         ) from None
+    return by_item

@@ -359,7 +359,7 @@ def test_the_rewards_output_goes_to_the_log(tmp_path: Path) -> None:
     assert "words of the reward\n" in log.read_text()
 
 
-def test_closing_ends_every_process_even_a_busy_one() -> None:
+def test_closing_ends_every_process_even_a_busy_one(tmp_path: Path) -> None:
     before = set(family_of(os.getpid()))
     grader = Grader(RewardConfig(time_limit_s=60, processes=2), reward=misbehave)
     grader.grade(["ok"] * 4, [{}] * 4)
@@ -368,13 +368,14 @@ def test_closing_ends_every_process_even_a_busy_one() -> None:
     errors: list[BaseException] = []
 
     def interrupt_soon() -> None:
-        wait_until(lambda: any(state == "R" for pid, state in family_of(os.getpid()).items() if pid in mine))
+        wait_until((tmp_path / "spins").exists)
+        time.sleep(0.1)  # the main thread waits by then, where Ctrl-C closes the grader
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt_soon)
     thread.start()
     try:
-        grader.grade(["spin"], [{}])
+        grader.grade(["touch and spin"], [{"path": str(tmp_path / "spins")}])
     except KeyboardInterrupt as error:
         errors.append(error)
     thread.join()
@@ -437,12 +438,12 @@ def test_the_cost_of_a_cheap_item_is_small() -> None:
 
 
 def test_a_reward_with_other_arguments_is_named_before_the_first_completion() -> None:
-    def of_trl(completions: Any, **columns: Any) -> Any:
-        return [1.0 for _ in completions]
+    def of_texts(texts: Any, **columns: Any) -> Any:
+        return [1.0 for _ in texts]
 
-    reward: Any = of_trl
+    reward: Any = of_texts
     with (
         Grader(reward=reward) as grader,
-        pytest.raises(ConfigError, match=r"of_trl is called with .*\(completion, row"),
+        pytest.raises(ConfigError, match=r"of_texts is called with .*\(completion, row"),
     ):
         grader.start()

@@ -1,0 +1,82 @@
+"""Rewards of TRL's form, which take lists of completions and columns and return a list of scores.
+
+    reward(prompts=[…], completions=[…], **columns) -> [score, …]
+
+Grading is by the completion: each has its own time limit, its own place in a process that can be killed, and is graded
+as soon as it is drawn. So such a reward is called with lists of one. What it returns for a completion must depend on
+that completion alone.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeGuard
+
+from podium.errors import ConfigError
+
+__all__ = ["ListReward", "of_one", "takes_lists"]
+
+ListReward = Callable[..., Sequence[float]]
+
+_OF_THE_TRAINER: Final = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+_RESERVED: Final = ("prompt", "completion", *_OF_THE_TRAINER)
+
+
+def takes_lists(reward: Callable[..., Any]) -> TypeGuard[ListReward]:
+    """Whether ``reward`` has a parameter named "completions", as rewards of TRL have."""
+    return "completions" in _parameters(reward)
+
+
+def of_one(reward: ListReward) -> Callable[[str, Mapping[str, Any]], float]:
+    """Return ``reward`` as a function of one completion and its row.
+
+    The completion is a list of one message where the row's prompt is a list of messages, and text otherwise.
+
+    Raises:
+        ConfigError: The reward is a coroutine function, or needs what only TRL's trainer has, such as
+            ``completion_ids``.
+    """
+    parameters = _parameters(reward)
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    named = [one for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    needed = [one.name for one in named if one.default is one.empty]
+    name = getattr(reward, "__qualname__", type(reward).__name__)
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004 - an object may have an async __call__
+        raise ConfigError(f"the reward {name} is a coroutine function: write one that returns its scores")
+    if missing := [one for one in needed if one in _OF_THE_TRAINER]:
+        raise ConfigError(
+            f"the reward {name} needs {missing[0]}, which only TRL's trainer has: give the parameter a default, or "
+            "write a reward of (completion, row), which returns a number or a mapping of named numbers with 'score'"
+        )
+
+    def graded(completion: str, row: Mapping[str, Any]) -> float:
+        prompt = row.get("prompt")
+        said = [{"role": "assistant", "content": completion}] if isinstance(prompt, list) else completion
+        columns = {key: [value] for key, value in row.items() if key not in _RESERVED}
+        given: dict[str, Any] = {**columns, "prompts": [prompt], "completions": [said]}
+        if absent := [one for one in needed if one not in given]:
+            raise ValueError(f"the reward {name} needs the column {absent[0]!r}, and the row has {', '.join(row)}")
+        return _only(reward(**(given if takes_all else {key: given[key] for key in parameters if key in given})))
+
+    return graded
+
+
+def _only(scores: object) -> float:
+    """The score in a list of one."""
+    if not hasattr(scores, "__len__") or not hasattr(scores, "__getitem__") or isinstance(scores, str | Mapping):
+        raise ValueError(f"returned {scores!r:.60} for a list of one completion: expected a list of one number")
+    found: Any = scores
+    if len(found) != 1:
+        raise ValueError(f"returned {len(found)} scores for a list of one completion: expected one")
+    if found[0] is None:
+        raise ValueError(
+            "returned None, by which a reward of TRL's passes a completion on to others: here it is the only one, so "
+            "return a number"
+        )
+    return found[0]
+
+
+def _parameters(reward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # some functions that are not written in Python have no signature
+        return {}
