@@ -5,9 +5,16 @@
 ...     pool = cluster.pool([4])
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from podium.lazy import lazy_exports
+
+if sys.platform == "win32":
+    raise ImportError(
+        "Podium does not run on Windows, because its workers and graders need processes and sockets of Linux: run it "
+        "in WSL (wsl --install, and then pip install podium in the Linux that it starts)"
+    )
 
 if TYPE_CHECKING:
     from podium.data import Batch as Batch, Jagged as Jagged, TensorRef as TensorRef

@@ -24,7 +24,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         package: Name of the package. It calls this function while it is imported.
     """
     module = sys.modules[package]
-    loader: Any = module.__loader__
+    loader: Any = module.__spec__ and module.__spec__.loader
     homes: dict[str, str] = {}
     for statement in ast.parse(loader.get_source(package)).body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":

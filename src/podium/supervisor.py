@@ -150,8 +150,9 @@ def kill(pid: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Set an attribute of this process. Only Linux has these."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if sys.platform == "linux" and libc.prctl(option, value, 0, 0, 0) != 0:
+    if hasattr(libc, "prctl") and libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 

@@ -155,7 +155,7 @@ def _itself(block: Block, info: BlockInfo) -> Block:
 def _explained(failure: Failure) -> Failure:
     if "process group" not in failure.message:
         return failure
-    hint = "inline has no collectives over several ranks: use podium.connect('local')"
+    hint = "inline has no collectives over several ranks: use podium.connect('local') on Linux"
     return replace(failure, message=f"{failure.message}; {hint}")
 
 

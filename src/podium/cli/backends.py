@@ -26,6 +26,8 @@ def run_backends(arguments: Sequence[str]) -> int:
 def _describe(point: EntryPoint) -> str:
     try:
         backend: Any = point.load()
+        if (other := backend.stand_in()) is not None:
+            return f"not usable here: {other[1]}; {other[0]} takes its place"
         if hasattr(backend, "capabilities"):
             capabilities = dataclasses.asdict(backend.capabilities)
         else:  # only an instance knows

@@ -64,6 +64,12 @@ class Backend(ABC):
         """The nodes that a backend with these options would have, found without starting it; empty if unknown."""
         return ()
 
+    @classmethod
+    def stand_in(cls) -> tuple[str, str] | None:
+        """Where this backend cannot run on this system: the name of the backend that takes its place, and why. None, as
+        by default, where it can."""
+        return None
+
     @abstractmethod
     def nodes(self) -> Sequence[Node]:
         """All nodes as they are now, in a stable order."""

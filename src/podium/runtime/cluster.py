@@ -430,10 +430,14 @@ class Cluster:
             self._inventory.refuse_others(pool)
         can = self._backend.capabilities
         if options.distributed and len(pool) > 1 and not can.collectives:
-            raise ConfigError(f"backend {self.backend_name!r} has no collectives over several ranks; use 'local'")
+            raise ConfigError(
+                f"backend {self.backend_name!r} has no collectives over several ranks; use 'local', on Linux"
+            )
         self._backend.check_options(options.options)
         if options.env and not can.processes:
-            raise ConfigError(f"backend {self.backend_name!r} has no processes to give an environment; use 'local'")
+            raise ConfigError(
+                f"backend {self.backend_name!r} has no processes to give an environment; use 'local', on Linux"
+            )
         for name in sorted(PROTECTED & options.env.keys()):
             raise ConfigError(
                 f"start(env={{{name!r}: ...}}): {name} cannot be set: a worker sees the devices of its slot, and its "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -23,6 +25,8 @@ def backends() -> dict[str, EntryPoint]:
 def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, **options: Any) -> Cluster:
     """Connect to a backend by name: "inline", "local", "ray", or any installed one.
 
+    Where "local" cannot run, as on macOS, "inline" takes its place, and a line on stderr says so.
+
     Args:
         backend: A name, or an address of the form ``NAME://…``.
         hints: Options that are dropped if the backend does not have them, such as ``log_dir`` and ``preload``.
@@ -31,10 +35,10 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
     Raises:
         ConfigError: There is no such backend (the message has the nearest name), or it does not have an option.
     """
-    cls = backend_class(backend, options)
+    name, cls = _found(backend, options)
     known = inspect.signature(cls).parameters
     given = {name: value for name, value in (hints or {}).items() if name in known} | _with_address(backend, options)
-    return Cluster(cls(**given), backend.partition("://")[0])
+    return Cluster(cls(**given), name)
 
 
 def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> type[Backend]:
@@ -43,7 +47,31 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
     Raises:
         ConfigError: As in :func:`connect`.
     """
-    scheme, found = backend.partition("://")[0], backends()
+    return _found(backend, options or {})[1]
+
+
+def _found(backend: str, options: Mapping[str, Any]) -> tuple[str, type[Backend]]:
+    """The name and the class of the backend, or of the one that takes its place on this system."""
+    name = backend.partition("://")[0]
+    cls = _loaded(name, backend)
+    if (other := cls.stand_in()) is not None:
+        _say(f"podium: {other[0]!r} takes the place of the backend {name!r}: {other[1]}")
+        name, cls = other[0], _loaded(other[0], other[0])
+    try:
+        inspect.signature(cls).bind(**_with_address(backend, options))
+    except TypeError as error:
+        raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
+    return name, cls
+
+
+@cache
+def _say(line: str) -> None:
+    """Write a line to stderr, once in this process."""
+    sys.stderr.write(line + "\n")
+
+
+def _loaded(scheme: str, backend: str) -> type[Backend]:
+    found = backends()
     if scheme not in found:
         raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{nearest(scheme, found)}")
     entry = found[scheme]
@@ -58,10 +86,6 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
         raise ConfigError(f"backend {scheme!r}: {entry.value} is no subclass of podium.runtime.Backend")
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"backend {scheme!r}: {entry.value} does not implement {', '.join(missing)}")
-    try:
-        inspect.signature(cls).bind(**_with_address(backend, options or {}))
-    except TypeError as error:
-        raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
     return cls
 
 

@@ -170,7 +170,7 @@ class ProcessSet:
         """Kill all processes, start new ones in the same slots, and make their workers again. Raises what
         ``WorkerGroup.restart`` raises."""
         if not self.backend.capabilities.processes:
-            raise ConfigError(f"{self.name}: this backend has no processes to kill and restart; use 'local'")
+            raise ConfigError(f"{self.name}: this backend has no processes to kill and restart; use 'local', on Linux")
         if self._attached:
             raise ConfigError(f"group {self.name} is another controller's; stop it with cluster.stop({self.name!r})")
         refuse_in_a_fork(self.watch.process, f"{self.name}.restart()")

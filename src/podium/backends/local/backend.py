@@ -14,11 +14,11 @@ import itertools
 import os
 import pickle
 import resource
+import select
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +38,13 @@ from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec
 
 __all__ = ["ForkServer", "LocalBackend"]
+
+_NEEDED = {
+    **dict.fromkeys(("memfd_create", "eventfd", "pidfd_open"), os),
+    **dict.fromkeys(("SOCK_SEQPACKET", "MSG_CMSG_CLOEXEC"), socket),
+    "epoll": select,
+}
+"""What macOS lacks: the segments of memory, wake-ups, ends of processes, messages with bounds, and waiting for all."""
 
 
 class ForkServer:
@@ -99,10 +106,8 @@ class LocalBackend(Backend):
         store_bytes: int | None = None,
         spill_dir: str | Path | None = None,
     ) -> None:
-        if not sys.platform.startswith("linux"):
-            raise ConfigError(
-                f"backend 'local' needs Linux (memfd, descriptor passing); on {sys.platform} use 'inline'"
-            )
+        if missing := _missing():
+            raise ConfigError(f"backend 'local' needs Linux, and this system has no {missing}; use 'inline'")
         if isinstance(preload, str):
             raise ConfigError(f"connect('local', preload={preload!r}): a sequence of module names, as in [{preload!r}]")
         if spill_dir is not None and not Path(spill_dir).is_dir():
@@ -136,6 +141,11 @@ class LocalBackend(Backend):
                 raise ConfigError(f"start(options={{'prefix': ...}}): there is no command {line[0]!r} on this machine")
 
     # -- contract ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def stand_in(cls) -> tuple[str, str] | None:
+        missing = _missing()
+        return ("inline", f"it needs Linux, and this system has no {missing}") if missing else None
 
     @classmethod
     def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
@@ -217,6 +227,12 @@ class LocalBackend(Backend):
             process.drain()
             process.end(process.died(status))
         return True
+
+
+def _missing() -> str:
+    """Those of the calls that this backend is built on which this system lacks; "" on Linux."""
+    lacking = [name for name, module in _NEEDED.items() if not hasattr(module, name)]
+    return ", ".join(lacking if os.path.isdir("/proc/self/fd") else [*lacking, "/proc"])
 
 
 def _not_started(process: LocalProcess, timeout_s: float, in_time: bool) -> WorkerStartError:

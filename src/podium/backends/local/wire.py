@@ -53,12 +53,13 @@ __all__ += ["pack", "receive_parcel", "send_message", "short_answer", "short_cal
 RECEIVE_LIMIT = 6 * INLINE_LIMIT
 MOST_FDS = 200  # in one message; the kernel takes 253
 
-# flags as plain integers: combining the enum's members takes longer than the system call saves
-SEND = int(socket.MSG_NOSIGNAL)
-SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
+# Flags as plain integers: combining the enum's members takes longer than the system call saves. macOS lacks two of
+# them, and LocalBackend.stand_in says so.
+SEND = int(getattr(socket, "MSG_NOSIGNAL", 0))
+SEND_NOW = SEND | int(socket.MSG_DONTWAIT)
+_RECEIVE = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _CUT = int(socket.MSG_CTRUNC)
-_RECEIVE_NOW = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_RECEIVE_NOW = _RECEIVE | int(socket.MSG_DONTWAIT)
 
 Message = tuple[Any, ...]
 
