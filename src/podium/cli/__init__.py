@@ -21,6 +21,7 @@ COMMANDS = {
     "sample": ("inference", "print completions of a run's model, or of any other"),
     "runs": ("runs", "list runs: steps, accuracy, and what became of each prompt"),
     "backends": ("backends", "list the installed backends, and what each can do"),
+    "completion": ("completion", "print a script for completion in bash, zsh or fish"),
 }
 
 
