@@ -7,11 +7,12 @@ holds the wheel and its own dependencies and nothing else, so it does not use py
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from importlib.metadata import requires
+from importlib.metadata import metadata, requires
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,8 +63,23 @@ def check_requirements(folder: Path) -> None:
         assert find_spec(name) is None, f"{name} is installed, so this environment does not test the core alone"
 
 
+def check_page(folder: Path) -> None:
+    """What a package index shows has links that lead somewhere from there, and the addresses of the project."""
+    found = metadata("podium")
+    text = str(found.json["description"])
+    relative = re.findall(r"\]\((?!https:|#)[^)]*\)", text)
+    assert "# Podium" in text and not relative, relative
+    assert any(url.startswith("Homepage, https:") for url in found.get_all("Project-URL") or ())
+
+
 def check_help(folder: Path) -> None:
-    """Help, keys and backends answer."""
+    """Help, keys, backends and completion answer, by the command and by the module."""
+    command = Path(sys.executable).with_name("podium")
+    assert subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout.startswith(
+        "podium "
+    )
+    assert "--optim.lr" in podium(folder, "completion", "bash")
+    assert "did you mean optim.lr?" in podium(folder, "train", "grpo", "--learning_rate", "1e-6", expected=2)
     assert "train" in podium(folder, "--help")
     assert "--algorithm.advantage" in podium(folder, "train", "grpo", "--keys")
     assert "inline" in podium(folder, "backends")
@@ -83,6 +99,9 @@ def check_extras(folder: Path) -> None:
         ("podium[tasks]", {"data.train": "reasoning_gym:basic_arithmetic"}, []),
         ("podium[math]", {"reward.name": "math"}, []),
         ("podium[ray]", {}, ["--backend", "ray"]),
+        ("podium[monarch]", {}, ["--backend", "monarch"]),
+        ("podium[trackers]", {"run.trackers": "[wandb]"}, []),
+        ("podium[vllm]", {"engine.name": "vllm"}, []),
     ]
     for extra, changes, words in cases:
         values = {"run.name": "other", "data.train": "rows.jsonl", **changes}
@@ -91,7 +110,7 @@ def check_extras(folder: Path) -> None:
 
 
 def main() -> None:
-    checks: list[Callable[[Path], None]] = [check_requirements, check_help, check_training, check_extras]
+    checks: list[Callable[[Path], None]] = [check_requirements, check_page, check_help, check_training, check_extras]
     with tempfile.TemporaryDirectory(prefix="podium-wheel-") as name:
         folder = Path(name)
         rows = [{"prompt": f"{number:02d}=", "answer": f"{number:02d}"} for number in range(40)]
