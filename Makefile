@@ -10,10 +10,11 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 # The first interpreter found that is new enough; PYTHON=… names another.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 WHEEL_PYTHON ?= $(PYTHON)
-NEWEST_PYTHON ?= $(firstword $(shell for p in python3.13 "$$HOME"/.pyenv/versions/3.13*/bin/python; do \
+NEWEST_PYTHON ?= $(firstword $(shell for p in python3.14 "$$HOME"/.pyenv/versions/3.14*/bin/python \
+		python3.13 "$$HOME"/.pyenv/versions/3.13*/bin/python; do \
 	"$$p" -c '' >/dev/null 2>&1 && echo "$$p"; done))
 TORCH_SPEC ?= torch==2.13.0
 
@@ -67,24 +68,27 @@ test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an
 test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs, in an environment of its own
 	@.venvs/vllm/bin/python -m pytest tests/unit/rollout tests/contract tests/integration -m vllm $(ARGS)
 
-test-wheel: $(STAMP)  ## build the wheel and use it in a fresh environment without extras: two minutes
+test-wheel: $(STAMP)  ## build the wheel and use it in a fresh environment without extras and compiler: two minutes
 	@rm -rf dist
 	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .
 	@rm -rf .venvs/$@
 	@$(WHEEL_PYTHON) -m venv .venvs/$@
 	@.venvs/$@/bin/pip install -q --disable-pip-version-check $(TORCH_SPEC)
 	@grep -v '^torch==' constraints.txt > .venvs/$@/constraints.txt
-	@.venvs/$@/bin/pip install -q --disable-pip-version-check -c .venvs/$@/constraints.txt dist/podium-*.whl
+	@.venvs/$@/bin/pip install -q --disable-pip-version-check --only-binary=:all: -c .venvs/$@/constraints.txt dist/podium-*.whl
 	@.venvs/$@/bin/pip check --disable-pip-version-check
 	@.venvs/$@/bin/python -I tests/packaging/check_wheel.py
 
-test-wheel-newest:  ## the same on Python 3.13, where it is installed (torch with CUDA, several GB): five minutes
-	@if [[ -z "$(NEWEST_PYTHON)" ]]; then echo "skipped: there is no Python 3.13 here"; \
+test-wheel-newest:  ## the same on Python 3.14 or 3.13, where one is installed (torch with CUDA, several GB): five minutes
+	@if [[ -z "$(NEWEST_PYTHON)" ]]; then echo "skipped: there is no Python 3.14 or 3.13 here"; \
 		else $(MAKE) test-wheel WHEEL_PYTHON="$(NEWEST_PYTHON)"; fi
 
 ##@ Measure
 bench: $(STAMP)  ## every figure of the README, beside floors and installed peers; writes bench/results.json
 	@$(BIN)/python -m bench $(ARGS)
+
+pictures: $(STAMP)  ## draw the pictures of the README from a run of the quickstart: five minutes
+	@$(BIN)/python -m bench.pictures $(ARGS)
 
 soak: $(STAMP)  ## ten thousand steps through references, with faults among them: what grows is a leak
 	@$(BIN)/python -m bench.soak $(ARGS)
@@ -138,4 +142,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help

@@ -15,16 +15,17 @@ from podium.cli import main
 from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, keys_of
 
 ROOT = Path(__file__).parents[2]
+COMING_FROM = ("coming-from-trl", "coming-from-verl", "coming-from-areal")
 PAGES = [ROOT / "README.md"] + [
-    ROOT / "docs" / f"{page}.md" for page in ("workers", "references", "coming-from-verl", "coming-from-areal")
+    ROOT / "docs" / f"{page}.md" for page in ("quick-start", "workers", "references", *COMING_FROM)
 ]
 
 
 LOOP = (ROOT / "examples" / "grpo_loop.py").read_text()
 
 
-def test_the_first_code_of_the_readme_is_the_loop_of_the_examples() -> None:
-    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+def test_the_first_code_of_the_quick_start_is_the_loop_of_the_examples() -> None:
+    first = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quick-start.md").read_text(), re.DOTALL)[0]
     assert first == LOOP
     assert len(first.splitlines()) <= 60
 
@@ -49,7 +50,7 @@ def test_a_script_of_the_docs_runs_as_printed(script: str, tmp_path: Path) -> No
 
 def test_there_are_scripts_to_run_on_every_page() -> None:
     assert {name.rpartition("-")[0] for name, _ in _scripts()} == {page.name for page in PAGES}
-    assert len(_scripts()) == 9
+    assert len(_scripts()) == 11
 
 
 @pytest.mark.ray

@@ -1,0 +1,98 @@
+"""The files at the root, which people and their tools read first, say what is true."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import podium
+from podium.cli import COMMANDS
+from podium.config import parse_overrides
+from podium.trainer import keys_of
+from podium.trainer.config import RECIPES, InferenceConfig
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HOME = "https://github.com/podium-rl/podium"
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "AGENTS.md", "llms.txt")
+COMMAND_PAGES = ("README.md", "docs/quick-start.md", "docs/coming-from-trl.md", "docs/rewards.md", "llms.txt")
+
+
+@pytest.mark.parametrize("name", ROOT_PAGES)
+def test_every_link_of_a_page_at_the_root_leads_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        path, _, anchor = target.partition("#")
+        if path.startswith("https:"):
+            continue
+        assert (ROOT / path).exists(), target
+        headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, (
+            target
+        )
+
+
+def test_the_readme_is_two_screens_with_two_pictures() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 110
+    pictures = re.findall(r"!\[([^\]]+)\]\((\S+)\)", text)
+    assert len(pictures) == 2
+    for description, path in pictures:
+        assert len(description) > 40, "for those who do not see the picture"
+        assert (ROOT / path).read_text().lstrip().startswith(("<svg", "<?xml"))
+
+
+def test_the_picture_of_the_terminal_loads_nothing_from_elsewhere() -> None:
+    for path in (ROOT / "docs" / "pictures").glob("*.svg"):
+        links = re.findall(r"(?:src|href)=\"(?!#)[^\"]*\"|url\(['\"]?(?!#)[^)]*\)|@import", path.read_text())
+        assert links == [], path.name
+
+
+@pytest.mark.parametrize("name", COMMAND_PAGES)
+def test_the_commands_of_a_page_have_commands_and_keys_that_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    found = re.findall(r"(?:^|`)podium (\w+)(?: +([^#\n`]*))?", text, re.MULTILINE)
+    assert found
+    for command, rest in found:
+        assert command in COMMANDS, command
+        words = [word for word in shlex.split(rest or "") if word != "…"]
+        known = {key.path for key in keys_of(RECIPES.get(words[0] if words else "", InferenceConfig))}
+        for word in words:
+            key = word.removeprefix("--").partition("=")[0]
+            if word.startswith("--") and "." in key and not key.startswith("backend."):
+                assert key in known or name == "docs/coming-from-trl.md", f"{command} {word}"
+
+
+def test_the_reward_of_the_readme_is_one() -> None:
+    block = re.findall(r"```python\n# reward.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["reward"](" 4 ", {"answer": "4"}) == 1.0
+    assert parse_overrides(RECIPES["grpo"], ["--reward.name", "reward.py:reward"]) == [
+        ("reward.name", "reward.py:reward")
+    ]
+
+
+def test_version_date_and_home_are_written_alike() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    version, date = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)[0]
+    assert (version, date) == (podium.__version__, str(citation["date-released"]))
+    assert citation["version"] == version
+    assert citation["repository-code"] == HOME
+    assert all(url.startswith(HOME) for url in PROJECT["project"]["urls"].values())
+
+
+def test_continuous_integration_runs_the_same_as_here_on_the_oldest_and_the_newest_python() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    named = [line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if "Python :: 3." in line]
+    assert job["strategy"]["matrix"]["python"] == [named[0], named[-1]]
+    for template in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(template.read_text())
