@@ -1,7 +1,7 @@
 """Writes the tables of docs/figures.md and of the README from bench/results.json: `python -m bench.figures`.
 
-A cell is a template, ``{noop_8_local}`` for Podium's figure or ``{noop_8_local.pipe}`` for what stands beside it, so that no
-figure is typed by hand.
+A cell is a template, ``{noop_8_local}`` for Podium's figure or ``{noop_8_local.pipe}`` for what stands beside it, so
+that no figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -87,15 +87,16 @@ LOCAL: Final[Lines] = (
         "products {generate_100m_bf16_b128.products}", "", "transformers {generate_100m_bf16_b128.transformers}",
     ),
     (
-        "GRPO step, 1M parameters, 16 × 8 × 64", "{grpo_step_1m}", "products {grpo_step_1m.products}", "",
+        "GRPO step, 1M parameters, 16 prompts by 8 completions of 64 tokens", "{grpo_step_1m}",
+        "products {grpo_step_1m.products}", "",
         "TRL {grpo_step_1m.trl} at its best setting, {grpo_step_1m.trl_default} by default",
     ),
     (
-        "GRPO step, 10M parameters, 16 × 8 × 64", "{grpo_step_10m}", "products {grpo_step_10m.products}", "",
+        "GRPO step, 10M parameters, as many", "{grpo_step_10m}", "products {grpo_step_10m.products}", "",
         "TRL {grpo_step_10m.trl} at its best setting, {grpo_step_10m.trl_default} by default",
     ),
     (
-        "GRPO step, 100M parameters, 4 × 4 × 32", "{grpo_step_100m}", "products {grpo_step_100m.products}", "",
+        "GRPO step, 100M parameters, 4 by 4 of 32 tokens", "{grpo_step_100m}", "products {grpo_step_100m.products}", "",
         "TRL {grpo_step_100m.trl} at its best setting, {grpo_step_100m.trl_default} by default",
     ),
 )  # fmt: skip
@@ -133,7 +134,7 @@ SHORT: Final[Lines] = (
     ),
     ("one of 4 ranks is killed, to the error", "{kill_4_local}", "Ray actors {kill_4_local.ray}"),
     (
-        "GRPO step, 1M parameters, 16 × 8 × 64", "{grpo_step_1m}",
+        "GRPO step, 1M parameters, 16 prompts by 8 completions of 64 tokens", "{grpo_step_1m}",
         "TRL {grpo_step_1m.trl} at its best setting, {grpo_step_1m.trl_default} by default",
     ),
 )  # fmt: skip
@@ -170,12 +171,17 @@ def shown(value: float, unit: str) -> str:
     return f"{text} {'µs' if unit == 'us' else unit}"
 
 
+def with_figures(page: str, text: str) -> str:
+    """The ``text`` of a page of PAGES, with the figures of the last whole run."""
+    rows = {row["name"]: row for row in json.loads((ROOT / "bench" / "results.json").read_text())}
+    return put_section(text, tables(rows, PAGES[page]), MARK)
+
+
 def main() -> None:
     """Write the pages."""
-    rows = {row["name"]: row for row in json.loads((ROOT / "bench" / "results.json").read_text())}
-    for page, names in PAGES.items():
+    for page in PAGES:
         path = ROOT / page
-        path.write_text(put_section(path.read_text(), tables(rows, names), MARK))
+        path.write_text(with_figures(page, path.read_text()))
 
 
 if __name__ == "__main__":
