@@ -126,6 +126,24 @@ def test_the_run_of_the_page_on_training_goes_as_printed(
     assert printed.endswith("3 steps, model in runs/reinforce/model\n")
 
 
+def test_the_commands_of_the_page_on_how_to_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dry runs, in a directory with the files of the page on training and a model to begin with."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "how-to.md").read_text()
+    for name, text in re.findall(
+        r"^```(?:python|yaml)\n# ([\w.]+)\n(.*?)^```", TRAINING + page, re.DOTALL | re.MULTILINE
+    ):
+        (tmp_path / name).write_text(text)
+    subprocess.run([sys.executable, "make_data.py"], check=True)
+    assert main(["train", "sft", "--config", "warm.yaml", "--run.steps", "1", "--backend", "inline"]) == 0
+    lines = re.findall(r"^podium (train .*)$", page, re.MULTILINE)
+    assert len(lines) > 15
+    for line in lines:
+        words = shlex.split(line)
+        if "ray" not in words:  # a dry run asks the cluster for its nodes
+            assert main([*words, "--dry-run"]) == 0, line
+
+
 def test_every_section_and_only_keys_that_exist_are_on_the_page_on_training() -> None:
     known = {key.path for cls in (GRPOConfig, PPOConfig, SFTConfig) for key in keys_of(cls)}
     rows = re.findall(r"^\| `([a-z]+)` \| [^|`]+ \| (.*) \|$", TRAINING, re.MULTILINE)
