@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"reward.name = 'reasoning_gym' needs reasoning-gym, which cannot be imported ({error}): "
-        "pip install 'podium[tasks]'"
+        "pip install 'podium[tasks]' (pycosat, which it needs, is built by a C compiler)"
     ) from error
 
 __all__ = ["reasoning_gym"]

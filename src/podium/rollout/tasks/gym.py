@@ -49,7 +49,8 @@ def _check(spec: str, options: Mapping[str, Any]) -> None:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            f"{spec} needs reasoning-gym, which cannot be imported ({error}): pip install 'podium[tasks]'"
+            f"{spec} needs reasoning-gym, which cannot be imported ({error}): pip install 'podium[tasks]' "
+            "(pycosat, which it needs, is built by a C compiler)"
         ) from error
     task = spec.removeprefix(PREFIX)
     registry: dict[str, Any] = reasoning_gym.factory.DATASETS
