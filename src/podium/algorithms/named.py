@@ -7,13 +7,13 @@ needed.
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
+from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.functions import load_function
 
@@ -165,7 +165,7 @@ def check_functions(config: AlgorithmConfig) -> None:
 
 def _check_arguments(function: Callable[..., Any], subject: str) -> None:
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except (TypeError, ValueError):  # Some functions that are not written in Python have no signature.
         return
     try:

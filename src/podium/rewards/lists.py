@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
+from podium.annotations import signature_of
 from podium.errors import ConfigError
 
 __all__ = ["ListReward", "of_one", "takes_lists"]
@@ -77,6 +78,6 @@ def _only(scores: object) -> float:
 
 def _parameters(reward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(reward).parameters
+        return signature_of(reward).parameters
     except (TypeError, ValueError):  # some functions that are not written in Python have no signature
         return {}

@@ -1,9 +1,9 @@
 """The rewards that have names, and the search for the function that a configuration names."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
+from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.rewards.lists import ListReward, of_one, takes_lists
@@ -46,7 +46,7 @@ def item_reward(reward: RewardFn) -> ItemReward:
         return of_one(reward)
     by_item = cast("ItemReward", reward)
     try:
-        signature = inspect.signature(reward)
+        signature = signature_of(reward)
     except (TypeError, ValueError):  # Some functions that are not written in Python have no signature.
         return by_item
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints, overload
 
+from podium.annotations import annotated_names
 from podium.errors import ConfigError
 from podium.runtime.group import WorkerHandle
 from podium.runtime.worker import Bound
@@ -55,7 +54,7 @@ def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bou
         )
     if taken := sorted(name for name in workers if hasattr(Colocated, name)):
         raise ConfigError(f"colocate(): a worker cannot be named {taken[0]!r}: the mapping of handles has that method")
-    declared = {name for base in kind.__mro__ for name in _annotated(base)}
+    declared = {name for base in kind.__mro__ for name in annotated_names(base)}
     if kind is not Colocated and declared != workers.keys():
         raise ConfigError(
             f"colocate({kind.__name__}, ...): it declares {sorted(declared)}; given are {sorted(workers)}"
@@ -68,15 +67,6 @@ def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bou
                 f"{bound.cls.__name__}.bind(...)"
             )
     return Bound(kind, (), workers)
-
-
-def _annotated(cls: type) -> Iterable[str]:
-    """The names that the body of ``cls`` annotates. No annotation is evaluated: it may name what is defined later."""
-    if sys.version_info >= (3, 14):
-        import annotationlib
-
-        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
-    return vars(cls).get("__annotations__", {})
 
 
 def _declared_classes(kind: type[Colocated]) -> dict[str, type]:

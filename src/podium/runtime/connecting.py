@@ -9,6 +9,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.functions import nearest
 from podium.runtime.backend import Backend
@@ -36,7 +37,7 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
         ConfigError: There is no such backend (the message has the nearest name), or it does not have an option.
     """
     name, cls = _found(backend, options)
-    known = inspect.signature(cls).parameters
+    known = signature_of(cls).parameters
     given = {name: value for name, value in (hints or {}).items() if name in known} | _with_address(backend, options)
     return Cluster(cls(**given), name)
 
@@ -58,7 +59,7 @@ def _found(backend: str, options: Mapping[str, Any]) -> tuple[str, type[Backend]
         _say(f"podium: {other[0]!r} takes the place of the backend {name!r}: {other[1]}")
         name, cls = other[0], _loaded(other[0], other[0])
     try:
-        inspect.signature(cls).bind(**_with_address(backend, options))
+        signature_of(cls).bind(**_with_address(backend, options))
     except TypeError as error:
         raise ConfigError(f"connect({backend!r}): {error}; see help({cls.__module__}.{cls.__name__})") from error
     return name, cls

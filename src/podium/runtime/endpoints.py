@@ -11,6 +11,7 @@ from functools import partial, update_wrapper
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
+from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.runtime.calls import Call
 from podium.runtime.codec import Reading
@@ -154,7 +155,7 @@ class Endpoint(Generic[P, Out]):
     @property
     def __signature__(self) -> inspect.Signature:
         try:
-            signature = inspect.signature(self.spec.function)
+            signature = signature_of(self.spec.function)
         except ValueError:  # a function of C
             return inspect.Signature()
         return signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -306,7 +307,7 @@ def _declare(function: Callable[..., Any], dispatch: Dispatch, **how: Any) -> En
 
 
 def _spec(function: Callable[..., Any], called: str, dispatch: Dispatch, **how: Any) -> EndpointSpec:
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = list(signature_of(function).parameters.values())[1:]
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise ConfigError(
@@ -337,7 +338,7 @@ def spec_of_function(function: Callable[..., Any], dispatch: Dispatch, collect: 
     how: dict[str, Any] = {"dispatch": dispatch, "collect": collect, "concurrent": False, "returns": None}
     how |= {"reads": "tensor", "shipped": True}
     try:
-        parameters = list(inspect.signature(function).parameters.values())[1:]
+        parameters = list(signature_of(function).parameters.values())[1:]
     except (ValueError, TypeError):  # a function of C
         parameters = None
     if parameters is None or any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
+from podium.annotations import signature_of
 from podium.errors import ConfigError
 from podium.runtime.dispatch import Mesh
 
@@ -120,7 +121,7 @@ class Worker:
         """
         worker = cast("type[W]", cls)
         plain = worker.__init__ is object.__init__
-        signature = inspect.Signature() if plain else inspect.signature(worker)
+        signature = inspect.Signature() if plain else signature_of(worker)
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from podium.algorithms import check_functions
+from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
 from podium.functions import load_function
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
@@ -158,7 +159,7 @@ def load_schedule(name: str) -> Schedule:
         if is_kind(found):
             raise ConfigError(f"{subject} is {kind}; write a plain function")
     try:
-        inspect.signature(found).bind(None)
+        signature_of(found).bind(None)
     except (TypeError, ValueError):  # ValueError: a built-in function without a signature
         raise ConfigError(f"{subject} must take exactly one argument, the steps") from None
     return found
