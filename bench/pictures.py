@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import termios
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -109,7 +110,12 @@ def screen_lines(said: bytes) -> list[Text]:
     screen = pyte.HistoryScreen(COLUMNS, LINES, history=10_000, ratio=1)
     pyte.ByteStream(screen).feed(_SGR.sub(_without_faint, said))
     rows = [*screen.history.top, *(screen.buffer[at] for at in range(LINES))]
-    return [Text.assemble(*((row[at].data, style_of(row[at])) for at in range(COLUMNS))) for row in rows]
+    return [_line([row[at] for at in range(COLUMNS)]) for row in rows]
+
+
+def _line(chars: list[Char]) -> Text:
+    runs = groupby(chars, style_of)
+    return Text.assemble(*(("".join(char.data for char in run), style) for style, run in runs))
 
 
 def style_of(char: Char) -> Style:
@@ -119,7 +125,13 @@ def style_of(char: Char) -> Style:
         color = f"#{color}"
     elif color is not None and color.startswith("bright") and not color.startswith("bright_"):
         color = f"bright_{color.removeprefix('bright')}"
-    return Style(color=color, bold=char.bold, italic=char.italics, underline=char.underscore, reverse=char.reverse)
+    return Style(
+        color=color,
+        bold=char.bold or None,
+        italic=char.italics or None,
+        underline=char.underscore or None,
+        reverse=char.reverse or None,
+    )
 
 
 def _without_faint(found: re.Match[bytes]) -> bytes:
