@@ -24,10 +24,11 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, Jagged, fields
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks.examples import template_messages
-from podium.runtime import Handle
+from podium.runtime import Call, Handle
 from podium.telemetry import Sample, metrics as names
 from podium.trainer.files import step_name
 from podium.trainer.prompts import Prompt
+from podium.trainer.token_texts import TokenTexts
 from podium.workers import RewardModel, completion_texts, sampled_tokens
 
 __all__ = ["CompletionsLog", "ScoredBatch", "version_range", "write_completions"]
@@ -35,6 +36,8 @@ __all__ = ["CompletionsLog", "ScoredBatch", "version_range", "write_completions"
 _GRADED_TOKENS: Final = 1 << 19  # of the rows whose texts are here together: enough to keep all graders busy
 _WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be written; prompts count, too
 _NO_VERSION: Final = -1
+_NEEDED: Final = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.FINISH_REASON)  # to write a row
+_IF_THERE: Final = (fields.ROLLOUT_LOGPROBS, fields.KEPT_SIZES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +187,23 @@ class CompletionsLog:
         self.folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="completions")
         self._pending: Future[None] | None = None
+        self._texts: TokenTexts | None = None
 
-    def write(self, scored: ScoredBatch, advantages: Jagged | None) -> None:
-        """Start to write ``scored``, once the step before is written. Raises what the writing of that step raised."""
+    def write(self, scored: ScoredBatch, learned: Batch | None, scores: Call[Batch] | None = None) -> None:
+        """Start to write ``scored``, once the step before is written. Raises what the writing of that step raised.
+
+        Args:
+            learned: The columns ``advantages`` and, where they are known, ``old_logprobs`` of the same rows.
+            scores: A call that returns ``old_logprobs``. It is waited for in this object's thread.
+        """
         self.flush()
-        self._pending = self._thread.submit(write_completions, self.folder, scored, advantages)
+        self._texts = self._texts or TokenTexts(scored.tokenizer)
+        self._pending = self._thread.submit(self._write, scored, learned, scores, self._texts)
+
+    def _write(self, scored: ScoredBatch, learned: Batch | None, scores: Call[Batch] | None, texts: TokenTexts) -> None:
+        if learned is not None and scores is not None:
+            learned = learned.merge(scores.result())
+        write_completions(self.folder, scored, learned, texts)
 
     def flush(self) -> None:
         """Wait until everything is written. Raises what the writing raised."""
@@ -238,65 +253,106 @@ def _chunks(offsets: Tensor, most: int) -> Iterator[range]:
         yield range(start, rows)
 
 
-def write_completions(folder: Path, scored: ScoredBatch, advantages: Jagged | None) -> None:
-    """Write ``scored`` to the Parquet file of its step in ``folder``, with each completion's mean advantage.
+def write_completions(
+    folder: Path, scored: ScoredBatch, learned: Batch | None, texts: TokenTexts | None = None
+) -> None:
+    """Write ``scored`` to the Parquet file of its step in ``folder``, with what is known of each token.
 
     A file of the same step is replaced.
+
+    Args:
+        learned: The columns ``advantages`` and ``old_logprobs`` of the same rows, as far as there are such.
+        texts: The texts of the tokens that earlier steps had.
     """
     import pyarrow.parquet as pq  # a third of a second, which a dry run need not wait
 
     path = folder / f"{step_name(scored.step)}.parquet"
     aside = path.with_name(f".{path.name}.tmp")
     parts = sorted({name for grade in scored.grades or () for name in grade.parts})
+    texts = TokenTexts(scored.tokenizer) if texts is None else texts
     with ExitStack() as stack:
         file = None
         for rows in scored.chunks(_WRITTEN_TOKENS):
-            table = _table(scored, advantages, rows, parts)
+            table = _table(scored, learned, rows, parts, texts)
             if file is None:
                 file = stack.enter_context(pq.ParquetWriter(aside, table.schema, compression="zstd"))
             file.write_table(table)
     aside.replace(path)
 
 
-def _table(scored: ScoredBatch, advantages: Jagged | None, rows: range, parts: Sequence[str]) -> Any:
+def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Sequence[str], texts: TokenTexts) -> Any:
     """Some of the rows as a pyarrow.Table."""
     import pyarrow as pa
 
-    columns = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.FINISH_REASON)
+    columns = (*_NEEDED, *(name for name in _IF_THERE if name in scored.batch))
     batch = scored.batch.select(*columns).slice(rows.start, rows.stop).fetch()
+    if learned is not None:
+        batch = batch.merge(learned.slice(rows.start, rows.stop).fetch())
     tokens = sampled_tokens(batch)
     lasts = (batch.jagged(fields.TOKENS).offsets[1:] - 1).clamp(min=0)
     groups = scored.groups[rows.start : rows.stop]
     prompts = [scored.prompts[group] for group in groups]
     grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
     part_of = [grade.parts if grade else {} for grade in grades]
+    completions = [_utf8(text) for text in scored.texts(rows)]
+    lengths = [texts.lengths(row.tolist(), text) for row, text in zip(tokens.unbind(), completions, strict=True)]
     table: Mapping[str, Any] = {
         "step": pa.array([scored.step] * len(rows), pa.int64()),
         "group": pa.array(groups, pa.int64()),
         "prompt": pa.array([_utf8(prompt.text) for prompt in prompts], pa.string()),
-        "completion": pa.array([_utf8(text) for text in scored.texts(rows)], pa.string()),
-        "expected": pa.array([_utf8(prompt.example.answer) for prompt in prompts], pa.string()),
+        "completion": pa.array(completions, pa.string()),
+        "expected": pa.array([_answer(prompt) for prompt in prompts], pa.string()),
         "correct": pa.array([grade.correct if grade else None for grade in grades], pa.bool_()),
         "reward": pa.array([float(grade.score) if grade else math.nan for grade in grades], pa.float64()),
-        "advantage": pa.array(_means(advantages, tokens, rows), pa.float64()),
+        "advantage": pa.array(_means(batch, tokens), pa.float64()),
         "finish_reason": pa.array(batch.python(fields.FINISH_REASON), pa.string()),
         "version": pa.array(batch.jagged(fields.VERSIONS).values[lasts].tolist(), pa.int64()),
         "tokens": pa.ListArray.from_arrays(tokens.offsets.int().numpy(), tokens.values.int().numpy()),
+        "token_chars": pa.array(lengths, pa.list_(pa.int32())),
+        **{
+            name: pa.ListArray.from_arrays(tokens.offsets.int().numpy(), values_K.numpy())
+            for name, values_K in _token_values(batch).items()
+        },
         **{f"reward_{name}": pa.array([own.get(name) for own in part_of], pa.float64()) for name in parts},
     }
     return pa.table(table)
 
 
-def _means(advantages: Jagged | None, tokens: Jagged, rows: range) -> Sequence[float | None]:
+def _token_values(batch: Batch) -> dict[str, Tensor]:
+    """What is known of each sampled token, by the name of its column: int32 or float32 ``[K]``.
+
+    Floats are rounded to eight bits of precision. Fewer of them differ then, and the file is smaller.
+    """
+    mask_N = batch.jagged(fields.LOSS_MASK).values.bool()
+
+    def sampled(name: str) -> Tensor:
+        return batch.jagged(name).values[mask_N]
+
+    found = {"token_versions": sampled(fields.VERSIONS).int()}
+    if fields.ADVANTAGES in batch:
+        found["token_advantages"] = sampled(fields.ADVANTAGES).bfloat16().float()
+    if fields.OLD_LOGPROBS in batch and fields.ROLLOUT_LOGPROBS in batch:
+        apart_K = sampled(fields.ROLLOUT_LOGPROBS).float() - sampled(fields.OLD_LOGPROBS).float()
+        found["token_mismatch"] = apart_K.bfloat16().float()
+    if fields.KEPT_SIZES in batch:
+        found["token_kept"] = sampled(fields.KEPT_SIZES).int()
+    return found
+
+
+def _means(batch: Batch, tokens: Jagged) -> Sequence[float | None]:
     """The mean advantage of each row's sampled tokens."""
-    if advantages is None:
-        return [None] * len(rows)
-    own = advantages.slice(rows.start, rows.stop).fetch()
-    row_N = torch.repeat_interleave(torch.arange(len(rows)), own.lengths)
-    sums_B = torch.zeros(len(rows)).index_add(0, row_N, own.values.float())
+    if fields.ADVANTAGES not in batch:
+        return [None] * len(batch)
+    own = batch.jagged(fields.ADVANTAGES)
+    row_N = torch.repeat_interleave(torch.arange(len(batch)), own.lengths)
+    sums_B = torch.zeros(len(batch)).index_add(0, row_N, own.values.float())
     return (sums_B / tokens.lengths.clamp(min=1)).tolist()
 
 
-def _utf8(text: str | None) -> str | None:
+def _utf8(text: str) -> str:
     # Lone surrogates, which a tokenizer's bytes can decode to, have no UTF-8.
-    return None if text is None else text.encode("utf-8", "replace").decode()
+    return text.encode("utf-8", "replace").decode()
+
+
+def _answer(prompt: Prompt) -> str | None:
+    return None if prompt.example.answer is None else _utf8(prompt.example.answer)

@@ -52,6 +52,8 @@ _ADVANTAGE_INPUTS = (
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
 _FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
+_ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
+_KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
 _UPDATE_INPUTS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS),
     *(fields.VALUES, fields.RETURNS),
@@ -136,12 +138,12 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         figures: dict[str, float] = {}
 
         def record() -> None:
-            self.completions.write(scored, batch.jagged(fields.ADVANTAGES))
             figures.update(self.describe(scored, batch))
 
         with self.drawing.changing:
             with stage("update"):
                 updates = self.update(batch, step, meanwhile=record)
+            self.keep(scored, batch)
             self.rest(self.roles.critic)
             self.rest(self.roles.policy, weights=False)
             with stage("publish"):
@@ -151,6 +153,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             metrics = self.measure(figures, updates)
             self.check_mismatch(metrics, step)
             return metrics
+
+    def keep(self, scored: ScoredBatch, batch: Batch) -> None:
+        """Start to write the step's completions, with what is known of their tokens."""
+        scores = None
+        if fields.OLD_LOGPROBS not in batch and hasattr(self.roles.policy, "update_logprobs"):
+            scores = self.roles.policy.update_logprobs.submit(_select(batch, _ROW_INPUTS))
+        self.completions.write(scored, _select(batch, _KEPT), scores)
 
     def rest(self, *roles: Handle[Any] | None, **how: bool) -> None:
         """Let roles leave their devices until they are needed, as far as ``parallel.offload`` says."""

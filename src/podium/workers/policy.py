@@ -64,6 +64,8 @@ class Policy(Learner):
         """What is kept until those have read the weights to whom they are lent."""
         return []
 
+    _scored: Tensor | None = None  # log-probabilities of the last update's tokens [N], which are those before it
+
     @property
     def adapted(self) -> bool:
         """Whether adapters are trained, so that the model's parameters are not yet its weights."""
@@ -102,11 +104,16 @@ class Policy(Learner):
         batch = self.weighted(batch)
         columns = [name for name in _LOSS_COLUMNS if name in batch]
         figures = self._minibatch_figures(batch, columns)
+        self._scored = kept_N = None
+        if fields.ROLLOUT_LOGPROBS in batch and fields.OLD_LOGPROBS not in batch:
+            kept_N = torch.zeros(len(batch.jagged(fields.TOKENS).values), device=self.device)
 
         def compute(micro: MicroBatch) -> TokenLoss:
             grad = self.algorithm.entropy_coef != 0
             scores = score_tokens(self.model, batch, micro, entropy=True, entropy_grad=grad)
             assert scores.entropy is not None
+            if kept_N is not None:
+                kept_N[micro.index] = scores.logprobs.detach().float()
             inputs = LossInputs(
                 offsets_B1=micro.offsets,
                 columns={
@@ -121,6 +128,7 @@ class Policy(Learner):
             return policy_loss(inputs, self.algorithm)
 
         result = self.engine.step(batch.with_columns(figures), compute, columns=(*columns, *figures))
+        self._scored = kept_N
         peak = memory_peak_bytes(self.device)
         return {
             metrics.LOSS: result.loss,
@@ -130,6 +138,20 @@ class Policy(Learner):
             metrics.SKIPPED_STEPS: float(self.engine.skipped_count),
             **({"policy/memory_peak_gib": peak / 2**30} if peak else {}),  # so far, on the first rank's accelerator
         }
+
+    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
+    def update_logprobs(self, batch: Batch) -> Batch:
+        """Return ``old_logprobs`` as the last update has found them, which had none and the same rows as ``batch``.
+
+        The column is NaN where no such update was made.
+
+        Args:
+            batch: ``loss_mask`` and ``group``.
+        """
+        mask, kept_N = batch.jagged(fields.LOSS_MASK), self._scored
+        if kept_N is None or len(kept_N) != len(mask.values):
+            kept_N = torch.full((len(mask.values),), torch.nan)
+        return Batch({fields.OLD_LOGPROBS: mask.like(kept_N.cpu())})
 
     @endpoint(collect=first())
     def weight_manifest(self) -> WeightManifest:

@@ -113,7 +113,7 @@ def test_completions_come_in_chunks_wherever_their_tokens_are(
     assert [len(rows) for rows in graded.chunks(most)] == {1: [1, 1, 1, 1], 5: [2, 1, 1], 100: [4]}[most]
     assert [text for rows in graded.chunks(most) for text in graded.texts(rows)] == ["c", "de", "a", "fff"]
     with CompletionsLog(tmp_path) as log:
-        log.write(graded, advantages)
+        log.write(graded, Batch({fields.ADVANTAGES: advantages}))
     table = pq.read_table(tmp_path / "step-000001.parquet").to_pydict()
     assert table["tokens"] == [[6], [7, 8], [3, 4], [9, 9, 9]]
     assert table["completion"] == ["c", "de", "a", "fff"]
@@ -132,7 +132,8 @@ def test_completions_are_written_with_tokens_grades_and_the_mean_advantage(tmp_p
     grades = [Grade(float(row), {"form": 0.1 * row}, correct=row > 2) for row in range(4)]
     advantages = rollouts().jagged(fields.LOSS_MASK)
     with CompletionsLog(tmp_path) as log:
-        log.write(scored(grades, step=3), advantages.like(advantages.values * torch.arange(14)))
+        weighted = advantages.like(advantages.values * torch.arange(14))
+        log.write(scored(grades, step=3), Batch({fields.ADVANTAGES: weighted}))
         log.flush()
         table = pq.read_table(tmp_path / "step-000003.parquet").to_pydict()
     assert table["step"] == [3, 3, 3, 3]

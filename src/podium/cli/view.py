@@ -1,0 +1,87 @@
+"""``podium view`` shows runs in a browser, or writes them to one HTML file."""
+
+import argparse
+import os
+import sys
+import threading
+import webbrowser
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from podium.errors import ConfigError
+from podium.telemetry.formatting import visible
+
+__all__ = ["run_view"]
+
+
+def run_view(arguments: Sequence[str]) -> int:
+    """Serve the page until Ctrl-C, or write it. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="podium view",
+        description="Show runs in a browser, from their own files: curves, completions with their tokens, the timeline "
+        "and failures. A run that goes on is followed. The page is served on loopback, and asks no other place.",
+        epilog="On another machine, first forward the port: ssh -L PORT:127.0.0.1:PORT MACHINE.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, such as runs/NAME")
+    parser.add_argument("--export", metavar="FILE", type=Path, help="write one HTML file with the runs, and end")
+    parser.add_argument("--port", type=int, default=0, help="the port on 127.0.0.1 (default: one that is free)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
+    parsed = parser.parse_args(arguments)
+
+    from podium.view.run import Run
+
+    runs = [Run(path, name) for path, name in _named([Path(run) for run in parsed.runs])]
+    if parsed.export is not None:
+        _export(runs, parsed.export)
+        return 0
+    from podium.view.server import ViewServer
+
+    with ViewServer(runs, parsed.port) as server:
+        sys.stdout.write(f"{visible(', '.join(run.name for run in runs))}: {server.url}\nCtrl-C ends it.\n")
+        sys.stdout.flush()
+        threading.Thread(target=_import_readers, daemon=True).start()
+        if parsed.open:
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever(poll_interval=0.1)
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+    return 0
+
+
+def _export(runs: Sequence[object], path: Path) -> None:
+    from podium.view.export import exported
+    from podium.view.run import Run
+
+    text = exported([run for run in runs if isinstance(run, Run)]).encode("utf-8", "replace")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_bytes(text)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sys.stdout.write(f"{visible(str(path))}: {len(text) / 2**20:.1f} MiB\n")
+
+
+def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Each path with the shortest end of it that no other has. Raises ConfigError for one that is no directory."""
+    whole = list(dict.fromkeys(path.resolve() for path in paths))
+    for path in whole:
+        if not path.is_dir():
+            raise ConfigError(f"{path}: there is no such directory; give the directory of a run")
+    names = {path: path.name for path in whole}
+    for depth in range(2, 64):
+        counts = Counter(names.values())
+        if max(counts.values()) == 1:
+            break
+        for path in whole:
+            if counts[names[path]] > 1:
+                names[path] = "/".join(path.parts[-depth:])
+    return list(names.items())
+
+
+def _import_readers() -> None:
+    """Import what completions are read with, while the first picture is drawn."""
+    import pyarrow.compute
+    import pyarrow.parquet  # noqa: F401 - the import is the purpose

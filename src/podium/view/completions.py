@@ -1,0 +1,187 @@
+"""The completions of a run, a group at a time."""
+
+import math
+import re
+from collections import OrderedDict
+from typing import Any, Final
+
+from podium.errors import DataError
+from podium.view.files import RunFiles, number
+
+__all__ = ["Completions"]
+
+_FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
+_SCALARS: Final = ("reward", "advantage", "correct", "finish_reason", "version")
+_TOKEN_COLUMNS: Final = ("token_chars", "token_advantages", "token_mismatch", "token_versions", "token_kept")
+_MOST_BYTES: Final = 512 << 20  # of what is read of a file for one answer, as it is in memory
+_PROMPT_BYTES: Final = 32 << 20  # of the prompts of a step, for them to stand in the list of its groups
+_HEAD: Final = 160  # characters of a prompt in the list of groups
+_PAGE_TOKENS: Final = 100_000  # of the completions that one answer holds
+_REMEMBERED: Final = 8  # steps whose rows are known
+
+
+class Completions:
+    """Reads the Parquet files of a run's steps. Each answer opens one file and reads the columns and rows it needs."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
+        self._known: OrderedDict[tuple[str, tuple[int, int]], list[list[int]]] = OrderedDict()
+
+    def steps(self) -> list[int]:
+        """The steps that have completions, in order."""
+        return sorted(int(match[1]) for name in self._files.names("completions") if (match := _FILE.fullmatch(name)))
+
+    def groups(self, step: int) -> dict[str, Any]:
+        """What the completions of each prompt of ``step`` got.
+
+        Returns:
+            ``groups``, each with its number, ``n`` completions, the rewards' ``mean``, ``low`` and ``high``, how many
+            are ``correct`` and how many ``cut`` off, and the head of the ``prompt``.
+
+        Raises:
+            DataError: The file cannot be read, or there is none.
+        """
+        with self._open(step) as file:
+            there = set(file.names)
+            wanted = [name for name in ("group", "reward", "correct", "finish_reason") if name in there]
+            if "prompt" in there and file.nbytes("prompt") <= _PROMPT_BYTES:
+                wanted.append("prompt")
+            table = file.read(wanted)
+        nothing: list[Any] = [None] * len(table["group"])
+        found: dict[int, dict[str, Any]] = {}
+        rewards: dict[int, list[float]] = {}
+        for row, group in enumerate(table["group"]):
+            one = found.setdefault(group, {"group": group, "n": 0, "correct": 0, "cut": 0})
+            if one["n"] == 0:
+                one["prompt"] = str(table.get("prompt", nothing)[row] or "")[:_HEAD]
+            one["n"] += 1
+            one["correct"] += table.get("correct", nothing)[row] is True
+            one["cut"] += table.get("finish_reason", nothing)[row] == "length"
+            reward = number(table.get("reward", nothing)[row])
+            if reward is not None and math.isfinite(reward):
+                rewards.setdefault(group, []).append(reward)
+        for group, one in found.items():
+            own = rewards.get(group, [])
+            one["mean"] = number(sum(own) / len(own)) if own else None
+            one["low"], one["high"] = min(own, default=None), max(own, default=None)
+        graded = any(value is not None for value in table.get("correct", nothing))
+        return {"step": step, "graded": graded, "groups": [found[group] for group in sorted(found)]}
+
+    def group(self, step: int, group: int, first: int = 0) -> dict[str, Any]:
+        """The completions of one prompt of ``step``, from number ``first`` on: 100,000 tokens at most, or one.
+
+        Returns:
+            ``prompt``, ``expected``, ``n`` completions in all, and ``rows``. A row has ``text``, ``reward``, ``parts``
+            of the reward, ``advantage``, ``correct``, ``finish_reason``, ``version``, the ids of its ``tokens``, and
+            where the file has them, a list for each of ``chars`` (characters of the text that a token wrote),
+            ``advantages``, ``mismatch``, ``versions`` and ``kept``. A list whose entries are all the same is that
+            entry alone.
+
+        Raises:
+            DataError: The file cannot be read, or there is no such group.
+        """
+        with self._open(step) as file:
+            places = self._places(step, file)
+            numbers = [index for index, groups in enumerate(places) if group in groups]
+            if not numbers:
+                raise DataError(f"step {step} has no group {group}")
+            parts = [name for name in file.names if name.startswith("reward_")]
+            columns = ("prompt", "expected", "completion", "tokens", *_SCALARS, *_TOKEN_COLUMNS, *parts)
+            wanted = [name for name in columns if name in file.names]
+            table = file.read(wanted, numbers, group)
+        count, nothing = len(table["tokens"]), [None] * len(table["tokens"])
+        rows: list[dict[str, Any]] = []
+        total = 0
+        for place in range(first, count):
+            total += len(table["tokens"][place] or ())
+            if rows and total > _PAGE_TOKENS:
+                break
+            own = {name: table.get(name, nothing)[place] for name in (*_SCALARS, *_TOKEN_COLUMNS, "completion")}
+            reward_parts = {name.removeprefix("reward_"): number(table[name][place]) for name in parts}
+            rows.append(_row(own, table["tokens"][place], reward_parts))
+        prompt, expected = (str(table.get(name, nothing)[0] or "") for name in ("prompt", "expected"))
+        return {"step": step, "group": group, "first": first, "n": count, "rows": rows} | {
+            "prompt": prompt,
+            "expected": expected if table.get("expected", nothing)[0] is not None else None,
+        }
+
+    def _open(self, step: int) -> "_Parquet":
+        try:
+            return _Parquet(self._files.open("completions", f"step-{step:06d}.parquet"))
+        except FileNotFoundError:
+            raise DataError(f"step {step} has no completions") from None
+
+    def _places(self, step: int, file: "_Parquet") -> list[list[int]]:
+        """The groups in each of the file's row groups."""
+        name = f"step-{step:06d}.parquet"
+        key = (name, self._files.signature("completions", name))
+        if key not in self._known:
+            self._known[key] = [sorted(set(file.read(["group"], [index])["group"])) for index in range(file.chunks)]
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+
+def _row(own: dict[str, Any], tokens: Any, parts: dict[str, float | None]) -> dict[str, Any]:
+    row: dict[str, Any] = {"text": str(own["completion"] or ""), "tokens": list(tokens or ()), "parts": parts}
+    row |= {"reward": number(own["reward"]), "advantage": number(own["advantage"]), "correct": own["correct"]}
+    row |= {"finish_reason": own["finish_reason"], "version": own["version"]}
+    for name in _TOKEN_COLUMNS:
+        values = own[name]
+        if isinstance(values, list) and len(values) == len(row["tokens"]):
+            short = [number(value) for value in values]
+            alike = bool(short) and name != "token_chars" and all(value == short[0] for value in short)
+            row[name.removeprefix("token_")] = short[0] if alike else short
+    return row
+
+
+class _Parquet:
+    """An open Parquet file. Raises DataError for what cannot be read, or would not fit in memory."""
+
+    def __init__(self, file: Any) -> None:
+        import pyarrow as pa  # a third of a second, which the first picture need not wait
+        import pyarrow.parquet as pq
+
+        self._raw = file
+        self._errors = (pa.ArrowException, OSError, ValueError)
+        try:
+            self._file = pq.ParquetFile(file)
+            self.names: list[str] = self._file.schema_arrow.names
+        except self._errors as error:
+            file.close()
+            raise DataError(f"a file of completions cannot be read: {error}") from None
+        if "group" not in self.names or "tokens" not in self.names:
+            file.close()
+            raise DataError("a file of completions lacks the columns group and tokens")
+        self.chunks: int = self._file.num_row_groups
+
+    def __enter__(self) -> "_Parquet":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._raw.close()
+
+    def nbytes(self, *names: str, chunks: list[int] | None = None) -> int:
+        """The bytes of columns ``names`` in memory, as the file says."""
+        metadata, total = self._file.metadata, 0
+        for index in range(self.chunks) if chunks is None else chunks:
+            chunk = metadata.row_group(index)
+            columns = [chunk.column(place) for place in range(chunk.num_columns)]
+            total += sum(one.total_uncompressed_size for one in columns if one.path_in_schema.split(".")[0] in names)
+        return total
+
+    def read(self, names: list[str], chunks: list[int] | None = None, group: int | None = None) -> dict[str, list[Any]]:
+        """The columns ``names`` as lists, of some row groups, and of the rows of one ``group``."""
+        chosen = list(range(self.chunks)) if chunks is None else chunks
+        if self.nbytes(*names, chunks=chosen) > _MOST_BYTES:
+            raise DataError(f"a file of completions needs more than {_MOST_BYTES >> 20} MiB of memory to be read")
+        columns = list(dict.fromkeys(["group", *names]))
+        try:
+            table = self._file.read_row_groups(chosen, columns=columns, use_threads=False)
+            if group is not None:
+                import pyarrow.compute as pc
+
+                table = table.filter(pc.field("group") == group)
+            return {name: table.column(name).to_pylist() for name in columns}
+        except self._errors as error:
+            raise DataError(f"a file of completions cannot be read: {error}") from None

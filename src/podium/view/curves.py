@@ -1,0 +1,119 @@
+"""metrics.jsonl as columns."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from podium.view.files import GrowingFile, RunFiles, number
+
+__all__ = ["Curves"]
+
+_MOST_POINTS: Final = 5000  # of a curve; where there are more steps, a point is the mean of some
+_OURS: Final = ("kind", "phase", "step", "time", "nonfinite")
+Column = list[float | None]
+
+
+class Curves:
+    """The metrics of a run, read as far as they are written."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._file = GrowingFile(files, "metrics.jsonl")
+        self._forget()
+
+    def _forget(self) -> None:
+        self.phase = ""
+        self.last_step = 0
+        self.last_time: float | None = None
+        self.nonfinite: list[tuple[int, str, str]] = []
+        self._steps = _Table()
+        self._evaluations = _Table()
+
+    def update(self) -> None:
+        """Read what is new."""
+        while True:
+            again, lines = self._file.read()
+            if again:
+                self._forget()
+            if not lines:
+                return
+            for line in lines.splitlines():
+                with suppress(ValueError, RecursionError):
+                    self._enter(json.loads(line))
+
+    def _enter(self, row: Any) -> None:
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            return
+        self.phase = row["phase"] if isinstance(row.get("phase"), str) else self.phase
+        self.last_step = max(self.last_step, row["step"])
+        self.last_time = number(row.get("time")) or self.last_time
+        if isinstance(row.get("nonfinite"), dict):
+            self.nonfinite += [(row["step"], str(name), str(what)) for name, what in row["nonfinite"].items()]
+        table = self._steps if row.get("kind") == "step" else self._evaluations
+        time = row.get("time")
+        table.enter(row["step"], time if isinstance(time, int | float) else 0.0, row)
+
+    def answer(self) -> dict[str, Any]:
+        """The columns of the steps, and those of the evaluations.
+
+        Returns:
+            ``every``: how many steps a point stands for. ``steps`` and ``evaluations``: ``step``, ``minutes`` since the
+            first row, and ``series``, a list for each metric with None where it has no value. Steps also have
+            ``tokens``, the sum of the tokens so far.
+        """
+        self.update()
+        start = min([*self._steps.times[:1], *self._evaluations.times[:1]], default=0.0)
+        every = -(-len(self._steps.numbers) // _MOST_POINTS) or 1
+        steps = self._steps.columns(start, every)
+        tokens, total = list[float](), 0.0
+        for value in self._steps.series.get("tokens", [None] * len(self._steps.numbers)):
+            total += value or 0.0
+            tokens.append(total)
+        steps["tokens"] = tokens[every - 1 :: every] + (tokens[-1:] if len(tokens) % every else [])
+        return {
+            "every": every,
+            "phase": self.phase,
+            "steps": steps,
+            "evaluations": self._evaluations.columns(start, 1),
+            "nonfinite": self.nonfinite[:1000],
+        }
+
+    @property
+    def accuracies(self) -> tuple[float | None, float | None]:
+        """The first held-out accuracy and the last one."""
+        found = [value for value in self._evaluations.series.get("accuracy", []) if value is not None]
+        return (found[0], found[-1]) if found else (None, None)
+
+
+class _Table:
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.times: list[float] = []
+        self.series: dict[str, Column] = {}
+
+    def enter(self, step: int, time: float, row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            if name not in _OURS and (found := number(value)) is not None:
+                column = self.series.setdefault(name, [])
+                column += [None] * (len(self.numbers) - len(column))
+                column.append(found)
+        self.numbers.append(step)
+        self.times.append(time)
+
+    def columns(self, start: float, every: int) -> dict[str, Any]:
+        count = len(self.numbers)
+        whole = {name: column + [None] * (count - len(column)) for name, column in self.series.items()}
+        ends = [min(first + every, count) - 1 for first in range(0, count, every)]
+        return {
+            "step": [self.numbers[end] for end in ends],
+            "minutes": [round((self.times[end] - start) / 60, 4) for end in ends],
+            "series": {name: column if every == 1 else _means(column, every) for name, column in whole.items()},
+        }
+
+
+def _means(column: Sequence[float | None], every: int) -> Column:
+    means: Column = []
+    for first in range(0, len(column), every):
+        known = [value for value in column[first : first + every] if value is not None]
+        means.append(number(sum(known) / len(known)) if known else None)
+    return means

@@ -1,0 +1,91 @@
+"""One HTML file that holds runs, for a mail, a report or an archive."""
+
+import base64
+import gzip
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from podium.errors import DataError
+from podium.view.page import page
+from podium.view.run import Run
+from podium.view.server import encoded
+
+__all__ = ["exported"]
+
+_STEPS: Final = 10  # whose completions and slices are in the file, of each run
+_MOST_BYTES: Final = 64 << 20  # of the answers, before they are packed
+
+
+def exported(runs: Sequence[Run]) -> str:
+    """Return the page with its answers inside. Curves and failures are whole; completions are those of ten steps.
+
+    The ten are the first, the last, and others at equal distances. The page says so where a run has more.
+    """
+    answers: dict[str, Any] = {"runs": [run.answer("about") for run in runs]}
+    budget = _Budget(answers)
+    left_out = False
+    for number, run in enumerate(runs):
+        for name in ("curves", "failures", "timeline"):
+            budget.add(f"{number}/{name}", run, name)
+        chosen = _spread(run.answer("steps"))
+        left_out |= len(chosen) < len(run.answer("steps"))
+        whole = [step for step in chosen if _add_step(budget, number, run, step)]
+        left_out |= len(whole) < len(chosen)
+        answers[f"{number}/steps"] = whole
+        left_out |= _add_slices(budget, number, run)
+    packed = base64.b64encode(gzip.compress(encoded(answers), 6, mtime=0)).decode()
+    note = f"This file holds the completions of {_STEPS} steps of each run at most; the run's directory has all."
+    return page(", ".join(run.name for run in runs) + " · podium view", packed, note if left_out else "")
+
+
+class _Budget:
+    """Adds answers while they are not too many for a browser to open at once."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self._answers = answers
+        self._left = _MOST_BYTES
+
+    def add(self, key: str, run: Run, path: str) -> bool:
+        if self._left <= 0:
+            return False
+        with suppress(DataError):
+            self._answers[key] = run.answer(path)
+            self._left -= len(encoded(self._answers[key]))
+            return True
+        return False
+
+
+def _add_step(budget: _Budget, number: int, run: Run, step: int) -> bool:
+    if not budget.add(f"{number}/groups/{step}", run, f"groups/{step}"):
+        return False
+    for group in run.answer(f"groups/{step}")["groups"]:
+        path = f"group/{step}/{group['group']}/0"
+        if not budget.add(f"{number}/{path}", run, path):
+            return False
+    return True
+
+
+def _add_slices(budget: _Budget, number: int, run: Run) -> bool:
+    """Add slices of each trace. Return whether some were left out."""
+    try:
+        names = run.answer("timeline")["traces"]
+    except DataError:
+        return False
+    left_out = False
+    for place in range(len(names)):
+        budget.add(f"{number}/timeline/{place}", run, f"timeline/{place}")
+        count = len(run.answer(f"timeline/{place}")["steps"])
+        chosen = _spread(list(range(count + 1)))
+        left_out |= len(chosen) < count + 1
+        for step in chosen:
+            path = f"slices/{place}/{step}/{step}"
+            budget.add(f"{number}/{path}", run, path)
+    return left_out
+
+
+def _spread(steps: list[int]) -> list[int]:
+    """At most ten of ``steps``: the first, the last, and others at equal distances."""
+    if len(steps) <= _STEPS:
+        return steps
+    return [steps[round(place * (len(steps) - 1) / (_STEPS - 1))] for place in range(_STEPS)]

@@ -1,0 +1,129 @@
+"""What failed in a run: lost workers, stalls, failed calls, metrics that are not finite, dropped prompts, errors."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from typing import Any, Final
+
+from podium.errors import DataError
+from podium.view.curves import Curves
+from podium.view.files import GrowingFile, RunFiles
+from podium.view.timeline import Timeline
+
+__all__ = ["Failures"]
+
+_LOG_BYTES: Final = 256 << 10  # the end of a log
+_LOG_LINES: Final = 40  # the last of each log, as they are
+_ENTRIES: Final = 200  # of each kind
+_RECORD: Final = re.compile(
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (WARNING|ERROR|CRITICAL) ([^\n]*)$", re.MULTILINE
+)
+_TRACEBACK: Final = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*([^\n]+)", re.MULTILINE)
+_LOST, _STALLED = "lost: ", "stalled: "
+
+
+class Failures:
+    """Collects the failures that the files of a run tell of."""
+
+    def __init__(self, files: RunFiles, curves: Curves) -> None:
+        self._files = files
+        self._curves = curves
+        self._ledger = GrowingFile(files, "ledger.jsonl")
+        self._dropped: Counter[tuple[str, int]] = Counter()
+
+    def answer(self, timelines: Sequence[Timeline]) -> dict[str, Any]:
+        """Return ``found``, at most 200 of each ``kind`` with what it ``says``, and the ends of all ``logs``.
+
+        An entry has what is known of ``step``, ``trace``, ``at`` (ms in that trace), ``when`` and ``where``.
+        """
+        found: list[dict[str, Any]] = []
+        for number, timeline in enumerate(timelines):
+            timeline.update()
+            for one in self._traced(timeline):
+                place, step = timeline.place_at(one["at"])
+                found.append({"trace": number, "name": timeline.name, "place": place, "step": step, **one})
+        self._curves.update()
+        found += [
+            {"kind": "not finite", "step": step, "says": f"{name} = {what}"}
+            for step, name, what in self._curves.nonfinite
+        ]
+        self._read_ledger()
+        found += [
+            {"kind": "dropped", "step": step, "says": f"{count:,} prompt{'s' * (count > 1)}: {reason}"}
+            for (reason, step), count in self._dropped.items()
+        ]
+        logs = list(self._logs())
+        for log in logs:
+            found += log.pop("found")
+        kinds = Counter(one["kind"] for one in found)
+        shown: list[dict[str, Any]] = []
+        for kind in kinds:
+            shown += [one for one in found if one["kind"] == kind][:_ENTRIES]
+        return {"found": shown, "counts": dict(kinds), "logs": logs}
+
+    def _traced(self, timeline: Timeline) -> Iterator[dict[str, Any]]:
+        names = {(pid, tid): name for pid, tid, _, name in timeline.answer()["tracks"]}
+        for mark in timeline.marks:
+            name, where = mark["name"], names.get(tuple(mark["track"]), "")
+            if name.startswith(_LOST):
+                node = mark["facts"].get("node", "")
+                yield {
+                    "kind": "lost worker",
+                    "at": mark["at"],
+                    "where": where,
+                    "says": name + f" on {node}" * bool(node),
+                }
+            elif name.startswith(_STALLED):
+                facts = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in mark["facts"].items())
+                yield {"kind": "stall", "at": mark["at"], "where": "", "says": f"{name} ({facts})"}
+        for call in timeline.failed:
+            where = names.get(tuple(call["track"]), "")
+            says = f"{call['name']} raised an error after {call['ms']:,.0f} ms"
+            yield {"kind": "failed call", "at": call["at"], "where": where, "says": says}
+
+    def _read_ledger(self) -> None:
+        with suppress(DataError):
+            while True:
+                again, lines = self._ledger.read()
+                if again:
+                    self._dropped.clear()
+                if not lines:
+                    return
+                for line in lines.splitlines():
+                    if b'"dropped"' in line:
+                        self._enter(line)
+
+    def _enter(self, line: bytes) -> None:
+        with suppress(ValueError, RecursionError, AttributeError, TypeError):
+            row = json.loads(line)
+            if row.get("state") == "dropped" and isinstance(row.get("step"), int):
+                self._dropped[str(row.get("reason"))[:300], row["step"]] += len(row.get("prompts", ()))
+
+    def _logs(self) -> Iterator[dict[str, Any]]:
+        try:
+            names = [name for name in self._files.names("logs") if name.endswith(".log")]
+        except (DataError, OSError) as error:
+            yield {"name": "logs", "tail": str(error), "found": []}
+            return
+        for name in names[:_ENTRIES]:
+            try:
+                text = self._end_of(name)
+            except (DataError, OSError) as error:
+                yield {"name": name, "tail": str(error), "found": []}
+                continue
+            found: list[dict[str, Any]] = []
+            for match in _RECORD.finditer(text):
+                kind = "warning" if match[2] == "WARNING" else "error"
+                found.append({"kind": kind, "when": match[1], "where": name, "says": match[3][:2000]})
+            for match in _TRACEBACK.finditer(text):
+                found.append({"kind": "traceback", "where": name, "says": match[1][:2000], "more": match[0][-8000:]})
+            yield {"name": name, "tail": "\n".join(text.splitlines()[-_LOG_LINES:])[-20_000:], "found": found}
+
+    def _end_of(self, name: str) -> str:
+        with closing(self._files.open("logs", name)) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _LOG_BYTES))
+            return file.read(_LOG_BYTES).decode("utf-8", "replace")

@@ -1,0 +1,110 @@
+"""Files of a run that is being watched. Its directory may come from a stranger, and may still grow."""
+
+import errno
+import os
+import stat
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import IO, Any, Final
+
+from podium.errors import DataError
+
+__all__ = ["GrowingFile", "RunFiles"]
+
+_LINKS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK)
+_READ_AT_ONCE: Final = 1 << 24
+
+
+class RunFiles:
+    """Opens files below ``path`` for reading. Nothing below it leads elsewhere: links are refused, and so are pipes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+
+    def open(self, *parts: str) -> IO[bytes]:
+        """Open the regular file at ``parts``, such as ``("completions", "step-000001.parquet")``.
+
+        Raises:
+            DataError: It is a link, is reached through a link, or is no regular file.
+            FileNotFoundError: There is none.
+        """
+        descriptor = self._open(parts, os.O_RDONLY | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise DataError(f"{'/'.join(parts)} is no regular file")
+        return os.fdopen(descriptor, "rb")
+
+    def names(self, *parts: str) -> list[str]:
+        """The names in the folder at ``parts``, in order; none if it is not there. Raises DataError for a link."""
+        try:
+            descriptor = self._open(parts, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return []
+        try:
+            return sorted(os.listdir(descriptor))
+        finally:
+            os.close(descriptor)
+
+    def signature(self, *parts: str) -> tuple[int, int]:
+        """Size in bytes and time of the last change in ns: what tells whether to look again. (0, 0) for no file."""
+        with suppress(OSError):
+            found = os.lstat(self.path.joinpath(*parts))
+            return found.st_size, found.st_mtime_ns
+        return 0, 0
+
+    def _open(self, parts: tuple[str, ...], flags: int) -> int:
+        """Open one name after the other, so that no name on the way can be a link."""
+        opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for place, name in enumerate(parts, 1):
+            folder = opened
+            own = flags if place == len(parts) else os.O_RDONLY | os.O_DIRECTORY
+            try:
+                opened = os.open(name, own | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            except OSError as error:
+                if error.errno in _LINKS:
+                    raise DataError(f"{'/'.join(parts[:place])} is a link, or no folder: it is not followed") from None
+                raise
+            finally:
+                os.close(folder)
+        return opened
+
+
+class GrowingFile:
+    """Gives the whole lines that a file has got since the last look."""
+
+    def __init__(self, files: RunFiles, *parts: str) -> None:
+        self._files = files
+        self._parts = parts
+        self._inode = -1
+        self.offset = 0
+
+    def read(self) -> tuple[bool, bytes]:
+        """Return whether the file began again (a resumed run replaces it), and its next lines; b"" for none yet.
+
+        A call returns 16 MiB or so at most: call until there are none.
+        """
+        try:
+            file = self._files.open(*self._parts)
+        except FileNotFoundError:
+            return self._again(-1), b""
+        with closing(file):
+            found = os.fstat(file.fileno())
+            again = self._again(found.st_ino) if found.st_ino != self._inode or found.st_size < self.offset else False
+            file.seek(self.offset)
+            data = file.read(_READ_AT_ONCE)
+            while data and b"\n" not in data and (more := file.read(_READ_AT_ONCE)):
+                data += more
+        lines = data[: data.rfind(b"\n") + 1]
+        self.offset += len(lines)
+        return again, lines
+
+    def _again(self, inode: int) -> bool:
+        before, self._inode, self.offset = self._inode, inode, 0
+        return before != -1
+
+
+def number(value: Any) -> float | None:
+    """``value`` with six digits, if it is a finite number; else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")

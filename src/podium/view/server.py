@@ -1,0 +1,153 @@
+"""The server of ``podium view``: loopback only, for reading only, and only for who has the address.
+
+Other pages in the same browser can send requests to loopback, too. What keeps them out:
+
+- The address holds 256 random bits, so that it cannot be guessed.
+- The ``Host`` of a request must be a name of loopback. A site whose name is bound to 127.0.0.1 anew, to read the
+  answers as its own (DNS rebinding), sends its own name.
+- ``Origin`` and ``Sec-Fetch-Site``, which browsers add, must not tell of another site.
+- No answer may be framed, embedded, sniffed or cached, and no request's path ever becomes the name of a file.
+"""
+
+import hmac
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+from podium.errors import ConfigError, DataError
+from podium.view.page import page
+from podium.view.run import Run
+
+__all__ = ["ViewServer"]
+
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}
+
+
+class ViewServer(ThreadingHTTPServer):
+    """Serves ``runs`` at ``url``, on loopback. ``port`` 0 takes a free one. Call ``serve_forever``.
+
+    Raises:
+        ConfigError: The port is taken, or is not ours to take.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, runs: Sequence[Run], port: int = 0) -> None:
+        self.runs = list(runs)
+        self.token = secrets.token_urlsafe(32)
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"port {port} of 127.0.0.1 cannot be used ({error}); --port 0 takes a free one"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
+
+    def server_bind(self) -> None:
+        # HTTPServer would ask the resolver for the machine's name, which may wait for a network.
+        socket.socket.bind(self.socket, self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "localhost", self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logging.getLogger("podium.view").debug("a request failed", exc_info=True)  # such as a browser that went away
+
+    def answer(self, path: str) -> Any:
+        """What the page asks for: ``state``, or the number of a run and the path of its answer. As ``Run.answer``."""
+        if path == "state":
+            return [run.signature() for run in self.runs]
+        if path == "runs":
+            return [run.answer("about") for run in self.runs]
+        number, _, rest = path.partition("/")
+        if not (number.isascii() and number.isdigit() and len(number) < 6):
+            raise LookupError(path)
+        return self.runs[int(number)].answer(rest)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version = "podium"
+    sys_version = ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", refusal.encode())
+            return
+        path = urlsplit(self.path).path.split("/", 2)[2]
+        if not path:
+            names = ", ".join(run.name for run in self.view.runs)
+            self._send(HTTPStatus.OK, "text/html", page(f"{names} · podium view").encode("utf-8", "replace"))
+            return
+        try:
+            status, found = HTTPStatus.OK, self.view.answer(path)
+        except DataError as error:
+            status, found = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
+        except LookupError:
+            status, found = HTTPStatus.NOT_FOUND, {"error": "there is no such page"}
+        self._send(status, "application/json", encoded(found))
+
+    do_HEAD = do_GET
+
+    @property
+    def view(self) -> ViewServer:
+        return cast("ViewServer", self.server)
+
+    def _refusal(self) -> str | None:
+        """Why this request is answered with 403; None where it may be answered."""
+        host = self.headers.get("Host", "")
+        if _hostname(f"http://{host}") not in _LOOPBACK:
+            return "This address answers only to 127.0.0.1 and localhost."
+        origin = self.headers.get("Origin")
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        if (origin is not None and origin != f"http://{host}") or site not in ("none", "same-origin"):
+            return "This address does not answer to other sites."
+        given = urlsplit(self.path).path.split("/", 2)
+        if len(given) < 3 or not hmac.compare_digest(given[1].encode(), self.view.token.encode()):
+            return "The address lacks its key: take the whole address that `podium view` has printed."
+        return None
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass  # the terminal shows the address, and stays quiet
+
+
+def encoded(answer: Any) -> bytes:
+    """``answer`` as JSON. A lone surrogate in it, which has no UTF-8, is written as its number."""
+    return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _hostname(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

@@ -1,0 +1,162 @@
+"""trace.json, a window of steps at a time.
+
+A trace has up to 256 MiB. Its lines are read once, without being parsed, for what is rare: the names of tracks, marks,
+failed calls, and where in the file each step ends. The slices of some steps are parsed when they are asked for.
+"""
+
+import json
+import re
+from bisect import bisect_left
+from contextlib import closing
+from itertools import islice
+from typing import Any, Final
+
+from podium.errors import DataError
+from podium.view.files import GrowingFile, RunFiles, number
+
+__all__ = ["Timeline", "traces"]
+
+_NAME: Final = re.compile(r"trace(?:-(\d{1,9}))?\.json")
+_RARE: Final = re.compile(rb'^\{"ph":"(?:[Mi]"|X"[^\n]*"ok":false)[^\n]*$', re.MULTILINE)
+_STEP: Final = re.compile(r"step (\d{1,15}) finished")
+_MOST_MARKS: Final = 20_000
+_MOST_FAILED: Final = 1_000
+_MOST_SLICES: Final = 20_000
+_WINDOW_BYTES: Final = 8 << 20
+
+
+def traces(files: RunFiles) -> list[str]:
+    """The names of a run's traces in the order of writing: trace.json, and trace-1.json and so on after each resume."""
+    found = {name: int(match[1] or 0) for name in files.names() if (match := _NAME.fullmatch(name))}
+    return sorted(found, key=lambda name: found[name])
+
+
+class Timeline:
+    """The trace called ``name`` of a run. Times are milliseconds since its first line that has one."""
+
+    def __init__(self, files: RunFiles, name: str) -> None:
+        self._files = files
+        self.name = name
+        self._file = GrowingFile(files, name)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._start_us: float | None = None
+        self._tracks: dict[tuple[int, int], str] = {}
+        self._processes: dict[int, str] = {}
+        self.steps: list[tuple[int, float, int]] = []  # number, ms, place in the file
+        self.marks: list[dict[str, Any]] = []
+        self.failed: list[dict[str, Any]] = []
+        self.is_whole = False
+
+    def update(self) -> None:
+        """Read what is new."""
+        while True:
+            start = self._file.offset
+            again, lines = self._file.read()
+            if again:
+                self._forget()
+                start = 0
+            if not lines:
+                return
+            for match in _RARE.finditer(lines):
+                self._enter(_parsed(match[0]), start + match.end())
+            self.is_whole = lines.endswith(b"]\n")
+
+    def _enter(self, line: dict[str, Any], place: int) -> None:
+        kind, name = line.get("ph"), str(line.get("name", ""))
+        track = (_integer(line.get("pid")), _integer(line.get("tid")))
+        args = line["args"] if isinstance(line.get("args"), dict) else {}
+        if kind == "M":
+            if name == "thread_name":
+                self._tracks[track] = str(args.get("name", ""))
+            elif name == "process_name":
+                self._processes[track[0]] = str(args.get("name", ""))
+        elif kind == "X" and len(self.failed) < _MOST_FAILED:
+            self.failed.append(self._slice(line, args))
+        elif kind == "i":
+            at = self._ms(line.get("ts"))
+            if track[0] == 1 and (match := _STEP.fullmatch(name)):
+                self.steps.append((int(match[1]), at, place))
+            elif len(self.marks) < _MOST_MARKS:
+                facts = {str(key): str(value)[:500] for key, value in args.items()}
+                self.marks.append({"at": at, "name": name[:2000], "track": list(track), "facts": facts})
+
+    def _ms(self, us: Any) -> float:
+        found = number(us) or 0.0
+        if self._start_us is None:
+            self._start_us = float(us) if found else 0.0
+        return round((float(us) - self._start_us) / 1000, 3) if found else 0.0
+
+    def _slice(self, line: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
+        """A slice as the page draws it: the track, begin and length in ms, and the call or the step it belongs to."""
+        track = [_integer(line.get("pid")), _integer(line.get("tid"))]
+        length = round((number(line.get("dur")) or 0.0) / 1000, 3)
+        found = {"track": track, "at": self._ms(line.get("ts")), "ms": length, "name": str(line.get("name", ""))[:200]}
+        found |= {key: args[key] for key in ("call", "step", "rank") if isinstance(args.get(key), int)}
+        return found if args.get("ok") is not False else found | {"failed": True}
+
+    def answer(self) -> dict[str, Any]:
+        """What is known of the whole trace.
+
+        Returns:
+            ``tracks`` (``[pid, tid, name of the process, name]``), ``steps`` (``[number, end in ms]``), ``marks``,
+            ``failed`` calls, and whether the trace ``ended``.
+        """
+        self.update()
+        tracks = [[pid, tid, self._processes.get(pid, ""), name] for (pid, tid), name in sorted(self._tracks.items())]
+        steps = [[step, at] for step, at, _ in self.steps]
+        marks = {"marks": self.marks, "failed": self.failed, "ended": self.is_whole}
+        return {"name": self.name, "tracks": tracks, "steps": steps, **marks}
+
+    def slices(self, first: int, last: int) -> dict[str, Any]:
+        """The slices of steps ``first`` to ``last``, places in ``answer()["steps"]``; at most 20,000.
+
+        What follows the last whole step counts as a step of its own.
+
+        Returns:
+            ``from`` and ``until`` in ms (None: as far as there are slices), ``slices``, and whether some were ``cut``.
+
+        Raises:
+            DataError: There are no such steps.
+        """
+        self.update()
+        if not 0 <= first <= last <= len(self.steps):
+            raise DataError(f"the trace has {len(self.steps)} steps; {first} to {last} are not among them")
+        begin = self.steps[first - 1][1] if first else 0.0
+        until = self.steps[last][1] if last < len(self.steps) else None
+        # What began in these steps may have ended, and so been written, in the next one.
+        start = self.steps[first - 1][2] if first else 0
+        stop = self.steps[last + 1][2] if last + 1 < len(self.steps) else self._file.offset
+        try:
+            with closing(self._files.open(self.name)) as file:
+                file.seek(start)
+                data = file.read(min(stop - start, _WINDOW_BYTES))
+        except FileNotFoundError:
+            raise DataError("the trace is gone") from None
+        lines = (line for line in data.splitlines() if line.startswith(b'{"ph":"X"'))
+        found: list[dict[str, Any]] = []
+        for line in islice(lines, 4 * _MOST_SLICES):
+            parsed = _parsed(line)
+            one = self._slice(parsed, parsed["args"] if isinstance(parsed.get("args"), dict) else {})
+            if (until is None or one["at"] < until) and one["at"] + one["ms"] >= begin:
+                found.append(one)
+        cut = stop - start > _WINDOW_BYTES or len(found) > _MOST_SLICES
+        return {"from": begin, "until": until, "slices": found[:_MOST_SLICES], "cut": cut}
+
+    def place_at(self, ms: float) -> tuple[int, int | None]:
+        """The place in ``steps`` and the step during which something happened; None after the last whole one."""
+        place = bisect_left(self.steps, ms, key=lambda step: step[1])
+        return place, self.steps[place][0] if place < len(self.steps) else None
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line.rstrip().rstrip(b","))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) and abs(value) < 1 << 53 else 0

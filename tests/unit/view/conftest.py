@@ -1,0 +1,15 @@
+"""Runs to look at, made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.view.made_runs import write_run
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with trouble, that nobody may change."""
+    return write_run(tmp_path_factory.mktemp("runs") / "made", trouble=True)

@@ -1,0 +1,268 @@
+"""What the page of ``podium view`` is told of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from podium.errors import ConfigError, DataError
+from podium.view.files import GrowingFile, RunFiles
+from podium.view.run import Run
+from tests.unit.view.made_runs import write_run
+
+
+def test_a_run_in_a_few_facts(made: Path) -> None:
+    about = Run(made, "mine").answer("about")
+    assert about["name"] == "mine"
+    assert (about["phase"], about["step"], about["steps"], about["state"]) == ("grpo", 3, 3, "finished")
+    assert (about["before"], about["after"], about["data"]) == (0.1, 0.8, "copy.jsonl")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run is here"):
+        Run(tmp_path, "x")
+
+
+def test_curves_have_a_column_for_each_metric_and_say_what_is_not_finite(made: Path) -> None:
+    found = Run(made, "").answer("curves")
+    assert found["steps"]["step"] == [1, 2, 3]
+    assert found["steps"]["tokens"] == [1000.0, 2000.0, 3000.0]
+    entropies = found["steps"]["series"]["policy/entropy"]
+    assert entropies[1] is None
+    assert all(value > 0 for value in (entropies[0], entropies[2]))
+    assert found["nonfinite"] == [(2, "policy/entropy", "nan")]
+    assert found["evaluations"]["series"]["accuracy"] == [0.1, 0.8]
+    json.dumps(found, allow_nan=False)
+
+
+def test_curves_of_many_steps_are_means(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "step", "phase": "grpo", "step": n, "time": 60.0 * n, "loss": float(n), "tokens": 1}
+        for n in range(12_001)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Run(tmp_path, "").answer("curves")
+    assert found["every"] == 3
+    assert found["steps"]["step"][:2] == [2, 5]
+    assert found["steps"]["step"][-1] == 12_000
+    assert found["steps"]["series"]["loss"][:2] == [1.0, 4.0]
+    assert found["steps"]["minutes"][:2] == [2.0, 5.0]
+    assert len(found["steps"]["tokens"]) == len(found["steps"]["step"]) == 4001
+    assert found["steps"]["tokens"][-1] == 12_001
+
+
+def test_a_run_that_goes_on_is_read_on_and_one_that_was_rewound_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    row = {"kind": "step", "phase": "grpo", "time": 1.0}
+    path.write_text(json.dumps({**row, "step": 1}) + "\n" + '{"kind": "step", "st')
+    run = Run(tmp_path, "")
+    before = run.signature()
+    assert run.answer("curves")["steps"]["step"] == [1]
+    with path.open("a") as file:
+        file.write('ep": 2, "time": 2}\nnot json\n[1]\n{"step": "x"}\n')
+    assert run.signature() != before
+    assert run.answer("curves")["steps"]["step"] == [1, 2]
+    aside = tmp_path / "aside"
+    aside.write_text(json.dumps({**row, "step": 7}) + "\n")
+    aside.replace(path)  # as a resumed run does
+    assert run.answer("curves")["steps"]["step"] == [7]
+
+
+def test_groups_of_a_step(made: Path) -> None:
+    found = Run(made, "").answer("groups/2")
+    assert [group["group"] for group in found["groups"]] == [0, 1]
+    table = pq.read_table(made / "completions" / "step-000002.parquet").to_pydict()
+    assert [group["mean"] for group in found["groups"]] == [sum(table["reward"][:2]) / 2, sum(table["reward"][2:]) / 2]
+    assert found["groups"][0]["prompt"] == "Explain, in step 2, question 0."
+    assert found["groups"][1]["cut"] == table["finish_reason"][2:].count("length")
+    assert found["graded"]
+
+
+def test_a_group_has_what_is_known_of_each_token(made: Path) -> None:
+    found = Run(made, "").answer("group/2/1/0")
+    assert (found["n"], found["expected"]) == (2, "1")
+    table = pq.read_table(made / "completions" / "step-000002.parquet").to_pydict()
+    for row, place in zip(found["rows"], (2, 3), strict=True):
+        assert row["tokens"] == table["tokens"][place]
+        assert row["text"] == table["completion"][place]
+        assert sum(row["chars"]) == len(row["text"])
+        assert row["mismatch"] == pytest.approx(table["token_mismatch"][place], rel=1e-4)
+        assert all(abs(value) <= 0.0101 for value in row["mismatch"])
+        assert row["parts"] == {"form": table["reward_form"][place]}
+        for name in ("advantages", "versions", "kept"):
+            values = row[name] if isinstance(row[name], list) else [row[name]] * len(row["tokens"])
+            assert values == pytest.approx(table[f"token_{name}"][place], rel=1e-4)
+
+
+def test_a_list_of_one_value_is_that_value(tmp_path: Path) -> None:
+    columns = {
+        "group": [0],
+        "completion": ["ab"],
+        "tokens": [[1, 2]],
+        "token_chars": [[1, 1]],
+        "token_versions": [[3, 3]],
+    }
+    row = _only_file(tmp_path, columns).answer("group/1/0/0")["rows"][0]
+    assert (row["chars"], row["versions"]) == ([1, 1], 3)
+    assert row["reward"] is None
+
+
+def test_a_step_that_was_not_graded(tmp_path: Path) -> None:
+    columns = {"group": [0, 0], "completion": ["a", "b"], "tokens": [[1], [2]], "reward": [math.nan, math.nan]}
+    run = _only_file(tmp_path, columns)
+    assert run.answer("groups/1")["groups"] == [
+        {"group": 0, "n": 2, "correct": 0, "cut": 0, "prompt": "", "mean": None, "low": None, "high": None}
+    ]
+    assert not run.answer("groups/1")["graded"]
+    json.dumps(run.answer("group/1/0/0"), allow_nan=False)
+
+
+def test_a_large_group_comes_in_pages(tmp_path: Path) -> None:
+    run = _only_file(tmp_path, {"group": [0] * 3, "completion": [""] * 3, "tokens": [[1] * 60_000] * 3})
+    assert len(run.answer("group/1/0/0")["rows"]) == 1
+    page = run.answer("group/1/0/2")
+    assert (page["first"], len(page["rows"]), page["n"]) == (2, 1, 3)
+
+
+def _only_file(folder: Path, columns: dict[str, Any]) -> Run:
+    (folder / "completions").mkdir()
+    (folder / "metrics.jsonl").touch()
+    pq.write_table(pa.table(columns), folder / "completions" / "step-000001.parquet")
+    return Run(folder, "")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 no", None])
+def test_a_file_that_cannot_be_read_is_said_to_be_so(tmp_path: Path, content: bytes | None) -> None:
+    run = _only_file(tmp_path, {"x": [1]})
+    if content is not None:
+        (tmp_path / "completions" / "step-000001.parquet").write_bytes(content)
+    with pytest.raises(DataError, match="completions"):
+        run.answer("groups/1")
+    with pytest.raises(DataError, match="step 2 has no completions"):
+        run.answer("groups/2")
+
+
+def test_the_timeline_of_some_steps(made: Path) -> None:
+    run = Run(made, "")
+    index = run.answer("timeline")
+    assert [step for step, _ in index["steps"]] == [1, 2, 3]
+    assert {name for *_, name in index["tracks"]} >= {
+        "policy 0",
+        "policy 1",
+        "generator 0",
+        "calls",
+        "collect",
+        "learn",
+    }
+    assert index["ended"]
+    window = run.answer("slices/0/1/1")
+    assert window["until"] == index["steps"][1][1]
+    names = [one["name"] for one in window["slices"]]
+    assert names.count("update") == 3  # the stage and both ranks
+    assert names.count("submit policy.update") == 1
+    assert [one["rank"] for one in window["slices"] if one.get("failed")] == [1]
+    everything = run.answer("slices/0/0/3")
+    assert len([one for one in everything["slices"] if one["name"] == "generate"]) == 9
+    assert all(one["at"] >= 0 for one in everything["slices"])
+    with pytest.raises(DataError, match="3 steps"):
+        run.answer("slices/0/2/9")
+
+
+def test_a_trace_that_grows_is_read_on(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "run", steps=2)
+    trace = (whole / "trace.json").read_bytes()
+    half = trace.index(b"step 1 finished")
+    (whole / "trace.json").write_bytes(trace[:half])
+    run = Run(whole, "")
+    assert run.answer("timeline")["steps"] == []
+    assert run.answer("slices/0/0/0")["slices"]
+    with (whole / "trace.json").open("ab") as file:
+        file.write(trace[half:])
+    assert [step for step, _ in run.answer("timeline")["steps"]] == [1, 2]
+
+
+def test_failures_are_named_with_their_places(made: Path) -> None:
+    found = Run(made, "").answer("failures")
+    said = {one["kind"]: one for one in found["found"]}
+    assert said["lost worker"]["says"] == "lost: signal SIGKILL on localhost"
+    assert said["lost worker"]["where"] == "policy 1"
+    assert said["failed call"]["step"] == 2
+    assert "policy.update" in said["stall"]["says"]
+    assert said["not finite"] == {"kind": "not finite", "step": 2, "says": "policy/entropy = nan"}
+    assert said["dropped"]["says"] == "2 prompts: the run was stopped"
+    assert said["warning"]["says"] == "podium: it is \x1b[31mred"
+    assert said["traceback"]["says"] == "ValueError: no <b>number</b>"
+    assert 'File "x.py"' in said["traceback"]["more"]
+    assert found["logs"][0]["name"] == "policy-1.log"
+
+
+def test_a_quiet_run_has_no_failures(tmp_path: Path) -> None:
+    assert Run(write_run(tmp_path / "run"), "").answer("failures")["found"] == []
+
+
+@pytest.mark.parametrize("path", ["", "x", "group", "group/1", "groups/../1", "groups/-1", "groups/1/2/3/4", "about/1"])
+def test_paths_that_name_nothing(made: Path, path: str) -> None:
+    with pytest.raises(LookupError):
+        Run(made, "").answer(path)
+
+
+def test_links_and_pipes_in_a_run_are_not_opened(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text('{"kind": "step", "step": 1, "loss": 7}\n')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to(secret)
+    (run / "completions").symlink_to(tmp_path)
+    (run / "logs").mkdir()
+    (run / "logs" / "a.log").symlink_to(secret)
+    os.mkfifo(run / "logs" / "b.log")
+    os.mkfifo(run / "trace.json")
+    (run / "config.yaml").write_text("a: 1")
+    shown = Run(run, "")
+    for path in ("curves", "steps", "timeline"):
+        with pytest.raises(DataError):
+            shown.answer(path)
+    assert "is a link" in shown.answer("about")["complaint"]
+    (run / "metrics.jsonl").unlink()
+    (run / "trace.json").unlink()
+    tails = {log["name"]: log["tail"] for log in shown.answer("failures")["logs"]}
+    assert "loss" not in str(tails)
+    assert "is a link" in tails["a.log"]
+    assert "no regular file" in tails["b.log"]
+
+
+def test_lines_of_a_growing_file_are_whole(tmp_path: Path) -> None:
+    file = GrowingFile(RunFiles(tmp_path), "log")
+    assert file.read() == (False, b"")
+    (tmp_path / "log").write_bytes(b"one\ntw")
+    assert file.read() == (False, b"one\n")
+    with (tmp_path / "log").open("ab") as more:
+        more.write(b"o\n")
+    assert file.read() == (False, b"two\n")
+    (tmp_path / "log").write_bytes(b"x\n")
+    assert file.read() == (True, b"x\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"ph":"i","pid":1e400,"tid":null,"ts":NaN,"name":7,"args":[1]}',
+        b'{"ph":"M","name":"thread_name"}',
+        b'{"ph":"X","ok":false,"ts":"x","dur":1e999,"args":{"ok":false}}',
+        b'{"ph":"i"',
+        b'{"ph":"i","s":' + b"[" * 5000,
+    ],
+)
+def test_a_strange_trace_breaks_nothing(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "trace.json").write_bytes(b"[\n" + line + b",\n")
+    run = Run(tmp_path, "")
+    for path in ("timeline", "slices/0/0/0", "failures"):
+        json.dumps(run.answer(path), allow_nan=False)
