@@ -45,19 +45,28 @@ class TokenTexts:
         parts: list[int] = []
         place = 0
         for number, own in zip(ids, texts, strict=True):
-            own = own if not own or text.startswith(own, place) else f" {own}"
-            if parts or not text.startswith(own, place):
+            found = None if parts else _at(place, own, text)
+            if found is None:
                 parts.append(number)
-                own = self._decode(parts)
-                if own.endswith(_NO_CHARACTER) or not text.startswith(own, place):
-                    own = ""
-                    if len(parts) > _MOST_BYTES and place < len(text):
-                        return None
-                else:
+                joint = self._decode(parts)
+                found = 0 if joint.endswith(_NO_CHARACTER) else _at(place, joint, text) or 0
+                if found:
                     parts = []
-            lengths.append(len(own))
-            place += len(own)
-        if place < len(text) and lengths:  # the end of a text that stops within a token
-            lengths[-1] += len(text) - place if self._decode(parts).startswith(text[place:]) else 0
-            place = sum(lengths)
+                elif len(parts) > _MOST_BYTES and place < len(text):
+                    return None
+            lengths.append(found)
+            place += found
+        rest = text[place:]
+        if rest and parts and _at(0, rest, self._decode(parts), f" {self._decode(parts)}"):
+            lengths[-1] += len(rest)  # the text stops within a token
+            place = len(text)
         return lengths if place == len(text) else None
+
+
+def _at(place: int, own: str, *texts: str) -> int | None:
+    """The length that ``own``, or a space and ``own``, has at ``place`` of one of ``texts``; None if it is in none."""
+    for text in texts:
+        for written in (own, f" {own}"):
+            if text.startswith(written, place):
+                return len(written)
+    return None

@@ -149,6 +149,38 @@ def test_completions_are_written_with_tokens_grades_and_the_mean_advantage(tmp_p
     assert list(pd.read_parquet(tmp_path)["reward"]) == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_what_is_known_of_each_token_is_written(tmp_path: Path) -> None:
+    batch = rollouts()
+    tokens = batch.jagged(fields.TOKENS)
+    numbers_N = torch.arange(14)
+    batch = batch.with_columns(
+        {
+            fields.VERSIONS: tokens.like(numbers_N),
+            fields.KEPT_SIZES: tokens.like(100 + numbers_N),
+            fields.ROLLOUT_LOGPROBS: tokens.like(-0.5 * numbers_N),
+        }
+    )
+    learned = Batch(
+        {fields.ADVANTAGES: tokens.like(0.25 * numbers_N), fields.OLD_LOGPROBS: tokens.like(-1.0 * numbers_N)}
+    )
+    with CompletionsLog(tmp_path) as log:
+        log.write(scored(None, batch), learned)
+    table = pq.read_table(tmp_path / "step-000001.parquet").to_pydict()
+    places = [[1], [3, 4], [7, 8], [11, 12, 13]]  # of the sampled tokens
+    assert table["token_versions"] == places
+    assert table["token_kept"] == [[100 + place for place in row] for row in places]
+    assert table["token_mismatch"] == [[0.5 * place for place in row] for row in places]
+    assert table["token_advantages"] == [[0.25 * place for place in row] for row in places]
+    assert table["token_chars"] == [[1], [1, 1], [0, 1], [1, 1, 1]]  # id 3 is <unk>, which is not decoded
+
+
+def test_what_is_not_known_of_tokens_has_no_column(tmp_path: Path) -> None:
+    with CompletionsLog(tmp_path) as log:
+        log.write(scored(None), None)
+    names = pq.read_schema(tmp_path / "step-000001.parquet").names
+    assert [name for name in names if name.startswith("token")] == ["tokens", "token_chars", "token_versions"]
+
+
 def test_text_without_utf_8_is_written_nevertheless(tmp_path: Path) -> None:
     odd = [replace(PROMPTS[0], decode=lambda ids: "p\ud800"), PROMPTS[1]]
     batch = ScoredBatch(step=1, batch=rollouts(), prompts=odd, tokenizer=char_tokenizer("abcdef"))

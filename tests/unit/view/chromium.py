@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,13 +25,13 @@ _FLAGS = (
 class Chromium:
     """One page of ``width`` x ``height`` points. ``requests`` are the addresses that it has asked for."""
 
-    def __init__(self, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
+    def __init__(self, width: int = 1280, height: int = 900, *, dark: bool = False, flags: Sequence[str] = ()) -> None:
         assert CHROMIUM is not None
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
         script = f'exec "$@" 3<&{read_there} 4>&{write_there}'
-        words = ["bash", "-c", script, "bash", CHROMIUM, *_FLAGS, f"--user-data-dir={self._folder.name}"]
+        words = ["bash", "-c", script, "bash", CHROMIUM, *_FLAGS, *flags, f"--user-data-dir={self._folder.name}"]
         words += [f"--window-size={width},{height}", "about:blank"]
         self._process = subprocess.Popen(
             words, pass_fds=(read_there, write_there), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
