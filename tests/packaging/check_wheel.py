@@ -91,6 +91,8 @@ def check_training(folder: Path) -> None:
     assert "podium[plot]" in said, f"nothing says that the curve needs an extra:\n{said}"
     assert (folder / "runs/wheel/summary.json").is_file()
     podium(folder, "sample", "runs/wheel", "--prompt", "12=")
+    podium(folder, "view", "runs/wheel", "--export", "run.html")
+    assert "class CurvesView" in (folder / "run.html").read_text(), "the wheel lacks the page of podium view"
 
 
 def check_extras(folder: Path) -> None:
