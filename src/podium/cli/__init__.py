@@ -71,7 +71,7 @@ def _no_command(word: str) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"podium {podium.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND [...]")
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
     parser.parse_args([word])  # prints help or the version and exits, or says what the commands are and exits with 2
