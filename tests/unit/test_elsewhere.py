@@ -45,10 +45,13 @@ def test_a_name_of_trl_is_answered(name: str) -> None:
 
 def test_the_answer_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "grpo", "--learning-rate", "1e-6", "--num_generations=8"]) == 2
-    assert capsys.readouterr().err == (
+    said = (
         "podium train: unknown key learning_rate (value 1e-06): did you mean optim.lr?\n"
         "unknown key num_generations (value 8): did you mean sampling.n?\n"
     )
+    assert capsys.readouterr().err == said
+    page = Path(__file__).parents[2] / "docs" / "coming-from-trl.md"
+    assert f"```\npodium train grpo --learning_rate 1e-6 --num_generations 8\n{said}```" in page.read_text()
 
 
 def test_the_answers_to_a_file_of_trl(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from podium.config import keys_of
-from podium.rewards import NAMED_REWARDS, RewardConfig
+from podium.rewards import NAMED_REWARDS, Grader, RewardConfig
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
@@ -29,3 +30,25 @@ def test_every_reward_and_every_setting_is_on_the_page() -> None:
     for key in keys_of(RewardConfig, "reward"):
         default = f"{key.default:g}" if isinstance(key.default, float) else re.escape(str(key.default))
         assert re.search(rf"^\| `{re.escape(key.path)}` \| `?{default}`? \|", PAGE, re.MULTILINE), key.path
+
+
+def test_the_rewards_of_the_page_on_trl_are_rewards() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "coming-from-trl.md").read_text()
+    section = page.partition("## Rewards")[2].partition("\n## ")[0]
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+        exec(code, names)
+    row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}
+    expected = {"reward": (1.0, 0.0), "score": (1.0, 0.0), "joined": (1.0, 0.2)}
+    for name, (right, wrong) in expected.items():
+        with Grader(RewardConfig(processes=1), reward=names[name]) as grader:
+            grades = grader.grade(["4", "<answer>5"], [row, row])
+        assert [grade.score for grade in grades] == [right, wrong], name
+
+
+def test_the_reward_of_trl_on_the_page_on_rewards_is_one() -> None:
+    code = re.findall(r"```python\n(def score\(completions.*?)```", PAGE, re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with Grader(RewardConfig(processes=1), reward=names["score"]) as grader:
+        assert grader.submit("4", {"prompt": "2+2=", "solution": "4"}).result().score == 1.0
