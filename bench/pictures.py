@@ -4,8 +4,8 @@
     python -m bench.pictures --smoke            the short one
     python -m bench.pictures --run FOLDER       draws what lies in FOLDER: transcript.bin and grpo/metrics.jsonl
 
-The command runs in a pseudo-terminal, whose screen becomes docs/pictures/terminal.svg: the first lines, and the report
-at the end. The pictures load no font and nothing else from elsewhere.
+The command runs in a pseudo-terminal, whose screen becomes docs/pictures/terminal.svg: the first lines of GRPO, and
+the report at the end. The pictures load no font and nothing else from elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from podium.trainer.report import plot_curve, read_curve
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 COLUMNS, LINES = 100, 50
-FIRST, LAST = 9, 45  # lines that are shown of the beginning and of the end
+FIRST, LAST = 9, 36  # lines that are shown of the beginning and of the end
 _COLORS = {"default": None, "brown": "yellow", "brightbrown": "bright_yellow"}
 _SGR = re.compile(rb"\x1b\[([\d;]*)m")
 _GREY = b"38;5;245"
@@ -91,9 +91,7 @@ def run_in_terminal(command: list[str]) -> bytes:
 
 def draw_terminal(said: bytes, command: str, path: Path) -> None:
     """Draw what a terminal shows after it was told ``said``."""
-    lines = screen_lines(said)
-    while lines and not lines[-1].plain.strip():
-        lines.pop()
+    lines = reinforcement(screen_lines(said))
     if len(lines) > FIRST + LAST:
         lines[FIRST:-LAST] = [Text("      ⋮", "dim")]
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
@@ -103,6 +101,17 @@ def draw_terminal(said: bytes, command: str, path: Path) -> None:
     plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     plain = plain.replace("Fira Code", "ui-monospace, 'Cascadia Mono', 'DejaVu Sans Mono', Menlo")
     path.write_text(console.export_svg(title="podium", theme=SVG_EXPORT_THEME, code_format=plain, unique_id="podium"))
+
+
+def reinforcement(lines: list[Text]) -> list[Text]:
+    """The lines from the start of GRPO to the end of its curve, without the warm-up before and the paths after."""
+    phases = [at for at, line in enumerate(lines) if line.plain.startswith("grpo  ")]
+    lines = lines[phases[-1] if phases else 0 :]
+    paths = [at for at, line in enumerate(lines) if re.match(r"  run\s", line.plain)]
+    lines = lines[: paths[-1] if paths else len(lines)]
+    while lines and not lines[-1].plain.strip():
+        lines.pop()
+    return lines
 
 
 def screen_lines(said: bytes) -> list[Text]:

@@ -47,3 +47,17 @@ def test_a_command_writes_into_a_terminal_of_its_own() -> None:
     script = "import os, sys; size = os.get_terminal_size(); print(sys.stdout.isatty(), size.columns, size.lines)"
     said = pictures.run_in_terminal([sys.executable, "-c", script])
     assert said.decode().split() == ["True", str(pictures.COLUMNS), str(pictures.LINES)]
+
+
+def test_the_warm_up_before_and_the_paths_after_are_left_out() -> None:
+    said = [
+        "sft  1500 steps ──",
+        "      1   2.8",
+        "grpo  240 steps ──",
+        "      1   0.2",
+        "  100% ┌──┐",
+        "",
+        "  run      runs/x",
+    ]
+    lines = pictures.screen_lines("\r\n".join(said).encode())
+    assert [line.plain.rstrip() for line in pictures.reinforcement(lines)] == said[2:5]
