@@ -32,9 +32,6 @@ _ROWS = Here(
 )
 _MINIBATCH = Here("algorithm.minibatches", "it says how many optimizer steps an epoch has, not how large one is")
 _BETAS = Here("optim.betas", "it holds both: --optim.betas '[0.9, 0.999]'")
-_STEPS = Here(
-    "run.steps", "a run is as long as its steps: an epoch has as many as the data has prompts / batch.prompts"
-)
 _CAP = Here("algorithm.importance_cap", "weights are per token, and the cap alone turns them on")
 _NAME = Here("reward.name", "a name, module:function or path/file.py:function; a function of TRL's form runs as it is")
 
@@ -50,7 +47,7 @@ NAMES: Final[Mapping[str, Here]] = {
     "adam_epsilon": Here("optim.eps"),
     "max_grad_norm": Here("optim.grad_clip"),
     "max_steps": Here("run.steps"),
-    "num_train_epochs": _STEPS,
+    "num_train_epochs": Here("run.epochs"),
     "seed": Here("run.seed"),
     # the batch
     "per_device_train_batch_size": _ROWS,
@@ -157,7 +154,7 @@ NAMES: Final[Mapping[str, Here]] = {
     "custom_reward_function.path": _NAME,
     "custom_reward_function.name": _NAME,
     "total_training_steps": Here("run.steps"),
-    "total_epochs": _STEPS,
+    "total_epochs": Here("run.epochs"),
     "test_freq": Here("eval.every"),
     "save_freq": Here("save.every"),
     "n_gpus_per_node": Here("placement.ranks", "it counts the processes of all nodes"),

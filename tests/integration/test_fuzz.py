@@ -226,6 +226,7 @@ class Doors:
             contextlib.redirect_stderr(io.StringIO()),
             contextlib.suppress(SystemExit),
             mock.patch("podium.trainer.describe_plan", lambda config, *_: str(check_settings(config))),
+            mock.patch("podium.trainer.describe_data", str),
             mock.patch("podium.trainer.PPOTrainer", _NoTrainer),
             mock.patch("podium.trainer.SFTTrainer", _NoTrainer),
             mock.patch("podium.connect", _refuse),

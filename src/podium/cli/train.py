@@ -9,11 +9,15 @@ import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from podium.cli.connecting import parse_with_backend
+from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
 from podium.trainer.config import RECIPES, PPOConfig, SFTConfig
+
+if TYPE_CHECKING:
+    from podium.trainer import PPOTrainer, SFTTrainer
 
 __all__ = ["run_train"]
 
@@ -30,20 +34,27 @@ def run_train(arguments: Sequence[str]) -> int:
     if options.dry_run:
         from podium.trainer import describe_plan
 
-        sys.stdout.write(describe_plan(config, backend.name, backend.options) + "\n")
-        return 0
-    from podium.trainer import PPOTrainer, SFTTrainer
+        sys.stdout.write(describe_plan(config, backend.name, backend.options) + "\n\n")
+        sys.stdout.flush()
+        from podium.trainer import describe_data  # needs torch, unlike what refuses a configuration
 
-    if isinstance(config, PPOConfig):
-        trainer = PPOTrainer(config, cluster=backend.name, backend_options=backend.options)
-    else:
-        trainer = SFTTrainer(config, cluster=backend.name, backend_options=backend.options)
+        sys.stdout.write(describe_data(_trainer(config, backend)) + "\n")
+        return 0
+    trainer = _trainer(config, backend)
     summary = trainer.fit()
     if not summary.finished:
         there = [] if backend.name == BACKEND else ["--backend", backend.name]
         again = ["podium", "train", options.recipe, "--resume", str(trainer.directory.path), *there, *backend.words]
         sys.stdout.write(f"stopped after step {summary.steps}; {shlex.join(again)} goes on\n")
     return 0
+
+
+def _trainer(config: PPOConfig | SFTConfig, backend: Backend) -> "PPOTrainer | SFTTrainer":
+    from podium.trainer import PPOTrainer, SFTTrainer
+
+    if isinstance(config, PPOConfig):
+        return PPOTrainer(config, cluster=backend.name, backend_options=backend.options)
+    return SFTTrainer(config, cluster=backend.name, backend_options=backend.options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN",
         help="resume the run in this directory, with its settings; auto: that of run.name, if it is there",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print settings and plan; start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print settings, plan and the first data; start nothing")
     parser.add_argument("--keys", action="store_true", help="list every setting with its default")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SaveConfig as SaveConfig,
         SFTConfig as SFTConfig,
     )
+    from podium.trainer.data_plan import describe_data as describe_data
     from podium.trainer.evaluate import (
         Evaluation as Evaluation,
         evaluate_model as evaluate_model,

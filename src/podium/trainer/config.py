@@ -60,6 +60,8 @@ class RunConfig:
     """All that is random in the run follows from this seed: prompts, samples and the order of rows."""
     steps: int = Field(default=200, ge=0, le=10**9)
     """The run ends after this many training steps. Steps before a resume count."""
+    epochs: float | None = Field(default=None, gt=0, le=10**6)
+    """The run ends after this many passes over the training data, whatever run.steps says. null means run.steps."""
     schedule: str = "sync"
     """This function arranges the two halves of steps, collect and learn, in time: sync, one_step_off, asynchronous,
     module:function, or path/file.py:function."""
@@ -305,8 +307,8 @@ class _TrainingConfig(InferenceConfig):
     @property
     def ending_optim(self) -> OptimConfig:
         """``optim`` with a schedule that ends with the run, unless ``optim.total_steps`` ends it elsewhere."""
-        if self.optim.lr_schedule == "constant" or self.optim.total_steps:
-            return self.optim
+        if self.optim.lr_schedule == "constant" or self.optim.total_steps or self.run.epochs is not None:
+            return self.optim  # how many steps epochs have is known when the data are read
         return replace(self.optim, total_steps=max(1, self.optimizer_steps))
 
     def __post_init__(self) -> None:
@@ -387,6 +389,11 @@ class PPOConfig(_TrainingConfig):
         return self.batch.prompts * self.sampling.n
 
     @property
+    def taken(self) -> int:
+        """Prompts of the data that a step takes."""
+        return self.batch.prompts
+
+    @property
     def has_critic(self) -> bool:
         """Whether the advantage estimator reads a critic's values."""
         return advantage_declaration(self.algorithm.advantage).needs_values
@@ -414,6 +421,11 @@ class SFTConfig(_TrainingConfig):
     """A run of supervised fine-tuning. ``sampling``, ``engine`` and ``reward`` serve its evaluation."""
 
     batch: ExampleBatch = Field(default_factory=ExampleBatch)
+
+    @property
+    def taken(self) -> int:
+        """Examples of the data that a step takes."""
+        return self.batch.examples
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -101,6 +101,8 @@ def _batch(config: PPOConfig | SFTConfig) -> Iterator[str]:
     rhythm = {"steps": config.save.every, "minutes": config.save.minutes}
     saved = " and ".join([f"every {most:g} {unit}" for unit, most in rhythm.items() if most] + ["at the end"])
     steps = f"{config.run.steps} steps = {config.optimizer_steps} optimizer steps"
+    if config.run.epochs is not None:
+        steps = f"{config.run.epochs:g} epoch(s), whose number of steps follows from the data"
     yield f"run          {steps}; evaluation: {evaluation}; checkpoint {saved}"
 
 

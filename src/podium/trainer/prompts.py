@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import Batch, Jagged, fields
 from podium.rollout.tasks import DataConfig, EncodedPrompts, Example, encode_prompts, load_examples
 from podium.telemetry import Note, emit
+from podium.telemetry.formatting import percent
 
 __all__ = ["Prompt", "Prompts", "completion_seeds", "encoded", "load_held_out", "prompt_batch", "row_order"]
 
@@ -85,7 +86,7 @@ def encoded(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, con
         emit(
             Note(
                 f"{what} prompts of more than data.max_prompt_tokens = {config.max_prompt_tokens}: {found.dropped} "
-                f"dropped, {found.cut} cut, of {len(examples)}"
+                f"dropped, {found.cut} cut, of {len(examples)} ({percent((found.dropped + found.cut) / len(examples))})"
             )
         )
     return Prompts(examples, found, tokenizer)

@@ -4,6 +4,7 @@ fit ─▶ prepare: directory, cluster, data, grader, roles ─▶ resume ─▶
 """
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -197,12 +198,9 @@ class Trainer(ABC, Generic[C, E, R]):
         stack.callback(self.directory.close)
         self._checkpoint = self.directory.checkpoints.latest() if config.run.resume else None
         if config.run.resume:
+            if config.run.epochs is None:
+                self._refuse_later_checkpoint()
             step = None if self._checkpoint is None else step_of(self._checkpoint.name)
-            if step is not None and step > config.run.steps:
-                raise ConfigError(
-                    f"run.steps = {config.run.steps}, and the latest checkpoint of {self.directory.path} is of step "
-                    f"{step}: raise run.steps, or remove later checkpoints to go on from an earlier one"
-                )
             self.directory.rewind(step)  # before a sink opens the files that this cuts
         stack.enter_context(self.directory.controller_log())
         self._console = terminal() if self._show else None
@@ -214,7 +212,9 @@ class Trainer(ABC, Generic[C, E, R]):
             self._cluster, self._backend_options = self._whole.enter_context(cluster), {}
         if self._began_at is None:  # these stay for a run that is resumed after a loss
             self._stop = self._whole.enter_context(listen_for_stop())
-            self._read_data()
+            self.read_data()
+            config = self.config
+            self._refuse_later_checkpoint()
             log_path = self.directory.logs / "reward.log"
             self.grader = self._whole.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
             self.grader.start()
@@ -247,13 +247,29 @@ class Trainer(ABC, Generic[C, E, R]):
             journals=None if config.run.schedule == "sync" else self.directory.journals(),
         )
 
-    def _read_data(self) -> None:
-        """Read tokenizer, prompts and held-out prompts, and check that the model can take them."""
+    def _refuse_later_checkpoint(self) -> None:
+        steps, checkpoint = self.config.run.steps, self._checkpoint
+        if checkpoint is not None and (step := step_of(checkpoint.name)) is not None and step > steps:
+            raise ConfigError(
+                f"run.steps = {steps}, and the latest checkpoint of {self.directory.path} is of step {step}: raise "
+                "run.steps, or remove later checkpoints to go on from an earlier one"
+            )
+
+    def read_data(self) -> None:
+        """Read tokenizer, prompts and held-out prompts, and check that the model can take them. ``run.steps`` follows
+        from ``run.epochs``.
+
+        Raises:
+            ConfigError, DataError: The run is refused for its data.
+        """
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_source)
         self._template = chat_template(self.tokenizer, config.data)
         self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer, config.data)
         self.stream = self.load_data()
+        if config.run.epochs is not None:
+            steps = math.ceil(config.run.epochs * len(self.stream) / config.taken)
+            self.config = config = replace(config, run=replace(config.run, steps=steps, epochs=None))
         self.held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
         if self.held_out is not None:
             longest = max(len(prompt.token_ids) for prompt in self.held_out)

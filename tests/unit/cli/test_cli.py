@@ -31,6 +31,7 @@ def yaml(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(
         f"model: {json.dumps(MODEL)}\ndata: {{train: {write_copy_task(tmp_path)}}}\nrun: {{dir: {tmp_path}/runs}}\n"
+        "sampling: {max_new_tokens: 3}\n"
     )
     return path
 

@@ -39,6 +39,11 @@ class PromptStream(Generic[T]):
         return len(self._examples)
 
     @property
+    def examples(self) -> Sequence[T]:
+        """All examples, in their own order."""
+        return self._examples
+
+    @property
     def epoch(self) -> int:
         """The epoch of the next example, from 0."""
         return self._epoch + (self._position == len(self._order))

@@ -1,0 +1,72 @@
+"""A dry run reads the data as the run would: it shows the first example, and refuses what the run would refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError, DataError
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer, describe_data
+from tests.integration.training import metrics_rows, tiny
+
+
+def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, data={"holdout": 0.0, "eval": str(tmp_path / "copy.jsonl")})
+    said = describe_data(PPOTrainer(config, cluster="inline"))
+    assert "training     60 prompts of 3 tokens each\n" in said
+    assert "epochs       2 steps x 4 prompts = 8 of 60 = 0.133 epochs\n" in said
+    assert "held-out     4 prompts" in said
+    assert "number 0     3 tokens, as the model reads them:\n             00=\ntokens       '0' '0' '='\n" in said
+    assert said.endswith("answer       '00'")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_of_an_example_what_is_learned_is_shown(tmp_path: Path) -> None:
+    said = describe_data(SFTTrainer(tiny(SFTConfig, tmp_path), cluster="inline"))
+    assert "to learn     3 of these tokens:\n             01<eos>\ntokens       '0' '1' '<eos>'" in said
+
+
+def test_how_many_prompts_are_too_long_is_said(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, data={"max_prompt_tokens": 3, "holdout": 0.0}, eval={"items": 0})
+    with (tmp_path / "copy.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "0 1 2 3 4 5=", "answer": "0"}) + "\n")
+    said = describe_data(PPOTrainer(config, cluster="inline"))
+    assert "data.max_prompt_tokens = 3: 1 dropped, 0 cut, of 61 (1.6%)" in said
+    assert "the longest is" not in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "sections", "error", "message"),
+    [
+        ([{"question": "1=", "answer": "1"}], {}, DataError, r"copy\.jsonl, line 1: no column 'prompt' for the prompt"),
+        ([], {}, DataError, r"copy\.jsonl.*(holds no|is empty)"),
+        ([{"prompt": "0=" * 40, "answer": "0"}] * 9, {}, ConfigError, "the longest .*prompt has 80 tokens"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused(
+    tmp_path: Path, rows: list[dict[str, Any]], sections: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    config = tiny(GRPOConfig, tmp_path, data={"holdout": 0.0, "eval": str(tmp_path / "copy.jsonl")}, **sections)
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(error, match=message):
+        describe_data(PPOTrainer(config, cluster="inline"))
+
+
+def test_a_run_of_epochs_has_as_many_steps_as_its_data_need(tmp_path: Path) -> None:
+    """48 or so of 60 examples, 8 a step. A resume goes on to the same step, and to a later one by run.steps."""
+    config = tiny(SFTConfig, tmp_path, run={"epochs": 0.5, "steps": 100}, eval={"items": 0}, save={"every": 1})
+    trainer = SFTTrainer(config, cluster="inline", show=False)
+    summary = trainer.fit()
+    assert summary.finished
+    assert summary.steps == -(-len(trainer.stream) // 16) == len(metrics_rows(tmp_path / "runs/run"))
+    written = (tmp_path / "runs/run/config.yaml").read_text()
+    assert f"steps: {summary.steps}\n  epochs: null" in written
+    again = tiny(SFTConfig, tmp_path, run={"epochs": 0.75, "resume": str(tmp_path / "runs/run")}, eval={"items": 0})
+    later = SFTTrainer(again, cluster="inline", show=False).fit()
+    assert later.steps == -(-3 * len(trainer.stream) // 32) > summary.steps
+    fewer = tiny(SFTConfig, tmp_path, run={"epochs": 0.1, "resume": str(tmp_path / "runs/run")}, eval={"items": 0})
+    with pytest.raises(ConfigError, match=r"run\.steps = 1, and the latest checkpoint .* is of step"):
+        SFTTrainer(fewer, cluster="inline", show=False).fit()
