@@ -121,6 +121,22 @@ def test_losses_do_not_depend_on_ranks_or_micro_batches(cluster: Cluster) -> Non
                 assert got == pytest.approx(expected.setdefault(run.__name__, got), abs=1e-5), where
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_keeps_the_logprobs_that_it_has_found(cluster: Cluster, ranks: int) -> None:
+    policy = Policy.bind(TINY, OPTIM, ParallelConfig(micro_batch_tokens=QUARTERS), GRPO)
+    with started(cluster, ranks, policy=policy) as group:
+        batch = recorded(None).drop("loss_weights").drop("old_logprobs")
+        batch = batch.with_columns({"group": torch.arange(len(batch)) // 4})
+        rows = batch.select("loss_mask", "group")
+        assert group.policy.update_logprobs(rows).fetch().jagged("old_logprobs").values.isnan().all()  # no update yet
+        before = group.policy.logprobs(batch).fetch().jagged("old_logprobs").values
+        group.policy.update(batch)
+        found = group.policy.update_logprobs(rows).fetch().jagged("old_logprobs").values
+        torch.testing.assert_close(found, before, atol=1e-5, rtol=0)
+        group.policy.update(batch.merge(group.policy.logprobs(batch)))  # which has them, so that nothing is kept
+        assert group.policy.update_logprobs(rows).fetch().jagged("old_logprobs").values.isnan().all()
+
+
 class Everywhere(Policy):
     """Every rank tells what its update returned."""
 

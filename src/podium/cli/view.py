@@ -6,13 +6,17 @@ import sys
 import threading
 import webbrowser
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from podium.errors import ConfigError
 from podium.telemetry.formatting import visible
+from podium.view.run import Run, is_run
 
 __all__ = ["run_view"]
+
+_MOST_RUNS: Final = 32
 
 
 def run_view(arguments: Sequence[str]) -> int:
@@ -23,13 +27,11 @@ def run_view(arguments: Sequence[str]) -> int:
         "and failures. A run that goes on is followed. The page is served on loopback, and asks no other place.",
         epilog="On another machine, first forward the port: ssh -L PORT:127.0.0.1:PORT MACHINE.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the directory of a run, such as runs/NAME")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, such as runs/NAME, or a directory of runs")
     parser.add_argument("--export", metavar="FILE", type=Path, help="write one HTML file with the runs, and end")
     parser.add_argument("--port", type=int, default=0, help="the port on 127.0.0.1 (default: one that is free)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
     parsed = parser.parse_args(arguments)
-
-    from podium.view.run import Run
 
     runs = [Run(path, name) for path, name in _named([Path(run) for run in parsed.runs])]
     if parsed.export is not None:
@@ -50,11 +52,10 @@ def run_view(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _export(runs: Sequence[object], path: Path) -> None:
+def _export(runs: Sequence[Run], path: Path) -> None:
     from podium.view.export import exported
-    from podium.view.run import Run
 
-    text = exported([run for run in runs if isinstance(run, Run)]).encode("utf-8", "replace")
+    text = exported(runs).encode("utf-8", "replace")
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_bytes(text)
@@ -65,11 +66,10 @@ def _export(runs: Sequence[object], path: Path) -> None:
 
 
 def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """Each path with the shortest end of it that no other has. Raises ConfigError for one that is no directory."""
-    whole = list(dict.fromkeys(path.resolve() for path in paths))
-    for path in whole:
-        if not path.is_dir():
-            raise ConfigError(f"{path}: there is no such directory; give the directory of a run")
+    """Each path with the shortest end of it that no other has."""
+    whole = list(dict.fromkeys(run.resolve() for path in paths for run in _runs(path)))
+    if len(whole) > _MOST_RUNS:
+        raise ConfigError(f"these are {len(whole)} runs, and a page shows {_MOST_RUNS} at most: name those to be shown")
     names = {path: path.name for path in whole}
     for depth in range(2, 64):
         counts = Counter(names.values())
@@ -79,6 +79,14 @@ def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
             if counts[names[path]] > 1:
                 names[path] = "/".join(path.parts[-depth:])
     return list(names.items())
+
+
+def _runs(path: Path) -> Iterator[Path]:
+    """The run at ``path``, or those directly below. Raises ConfigError for none."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such directory; give the directory of a run")
+    below = [] if is_run(path) else sorted(folder for folder in path.iterdir() if is_run(folder))
+    yield from below or [path]
 
 
 def _import_readers() -> None:

@@ -16,9 +16,14 @@ from podium.view.failures import Failures
 from podium.view.files import RunFiles, number
 from podium.view.timeline import Timeline, traces
 
-__all__ = ["Run"]
+__all__ = ["Run", "is_run"]
 
 _SMALL_FILE: Final = 1 << 20  # config.yaml, summary.json
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is the directory of a run that has begun."""
+    return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()
 
 
 class Run:
@@ -29,7 +34,7 @@ class Run:
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        if not (path / "config.yaml").is_file() and not (path / "metrics.jsonl").is_file():
+        if not is_run(path):
             raise ConfigError(f"{path}: no run is here; give the directory of a run, which holds config.yaml")
         self.name = name
         self.files = RunFiles(path)

@@ -200,7 +200,6 @@ def test_an_export_opens_from_the_disk_without_any_request(browser: Chromium, ru
     assert [url for url in browser.requests if not url.startswith(("data:", "about:", file.as_uri()))] == []
 
 
-@pytest.mark.slow
 def test_a_run_of_ten_thousand_completions_opens_at_once(browser: Chromium, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2, prompts=625, n=8, tokens=64)
     with ViewServer([Run(run, "run")]) as server:

@@ -174,6 +174,24 @@ def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(made: P
     assert rest.endswith("[]\n")
 
 
+def test_a_directory_of_runs_is_all_of_them_by_names_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a/one", "a/two", "b/one"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").touch()
+    (tmp_path / "a" / "other").mkdir()
+    file = tmp_path / "runs.html"
+    folders = [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a" / "two")]
+    assert main(["view", *folders, "--export", str(file)]) == 0
+    assert "<title>a/one, two, b/one · podium view</title>" in file.read_text()
+    for number in range(33):
+        (tmp_path / "many" / str(number)).mkdir(parents=True)
+        (tmp_path / "many" / str(number) / "config.yaml").touch()
+    assert main(["view", str(tmp_path / "many")]) == 2
+    assert "these are 33 runs" in capsys.readouterr().err
+
+
 def test_wrong_directories_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(tmp_path / "none")]) == 2
     assert "there is no such directory" in capsys.readouterr().err

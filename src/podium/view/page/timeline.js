@@ -4,7 +4,7 @@ import { choice, el, visible } from "./dom.js";
 import { duration, linear, ticks } from "./scales.js";
 import { isWorker, ownerOf, waitOf, waits } from "./waits.js";
 
-const ROW = 22, HEAD = 26, NAMES = 168;
+const ROW = 22, HEAD = 42, NAMES = 168;
 const KINDS = { generate: 0, draw: 0, update: 1, logprobs: 2, values: 6, advantages: 4, score: 3, publish: 5, construct: 7 };
 const SPANS = [["1", "1 step"], ["3", "3 steps"], ["10", "10 steps"]];
 
@@ -191,7 +191,7 @@ export class TimelineView {
     for (const ms of ticks(this.low - this.from, this.high - this.from, Math.max(3, Math.floor((box - NAMES) / 110)))) {
       const x = Math.round(this.x(ms + this.from)) + 0.5;
       pen.beginPath();
-      pen.moveTo(x, HEAD - 4);
+      pen.moveTo(x, 20);
       pen.lineTo(x, height);
       pen.stroke();
       if (x > NAMES + 24 && x < box - 28) pen.fillText(duration(ms), x, 14);
@@ -225,14 +225,24 @@ export class TimelineView {
       if (width > 34) {
         pen.fillStyle = waiting ? this.theme("--ink") : this.theme("--on-run");
         const begin = Math.max(left, NAMES);
-        pen.fillText(clipped(pen, visible(slice.name), left + width - begin - 8), begin + 4, y + 15);
+        pen.fillText(clipped(pen, (slice.failed ? "✗ " : "") + visible(slice.name), left + width - begin - 8), begin + 4, y + 15);
       }
     }
   }
 
   drawMarks(pen, height) {
-    for (const [step, at] of this.index.steps) this.drawLine(pen, height, at, "--quiet", [3, 3], `step ${step}`);
-    for (const mark of this.marks) this.drawLine(pen, height, mark.at, /^(lost|stalled)/.test(mark.name) ? "--bad" : "--accent", [], "");
+    let labelled = NAMES;
+    pen.textAlign = "right";
+    for (const [step, at] of this.index.steps) {
+      this.drawLine(pen, height, at, "--quiet", [3, 3]);
+      const x = this.x(at), text = `step ${step}`, width = pen.measureText(text).width + 6;
+      if (at < this.low || at > this.high || x - width < labelled) continue;
+      pen.fillStyle = this.theme("--quiet");
+      pen.fillText(text, x - 4, HEAD - 8);
+      labelled = x;
+    }
+    pen.textAlign = "left";
+    for (const mark of this.marks) this.drawLine(pen, height, mark.at, /^(lost|stalled)/.test(mark.name) ? "--bad" : "--accent", []);
   }
 
   drawLine(pen, height, at, color, dash) {
@@ -241,7 +251,7 @@ export class TimelineView {
     pen.strokeStyle = this.theme(color);
     pen.setLineDash(dash);
     pen.beginPath();
-    pen.moveTo(x, HEAD - 6);
+    pen.moveTo(x, HEAD - 18);
     pen.lineTo(x, height);
     pen.stroke();
     pen.setLineDash([]);
@@ -292,13 +302,14 @@ export class TimelineView {
     const names = new Map(this.index.tracks.map(([pid, tid, , name]) => [ownerOf([pid, tid]) + (tid % 100), name]));
     const rows = found.map((worker) => {
       const bar = el("div", { class: "stack" }), busy = sum(worker.busy);
-      for (const [name, ms] of sorted(worker.busy)) bar.append(piece(`--run-${kindOf(name)}`, ms / whole, `runs ${name}: ${duration(ms)}`, false));
-      for (const [who, ms] of sorted(worker.while)) bar.append(piece(who === "controller" ? "--line" : `--run-${kindOf(who.split(": ").at(-1))}`, ms / whole, `waits, ${saying(who)}: ${duration(ms)}`, true));
+      for (const [name, ms] of sorted(worker.busy)) bar.append(piece(`--run-${kindOf(name)}`, ms / whole, name, `runs ${name}: ${duration(ms)}`, false));
+      for (const [who, ms] of sorted(worker.while)) bar.append(piece(who === "controller" ? "--line" : `--run-${kindOf(who.split(": ").at(-1))}`, ms / whole, who === "controller" ? who : who.replace(/^\S+: /, ""), `waits, ${saying(who)}: ${duration(ms)}`, true));
       const [most] = sorted(worker.while);
       return el("tr", {}, el("th", { scope: "row" }, visible(names.get(`${worker.key}1`) ?? worker.key)),
         el("td", { class: "number" }, `${((100 * busy) / whole).toFixed(1)} %`), el("td", { class: "bars" }, bar),
         el("td", {}, most && most[1] > 0.005 * whole ? `${saying(most[0])}: ${duration(most[1])}` : "never"));
     });
+    if (!rows.length) return this.table.replaceChildren(el("p", { class: "quiet" }, "No worker ran anything in these steps."));
     this.table.replaceChildren(el("h2", {}, `Who waits for whom, in the ${duration(whole)} above`),
       el("table", {}, el("thead", {}, el("tr", {}, ["worker", "busy", "what it runs, and (striped) what others run while it waits", "waits most"].map((text) => el("th", { scope: "col" }, text)))), el("tbody", {}, rows)));
   }
@@ -308,8 +319,8 @@ const saying = (who) => (who === "controller" ? "while only the controller works
 const sum = (sums) => [...sums.values()].reduce((one, other) => one + other, 0);
 const sorted = (sums) => [...sums].sort((one, other) => other[1] - one[1]);
 
-function piece(color, share, title, waiting) {
-  const made = el("i", { title, class: waiting ? "waiting" : "" });
+function piece(color, share, name, title, waiting) {
+  const made = el("i", { title, class: waiting ? "waiting" : "" }, share > 0.1 ? el("span", {}, visible(name)) : "");
   made.style.width = `${100 * share}%`;
   made.style.setProperty("--own", `var(${color})`);
   return made;
