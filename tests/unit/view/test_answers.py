@@ -175,6 +175,24 @@ def test_the_timeline_of_some_steps(made: Path) -> None:
         run.answer("slices/0/2/9")
 
 
+def test_a_slice_that_ends_in_a_later_step_is_in_the_step_in_which_it_began(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    lines = [
+        {"ph": "i", "name": "step 1 finished", "pid": 1, "tid": 1, "ts": 1e6},
+        {"ph": "X", "name": "quick", "pid": 2, "tid": 1, "ts": 1.1e6, "dur": 1e5},
+        {"ph": "i", "name": "step 2 finished", "pid": 1, "tid": 1, "ts": 2e6},
+        {"ph": "X", "name": "long", "pid": 2, "tid": 2, "ts": 1.5e6, "dur": 1e6},
+        {"ph": "X", "name": "later", "pid": 2, "tid": 1, "ts": 2.1e6, "dur": 1e5},
+        {"ph": "i", "name": "step 3 finished", "pid": 1, "tid": 1, "ts": 3e6},
+    ]
+    (tmp_path / "trace.json").write_text(
+        "[\n" + "".join(json.dumps(line, separators=(",", ":")) + ",\n" for line in lines)
+    )
+    run = Run(tmp_path, "")
+    assert [one["name"] for one in run.answer("slices/0/1/1")["slices"]] == ["quick", "long"]
+    assert [one["name"] for one in run.answer("slices/0/2/2")["slices"]] == ["long", "later"]
+
+
 def test_a_trace_that_grows_is_read_on(tmp_path: Path) -> None:
     whole = write_run(tmp_path / "run", steps=2)
     trace = (whole / "trace.json").read_bytes()

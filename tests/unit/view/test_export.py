@@ -60,6 +60,12 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     assert found["runs"][0]["data"] == HOSTILE
 
 
+def test_no_text_ends_the_element_that_holds_it() -> None:
+    html = page("x", "</script><script>", "<!--</script>")
+    assert html.count("<script") == 2
+    assert "<!--" not in html
+
+
 @pytest.mark.parametrize("packed", ["", "H4sI"])
 def test_only_the_page_s_own_script_runs_and_nothing_is_asked_of_other_places(packed: str) -> None:
     html = page("x", packed)
