@@ -158,7 +158,7 @@ def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            raise ConfigError(f"{argument!r} is no setting: write --section.key value, as in --optim.lr 1e-4")
+            raise ConfigError(f"{argument!r} is no setting: write {_as_typed(argument)}")
         dotted, equals, text = argument[2:].partition("=")
         dotted = dotted.replace("-", "_")
         if not equals:
@@ -167,6 +167,13 @@ def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]
             text = rest.pop(0)
         pairs.append((dotted, _parse_value(_locate(cls, dotted.split("."))[1], text, dotted)))
     return pairs
+
+
+def _as_typed(argument: str) -> str:
+    """How a word of the command line is typed here. verl's are name=value, without dashes."""
+    name, equals, value = argument.lstrip("+").partition("=")
+    found = name_here(name) if equals else None
+    return f"--{found.key} {value}" if found and found.key else "--section.key value, as in --optim.lr 1e-4"
 
 
 def keys_of(cls: type, path: str = "") -> list[Key]:

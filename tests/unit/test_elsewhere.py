@@ -87,6 +87,21 @@ def test_the_answers_to_a_file_of_verl(tmp_path: Path) -> None:
         assert f": did you mean {ours}?" in next(line for line in str(caught.value).splitlines() if theirs in line)
 
 
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("actor_rollout_ref.rollout.n=8", "write --sampling.n 8"),
+        ("+data.train_files=a.parquet", "write --data.train a.parquet"),
+        ("run.steps=3", "write --section.key value, as in --optim.lr 1e-4"),
+        ("steps", "write --section.key value, as in --optim.lr 1e-4"),
+    ],
+)
+def test_a_setting_typed_as_for_verl_is_answered_as_it_is_typed_here(typed: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(GRPOConfig, None, [typed])
+    assert str(caught.value) == f"{typed!r} is no setting: {answer}"
+
+
 def test_the_answer_in_python_needs_no_torch() -> None:
     script = (
         "import sys\nfrom podium.errors import ConfigError\nfrom podium.trainer import GRPOConfig\n"
