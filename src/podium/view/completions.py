@@ -25,7 +25,7 @@ class Completions:
 
     def __init__(self, files: RunFiles) -> None:
         self._files = files
-        self._known: OrderedDict[tuple[str, tuple[int, int]], list[list[int]]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, tuple[int, int]], list[set[int]]] = OrderedDict()
 
     def steps(self) -> list[int]:
         """The steps that have completions, in order."""
@@ -51,6 +51,8 @@ class Completions:
         found: dict[int, dict[str, Any]] = {}
         rewards: dict[int, list[float]] = {}
         for row, group in enumerate(table["group"]):
+            if group is None:
+                continue
             one = found.setdefault(group, {"group": group, "n": 0, "correct": 0, "cut": 0})
             if one["n"] == 0:
                 one["prompt"] = str(table.get("prompt", nothing)[row] or "")[:_HEAD]
@@ -111,12 +113,12 @@ class Completions:
         except FileNotFoundError:
             raise DataError(f"step {step} has no completions") from None
 
-    def _places(self, step: int, file: "_Parquet") -> list[list[int]]:
+    def _places(self, step: int, file: "_Parquet") -> list[set[int]]:
         """The groups in each of the file's row groups."""
         name = f"step-{step:06d}.parquet"
         key = (name, self._files.signature("completions", name))
         if key not in self._known:
-            self._known[key] = [sorted(set(file.read(["group"], [index])["group"])) for index in range(file.chunks)]
+            self._known[key] = [set(file.read(["group"], [index])["group"]) for index in range(file.chunks)]
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[key]
@@ -135,6 +137,24 @@ def _row(own: dict[str, Any], tokens: Any, parts: dict[str, float | None]) -> di
     return row
 
 
+def _is_as_written(name: str, kind: Any) -> bool:
+    """Whether a column has a type that Podium writes. Others count as absent."""
+    from pyarrow import types
+
+    def is_number(one: Any) -> bool:
+        return types.is_integer(one) or types.is_floating(one)
+
+    if name in ("group", "version"):
+        return types.is_integer(kind)
+    if name == "tokens" or name in _TOKEN_COLUMNS:
+        return types.is_list(kind) and is_number(kind.value_type)
+    if name == "correct":
+        return types.is_boolean(kind)
+    if name in ("reward", "advantage") or name.startswith("reward_"):
+        return is_number(kind)
+    return name in ("prompt", "expected", "completion", "finish_reason") and types.is_string(kind)
+
+
 class _Parquet:
     """An open Parquet file. Raises DataError for what cannot be read, or would not fit in memory."""
 
@@ -146,11 +166,11 @@ class _Parquet:
         self._errors = (pa.ArrowException, OSError, ValueError)
         try:
             self._file = pq.ParquetFile(file)
-            self.names: list[str] = self._file.schema_arrow.names
+            self.names = [one.name for one in self._file.schema_arrow if _is_as_written(one.name, one.type)]
         except self._errors as error:
             file.close()
             raise DataError(f"a file of completions cannot be read: {error}") from None
-        if "group" not in self.names or "tokens" not in self.names:
+        if not {"group", "tokens"} <= set(self.names):
             file.close()
             raise DataError("a file of completions lacks the columns group and tokens")
         self.chunks: int = self._file.num_row_groups

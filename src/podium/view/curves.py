@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from podium.view.files import GrowingFile, RunFiles, number
+from podium.view.files import GrowingFile, RunFiles, finite, number
 
 __all__ = ["Curves"]
 
 _MOST_POINTS: Final = 5000  # of a curve; where there are more steps, a point is the mean of some
+_MOST_NAMES: Final = 1000  # of metrics, and of values that are not finite
 _OURS: Final = ("kind", "phase", "step", "time", "nonfinite")
 Column = list[float | None]
 
@@ -46,12 +47,12 @@ class Curves:
             return
         self.phase = row["phase"] if isinstance(row.get("phase"), str) else self.phase
         self.last_step = max(self.last_step, row["step"])
-        self.last_time = number(row.get("time")) or self.last_time
+        self.last_time = finite(row.get("time")) or self.last_time
         if isinstance(row.get("nonfinite"), dict):
-            self.nonfinite += [(row["step"], str(name), str(what)) for name, what in row["nonfinite"].items()]
+            found = [(row["step"], str(name)[:200], str(what)[:20]) for name, what in row["nonfinite"].items()]
+            self.nonfinite += found[: _MOST_NAMES - len(self.nonfinite)]
         table = self._steps if row.get("kind") == "step" else self._evaluations
-        time = row.get("time")
-        table.enter(row["step"], time if isinstance(time, int | float) else 0.0, row)
+        table.enter(row["step"], finite(row.get("time")) or 0.0, row)
 
     def answer(self) -> dict[str, Any]:
         """The columns of the steps, and those of the evaluations.
@@ -75,7 +76,7 @@ class Curves:
             "phase": self.phase,
             "steps": steps,
             "evaluations": self._evaluations.columns(start, 1),
-            "nonfinite": self.nonfinite[:1000],
+            "nonfinite": self.nonfinite,
         }
 
     @property
@@ -93,7 +94,8 @@ class _Table:
 
     def enter(self, step: int, time: float, row: dict[str, Any]) -> None:
         for name, value in row.items():
-            if name not in _OURS and (found := number(value)) is not None:
+            known = name in self.series or len(self.series) < _MOST_NAMES
+            if name not in _OURS and known and (found := number(value)) is not None:
                 column = self.series.setdefault(name, [])
                 column += [None] * (len(self.numbers) - len(column))
                 column.append(found)

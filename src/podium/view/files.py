@@ -9,7 +9,7 @@ from typing import IO, Any, Final
 
 from podium.errors import DataError
 
-__all__ = ["GrowingFile", "RunFiles"]
+__all__ = ["GrowingFile", "RunFiles", "finite", "number"]
 
 _LINKS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK)
 _READ_AT_ONCE: Final = 1 << 24
@@ -103,8 +103,12 @@ class GrowingFile:
         return before != -1
 
 
+def finite(value: Any) -> float | None:
+    """``value`` if it is a finite number, else None."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 else None
+
+
 def number(value: Any) -> float | None:
-    """``value`` with six digits, if it is a finite number; else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+    """``value`` with six digits, which is what a picture needs, if it is a finite number; else None."""
+    found = finite(value)
+    return float(f"{found:.6g}") if isinstance(found, float) else found

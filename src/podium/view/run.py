@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any, Final
@@ -18,7 +18,7 @@ from podium.view.timeline import Timeline, traces
 
 __all__ = ["Run", "is_run"]
 
-_SMALL_FILE: Final = 1 << 20  # config.yaml, summary.json
+_SMALL_FILE: Final = 1 << 16  # config.yaml and summary.json have a few thousand bytes
 
 
 def is_run(path: Path) -> bool:
@@ -43,6 +43,7 @@ class Run:
         self._timelines: dict[str, Timeline] = {}
         self._failures = Failures(self.files, self._curves)
         self._lock = RLock()
+        self._config: tuple[tuple[int, int], Any] = ((0, 0), {})
         self._answers: dict[str, Callable[..., Any]] = {
             "about": self._about,
             "curves": self._curves.answer,
@@ -91,7 +92,7 @@ class Run:
 
     def _about(self) -> dict[str, Any]:
         """The run in a few facts. ``state`` is "finished", "stopped" or "running", which a run is without a summary."""
-        config, summary = self._config(), self._summary()
+        config, summary = self._read_config(), self._summary()
         try:
             self._curves.update()
             complaint = ""
@@ -116,13 +117,15 @@ class Run:
             "complaint": complaint,
         }
 
-    def _config(self) -> Any:
+    def _read_config(self) -> Any:
         import yaml
 
-        try:
-            return yaml.safe_load(self._small("config.yaml"))
-        except (yaml.YAMLError, RecursionError, ValueError):
-            return {}
+        signature, found = self.files.signature("config.yaml"), {}
+        if signature != self._config[0]:
+            with suppress(yaml.YAMLError, RecursionError, ValueError):
+                found = yaml.safe_load(self._small("config.yaml"))
+            self._config = signature, found
+        return self._config[1]
 
     def _summary(self) -> dict[str, Any]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,40 @@ def test_the_timeline_of_some_steps(made: Path) -> None:
     assert all(one["at"] >= 0 for one in everything["slices"])
     with pytest.raises(DataError, match="3 steps"):
         run.answer("slices/0/2/9")
+
+
+def test_columns_of_other_types_count_as_absent(tmp_path: Path) -> None:
+    columns: dict[str, Any] = {"group": [0, None, 1], "tokens": [[1], [2], None], "reward": ["a", "b", "c"]}
+    columns |= {
+        "prompt": [1, 2, 3],
+        "completion": [["x"], [], []],
+        "token_chars": ["a", "b", "c"],
+        "correct": [1, 0, 1],
+    }
+    columns |= {"reward_x": [{"a": 1}] * 3, "version": [0.5] * 3, "finish_reason": [b"\xff"] * 3}
+    run = _only_file(tmp_path, columns)
+    assert [group["n"] for group in run.answer("groups/1")["groups"]] == [1, 1]
+    assert run.answer("group/1/1/0")["rows"][0]["tokens"] == []
+    for path in ("groups/1", "group/1/0/0"):
+        json.dumps(run.answer(path), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "row", [{"time": 1e999}, {"step": 10**400}, {"loss": -1e999}, {"nonfinite": {"a" * 999: "nan"}}, {"time": "x"}]
+)
+def test_strange_metrics_break_nothing(tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"kind": "step", "step": 1, "time": 1.0, "loss": 2.0, **row}) + "\n"
+    )
+    run = Run(tmp_path, "")
+    for path in ("curves", "about", "failures"):
+        json.dumps(run.answer(path), allow_nan=False)
+
+
+def test_the_last_step_is_so_many_seconds_ago(tmp_path: Path) -> None:
+    rows = [{"kind": "step", "step": 1, "time": time.time() - 100}]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert 99 <= Run(tmp_path, "").answer("about")["quiet_s"] <= 200
 
 
 def test_a_slice_that_ends_in_a_later_step_is_in_the_step_in_which_it_began(tmp_path: Path) -> None:
