@@ -1,4 +1,7 @@
-"""A headless Chromium for tests, driven over two pipes by its DevTools protocol. Nothing of it is installed by pip."""
+"""A headless Chromium for tests, driven over two pipes by its DevTools protocol. Nothing of it is installed by pip.
+
+python -m tests.unit.view.chromium FILE.png VIEW RUN…    # a picture, of VIEW such as completions/0/12/3
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,3 +135,15 @@ class Chromium:
         os.close(self._read)
         os.close(self._write)
         self._folder.cleanup()
+
+
+if __name__ == "__main__":
+    from podium.view.run import Run
+    from podium.view.server import ViewServer
+
+    file, view, *runs = sys.argv[1:]
+    with ViewServer([Run(Path(run), Path(run).name) for run in runs]) as server, Chromium(height=760) as browser:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open(server.url)
+        browser.show(view)
+        browser.picture(Path(file))

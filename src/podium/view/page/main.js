@@ -31,6 +31,8 @@ class App {
 
   async start() {
     this.drawHeader();
+    const root = document.documentElement;
+    new ResizeObserver(() => root.style.setProperty("--head", `${this.header.offsetHeight}px`)).observe(this.header);
     addEventListener("hashchange", () => this.route());
     await this.route();
     if (this.source.live) this.poll();

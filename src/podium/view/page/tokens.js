@@ -27,9 +27,9 @@ function each(row, values) {
 /** Positive values in one hue, negative ones in another, as strong as they are far from 0. */
 function diverging(least) {
   return (values) => {
-    const most = values.reduce((one, other) => Math.max(one, Math.abs(other)), least()) || 1;
+    const largest = values.reduce((one, other) => Math.max(one, Math.abs(other)), 0), most = Math.max(largest, least()) || 1;
     const color = (value) => `rgb(var(${value < 0 ? "--below" : "--above"}) / ${(0.62 * Math.min(1, Math.abs(value) / most)).toFixed(3)})`;
-    return { color, legend: [-most, -most / 2, 0, most / 2, most].map((value) => [color(value), signed(value)]) };
+    return { color, legend: [-most, -most / 2, 0, most / 2, most].map((value) => [color(value), signed(value)]), note: largest < most ? `; here ${short(largest)} at most` : "" };
   };
 }
 
@@ -62,7 +62,7 @@ export function legend(name, scale) {
     box.style.background = color;
     return box;
   });
-  return el("span", { class: "legend" }, steps, el("span", { class: "unit" }, COLORINGS[name].unit));
+  return el("span", { class: "legend" }, steps, el("span", { class: "unit" }, COLORINGS[name].unit, scale.note ?? ""));
 }
 
 function missing(name) {
