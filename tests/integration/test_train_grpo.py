@@ -18,7 +18,7 @@ from podium.algorithms import TokenLoss
 from podium.data import Batch
 from podium.errors import ConfigError, EndpointError, RewardError
 from podium.runtime import concat, endpoint, first, only, shard
-from podium.telemetry import StepFinished, metrics, subscribe
+from podium.telemetry import Note, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
 from podium.workers import Estimator, Policy
 from tests.integration.rewards import longer_is_better, unlucky
@@ -158,6 +158,19 @@ class Counting(Policy):
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first())
     def update(self, batch: Batch) -> dict[str, float]:
         return {**super().update(batch), "policy/rows": float(len(batch))}
+
+
+def test_a_run_that_learns_nothing_says_so_and_why(tmp_path: Path) -> None:
+    reward = tmp_path / "never.py"
+    reward.write_text("def reward(completion, row):\n    return 0.0\n")
+    config = tiny(GRPOConfig, tmp_path, reward={"name": f"{reward}:reward"}, run={"steps": 6}, eval={"items": 0})
+    said: list[str] = []
+    stop = subscribe(lambda event: said.append(event.text) if isinstance(event, Note) else None)
+    PPOTrainer(config, cluster="inline", show=False).fit()
+    stop()
+    [note] = [text for text in said if "nothing is learned" in text]
+    assert "for 5 steps, up to step 5, all completions of a prompt got the same reward (mean 0)" in note
+    assert "cut off at sampling.max_new_tokens = 3: raise it" in note
 
 
 def test_a_policy_of_ones_own(tmp_path: Path) -> None:

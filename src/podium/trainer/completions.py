@@ -163,7 +163,7 @@ class ScoredBatch:
         for row in firsts:
             prompt, text = self.prompts[self.groups[row]], self.texts(range(row, row + 1))[0]
             score = self.grades[row].score if self.grades else math.nan
-            samples.append(Sample(prompt.text, text, score, prompt.example.answer))
+            samples.append(Sample(prompt.shown, text, score, prompt.example.answer))
         return tuple(samples)
 
     def chunks(self, most: int) -> Iterator[range]:

@@ -23,6 +23,7 @@ from podium.errors import PodiumError, RewardError
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
+from podium.telemetry.formatting import percent
 from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, version_range, write_completions
 from podium.trainer.config import PPOConfig
@@ -38,6 +39,7 @@ KL_COEF: Final = "policy/kl_coef"
 NOTED_MISMATCH: Final = 0.05  # nats a token; bfloat16 alone makes 0.007
 _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
 
+_FLAT_STEPS: Final = (5, 50, 500)  # in a row, after which a note says that nothing is learned
 _MISMATCH_REMEDY: Final = (
     "Try engine.name = transformers, parallel.batching = padded, or one data type for both (model.dtype, engine.dtype, "
     "parallel.precision). With a schedule that runs ahead, older weights count too"
@@ -152,7 +154,29 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         with stage("record"):
             metrics = self.measure(figures, updates)
             self.check_mismatch(metrics, step)
+            self._watch_signal(metrics, step)
             return metrics
+
+    def _watch_signal(self, metrics: Mapping[str, float], step: int) -> None:
+        """Say so where several steps in a row had no two completions of a prompt with different rewards."""
+        flat = metrics.get(names.FLAT_GROUPS) == 1.0 or metrics.get(names.REWARD_STD) == 0.0
+        self._flat_steps = self._flat_steps + 1 if flat else 0
+        if self._flat_steps not in _FLAT_STEPS:
+            return
+        cut = metrics.get(names.TRUNCATED, 0.0)
+        remedy = (
+            f"{percent(cut)} of the completions were cut off at sampling.max_new_tokens = "
+            f"{self.config.sampling.max_new_tokens}: raise it"
+            if cut > 0.5
+            else "look at completions (run.show_samples, or completions/ in the run's directory), and take prompts "
+            "that the model answers now and then, or warm it up with podium train sft"
+        )
+        emit(
+            Note(
+                f"nothing is learned: for {self._flat_steps} steps, up to step {step}, all completions of a prompt got "
+                f"the same reward (mean {metrics.get(names.REWARD_MEAN, 0.0):.3g}); {remedy}"
+            )
+        )
 
     def keep(self, scored: ScoredBatch, batch: Batch) -> None:
         """Start to write the step's completions, with what is known of their tokens."""
@@ -375,6 +399,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
         self.completions = stack.enter_context(CompletionsLog(self.directory.completions))
         self._mismatch_noted = False
+        self._flat_steps = 0
         stack.callback(self._graders.shutdown, wait=False, cancel_futures=True)
 
     def save(self, step: int) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
 from podium.rollout.tasks import DataConfig, EncodedPrompts, Example, encode_prompts, load_examples
+from podium.rollout.tasks.examples import message_text
 from podium.telemetry import Note, emit
 from podium.telemetry.formatting import percent
 
@@ -37,6 +38,16 @@ class Prompt:
     def text(self) -> str:
         """The text that the token ids decode to. Only whoever shows or stores the prompt needs it."""
         return str(self.decode(self.token_ids.tolist()))
+
+    @property
+    def shown(self) -> str:
+        """The prompt for a person: its own text, or what each turn of the conversation says, without the template."""
+        prompt = self.example.prompt
+        if isinstance(prompt, str):
+            return prompt
+        if len(prompt) == 1:
+            return message_text(prompt[0])
+        return "\n".join(f"{message['role']}: {message_text(message)}" for message in prompt)
 
 
 class Prompts(Sequence[Prompt]):

@@ -90,9 +90,11 @@ def read_curve(metrics_path: Path) -> Curve | None:
 
 
 def smoothed(values: Sequence[float], window: int | None = None) -> list[float]:
-    """The mean of the ``window`` values around each (n/10, at least 5), fewer at both ends."""
-    half = (window or max(5, len(values) // 10)) // 2
-    around = [values[max(0, at - half) : at + half + 1] for at in range(len(values))]
+    """The mean of the ``window`` values around each (n/10, at least 5), or of as many as both sides have, so that a
+    rising curve ends where it ends."""
+    half, last = (window or max(5, len(values) // 10)) // 2, len(values) - 1
+    reach = [min(half, at, last - at) for at in range(len(values))]
+    around = [values[at - side : at + side + 1] for at, side in enumerate(reach)]
     return [math.fsum(near) / len(near) for near in around]
 
 
@@ -126,9 +128,10 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
             color=_ORANGE, marker="o", markersize=5.5, linewidth=1.2, linestyle=":", capsize=3,
             label="held-out accuracy, 95% interval", zorder=5,
         )  # fmt: skip
+    top = _top_share(curve)
     for shares in figure.axes if curve.is_share else figure.axes[1:]:
-        shares.set_ylim(-0.02, 1.02)
-        shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        shares.set_ylim(-0.02 * top, 1.04 * top)
+        shares.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if top >= 0.05 else 1))
     axes.set_xlabel("step", color=_GREY)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
@@ -140,6 +143,12 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
+
+
+def _top_share(curve: Curve) -> float:
+    """The largest share among the values and the evaluations' intervals: at least 1 %."""
+    own = curve.values if curve.is_share else ()
+    return max([0.01, *own, *(one.interval()[1] for one in curve.evaluations)])
 
 
 # The curve in the terminal

@@ -11,6 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
+import pyte
 import pytest
 from rich.console import Console
 
@@ -269,6 +270,33 @@ def test_samples_are_shown_as_they_are() -> None:
     assert "step 30 · sample 2 of 2" in text
     assert "completion  Let me see:\n            [bold]42[/bold]\\x1b[2J\n" in text
     assert "  expected  42\n" in text
+
+
+def test_samples_are_wrapped_under_their_indent_and_the_header_comes_again() -> None:
+    """In a terminal of 60 columns, which pyte reads."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60, color_system=None)
+    long = " ".join(f"word{number}" for number in range(20))
+    with ConsoleSink(console=console):
+        emit(PhaseStarted("grpo", 9))
+        for step in (1, 2):
+            emit(CompletionsSampled(step, (Sample("What?", long, 0.5, "42"),)))
+            emit(StepFinished(step, {**GRPO, metrics.TRUNCATED: 0.94, metrics.FLAT_GROUPS: 1.0}))
+    screen = pyte.HistoryScreen(60, 60)
+    pyte.Stream(screen).feed(out.getvalue().replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in screen.display if line.strip()]
+    start = next(number for number, line in enumerate(lines) if line.startswith("completion"))
+    assert lines[start].startswith("completion  word0 ")
+    assert lines[start + 1].startswith(" " * 12 + "word")
+    assert [line.split()[0] for line in lines if line.split()[0] in ("step", "1", "2", "reward")] == [
+        "step", "reward", "step", "1", "step", "reward", "step", "2",
+    ]  # fmt: skip
+
+
+def test_what_keeps_a_run_from_learning_has_columns() -> None:
+    shown = fitting({**GRPO, metrics.TRUNCATED: 0.94, metrics.FLAT_GROUPS: 0.5}, 90)
+    assert {"cut off", "flat"} <= {column.header for column in shown}
+    assert "clipped" not in {column.header for column in shown}, "the share of ratios, which is the first to go"
 
 
 def test_stalls_and_losses_name_who() -> None:

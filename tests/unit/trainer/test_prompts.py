@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from podium.trainer.prompts import completion_seeds, row_order
+from podium.rollout.tasks import Example
+from podium.trainer.prompts import Prompt, completion_seeds, row_order
 
 
 def test_seeds_depend_on_seed_and_step_alone() -> None:
@@ -22,3 +23,10 @@ def test_each_epoch_goes_through_all_rows_in_an_order_of_its_own() -> None:
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(50))
     assert not torch.equal(first, second)
     assert torch.equal(first, row_order(0, 1, 0, 50))
+
+
+def test_a_person_reads_a_prompt_without_its_template() -> None:
+    ids, decode = torch.tensor([1]), lambda ids: "<|im_start|>user\nHow?<|im_end|>"
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How?"}]
+    for prompt, shown in (("How?", "How?"), (turns[1:], "How?"), (turns, "system: Be brief.\nuser: How?")):
+        assert Prompt(ids, Example(prompt, None, {}), decode).shown == shown

@@ -54,7 +54,8 @@ def rendered(
 
 def test_smoothing_keeps_a_constant_and_averages_neighbours() -> None:
     assert smoothed([2.0] * 30) == [2.0] * 30
-    assert smoothed([0.0, 3.0, 6.0, 0.0], window=3) == [1.5, 3.0, 3.0, 3.0]
+    assert smoothed([0.0, 3.0, 6.0, 0.0], window=3) == [0.0, 3.0, 3.0, 0.0]  # as far as both sides reach
+    assert smoothed([float(step) for step in range(20)], window=5)[-1] == 19.0  # a rising curve ends where it ends
     assert smoothed([1.0]) == [1.0]
 
 

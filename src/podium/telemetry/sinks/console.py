@@ -31,6 +31,7 @@ _STEP_WIDTH: Final = 7
 _GAP: Final = 2
 _ROWS_PER_HEADER: Final = 25
 _SAMPLE_CHARACTERS: Final = 600
+_FIELD_WIDTH: Final = 10  # of the names beside a sample's texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +61,13 @@ STEP_COLUMNS: Final[tuple[Column, ...]] = (
     Column(header="accuracy", metric=metrics.ACCURACY, write=percent, rank=0, width=8),
     Column(header="KL", metric=metrics.KL, write=plain, rank=3),
     Column(header="entropy", metric=metrics.ENTROPY, write=plain, rank=2),
-    Column(header="clipped", metric=metrics.CLIP_FRACTION, write=percent, rank=4),
+    Column(header="flat", metric=metrics.FLAT_GROUPS, write=percent, rank=2, width=6),
+    Column(header="clipped", metric=metrics.CLIP_FRACTION, write=percent, rank=5),
     Column(header="mismatch", metric=metrics.MISMATCH_MEAN, write=plain, rank=3, width=8),
-    Column(header="grad", metric=metrics.GRAD_NORM, write=plain, rank=3),
+    Column(header="grad", metric=metrics.GRAD_NORM, write=plain, rank=4),
     Column(header="value", metric=metrics.VALUE_LOSS, write=plain, rank=5),
     Column(header="length", metric=metrics.LENGTH_MEAN, write=plain, rank=4, width=6),
+    Column(header="cut off", metric=metrics.TRUNCATED, write=percent, rank=2),
     Column(header="tok/s", metric=metrics.TOKENS_PER_S, write=compact, rank=1, width=6),
     Column(header="time", metric=metrics.STEP_S, write=duration, rank=1, width=6),
 )
@@ -254,12 +257,16 @@ class ConsoleSink(Sink):
             self._field("completion", sample.completion, "")
             if sample.expected is not None:
                 self._field("expected", sample.expected, "dim")
-            self._say(Text.assemble("    reward  ", (plain(sample.reward), "cyan")))
+            self._field("reward", plain(sample.reward), "cyan")
+        self._rows_since_header, self._last_row_s = 0, -float("inf")  # the row of these samples follows, with headers
 
     def _field(self, name: str, text: str, style: str) -> None:
-        indent = "\n" + " " * 12
-        shown = visible(text, _SAMPLE_CHARACTERS).strip("\n").replace("\n", indent)
-        self._say(Text.assemble((name.rjust(10) + "  ", "dim"), (shown, style)))
+        """A text beside its name. On a terminal it is wrapped under itself; in a file its lines stay whole."""
+        shown = Text(visible(text, _SAMPLE_CHARACTERS).strip("\n"), style)
+        room = self.console.width - _FIELD_WIDTH - _GAP
+        lines = shown.wrap(self.console, room) if self._live and room > _GAP else shown.split("\n", allow_blank=True)
+        for number, line in enumerate(lines):
+            self._say(Text.assemble(((name if number == 0 else "").rjust(_FIELD_WIDTH) + " " * _GAP, "dim"), line))
 
     def _rule(self, title: Text) -> None:
         self.console.print(Rule(title, align="left", style="dim", characters="─" if self._live else "-"))
