@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -164,7 +165,9 @@ def test_a_run_that_goes_on_is_followed(browser: Chromium, tmp_path: Path) -> No
         assert process.stdout is not None
         browser.call("Page.navigate", url="about:blank")
         browser.open(process.stdout.readline().split()[-1])
-        assert "step 2" in browser.run("document.querySelector('.run').textContent")
+        said = browser.run("document.querySelector('.run').textContent")
+        assert "step 2" in said
+        assert re.search("(running|no summary yet), last step (just now|.* ago)", said)
         browser.wait("performance.getEntriesByType('resource').some((one) => one.name.endsWith('/state'))")
         for name in ("metrics.jsonl", "completions", "summary.json"):
             _replace(more / name, run / name)

@@ -1,6 +1,6 @@
 // Completions: the groups of a step, and the completions of one group.
 
-import { choice, el, visible } from "./dom.js";
+import { choice, el, inUse, visible } from "./dom.js";
 import { nearest, short, signed } from "./scales.js";
 import { COLORINGS, drawTokens, factsOf, legend, scaleOf } from "./tokens.js";
 
@@ -54,7 +54,7 @@ export class CompletionsView {
     const before = this.steps.length;
     this.steps = await this.app.source.get(`${this.run}/steps`);
     if (!before && this.steps.length) await this.load(this.run);
-    else if (before !== this.steps.length) this.drawBar();
+    else if (before !== this.steps.length && !inUse(this.bar)) this.drawBar();
   }
 
   empty() {

@@ -26,6 +26,9 @@ export function choice(label, options, value, onchange) {
   return el("label", { class: "choice" }, el("span", {}, label), select);
 }
 
+/** Whether somebody is at one of the controls in `bar`, which must then not be drawn anew. */
+export const inUse = (bar) => bar.contains(document.activeElement);
+
 // As Podium's own terminal has it: controls, marks that reorder or hide text, and lone surrogates; not the two joiners.
 const INVISIBLE = /(?![\n\t\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]/gu;
 

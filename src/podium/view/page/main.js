@@ -106,10 +106,9 @@ class App {
   card(run, index) {
     const swatch = el("i", { class: "swatch" }), several = this.runs.length > 1;
     swatch.style.background = runColor(index);
-    const quiet = run.state === "running" && this.source.live && run.quiet_s !== null ? `, last step ${duration(run.quiet_s * 1000)} ago` : "";
     const gain = run.before === null ? "" : el("span", {}, "held-out ", el("b", {}, run.before === run.after ? percent(run.after) : `${percent(run.before)} → ${percent(run.after)}`));
     const facts = [
-      el("span", { class: `state ${run.state}` }, (run.state === "running" && quiet ? "no summary yet" : run.state) + quiet),
+      el("span", { class: `state ${run.state}` }, this.stateOf(run)),
       el("span", {}, "step ", el("b", {}, run.step), run.steps ? ` of ${run.steps}` : ""), gain,
       el("span", { class: "quiet" }, [run.phase, run.schedule, run.data].filter(Boolean).map(visible).join(" · ")),
       run.complaint ? el("span", { class: "problem" }, visible(run.complaint)) : "",
@@ -118,6 +117,14 @@ class App {
       ? el("button", { class: "name", "data-run": index, "aria-pressed": String(!this.hidden.has(index)), title: `${visible(run.path)}: show or hide its curves`, onclick: () => this.toggle(index) }, swatch, visible(run.name))
       : el("span", { class: "name", title: visible(run.path) }, swatch, visible(run.name));
     return el("div", { class: "run" }, name, ...facts);
+  }
+
+  /** What is known of whether a run goes on. Only its end leaves a summary, so that one without may have been killed. */
+  stateOf(run) {
+    if (run.state !== "running") return run.state;
+    if (!this.source.live || run.quiet_s === null) return "no summary yet";
+    const ago = run.quiet_s < 2 ? "just now" : `${duration(run.quiet_s * 1000)} ago`;
+    return `${run.quiet_s < 60 ? "running" : "no summary yet"}, last step ${ago}`;
   }
 
   toggle(index) {

@@ -1,6 +1,6 @@
 // The timeline: what the controller and each worker did in some steps, and who waited for whom.
 
-import { choice, el, visible } from "./dom.js";
+import { choice, el, inUse, visible } from "./dom.js";
 import { duration, linear, ticks } from "./scales.js";
 import { isWorker, ownerOf, waitOf, waits } from "./waits.js";
 
@@ -83,10 +83,10 @@ export class TimelineView {
   async refresh() {
     const before = this.index?.steps.length;
     if (before === undefined) return this.load(this.run);
-    const followed = this.last >= before - 1;
-    if (followed) return this.load(this.run);
+    const isStill = this.low === this.from && this.high === this.until && !this.chosen && !inUse(this.bar);
+    if (isStill && this.last >= before - 1) return this.load(this.run);
     this.index = await this.app.source.get(`${this.run}/timeline/${this.trace}`);
-    this.drawBar();
+    if (!inUse(this.bar)) this.drawBar();
   }
 
   layOut() {
