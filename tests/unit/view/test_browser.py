@@ -135,6 +135,12 @@ def test_the_timeline_says_who_waits_for_whom(page: Chromium) -> None:
     page.run("document.querySelector('canvas').focus()")
     page.key("+")
     assert page.run("document.querySelector('.waits h2').textContent") != whole
+    told: list[str] = []
+    for name in ("n", "n", "p"):
+        page.key(name)
+        told.append(page.run("document.querySelector('.tokenfacts').textContent"))
+    assert told[0] == told[2] != told[1]
+    assert "took" in told[0]
 
 
 def test_failures_lead_to_their_places(page: Chromium) -> None:

@@ -108,7 +108,7 @@ export class CompletionsView {
     const said = this.groups.graded ? `${one.correct} of ${one.n} correct` : `mean ${short(one.mean)}`;
     return el("button", {
       class: one.group === this.group ? "group chosen" : "group", role: "option", "aria-selected": String(one.group === this.group),
-      "data-group": one.group, tabindex: -1, onclick: () => this.app.go(`completions/${this.run}/${this.step}/${one.group}`),
+      "data-group": one.group, id: `group-${one.group}`, tabindex: -1, onclick: () => this.app.go(`completions/${this.run}/${this.step}/${one.group}`),
     },
       el("span", { class: "prompt" }, visible(one.prompt || `prompt ${one.group}`).replaceAll("\n", " ")),
       el("span", { class: "rewards" }, range, mean),
@@ -127,6 +127,7 @@ export class CompletionsView {
   /** Show another group of the same step. */
   async open(group) {
     this.group = group;
+    this.list.setAttribute("aria-activedescendant", `group-${group}`);
     for (const item of this.list.querySelectorAll(".group")) {
       const chosen = Number(item.dataset.group) === group;
       item.classList.toggle("chosen", chosen);

@@ -25,7 +25,7 @@ export class TimelineView {
     this.trace = -1;
     this.span = 3;
     this.bar = el("div", { class: "bar" });
-    this.canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": "Timeline. Plus and minus zoom, left and right move, 0 shows all, Tab leaves." });
+    this.canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": "Timeline. Plus and minus zoom, left and right move, 0 shows all, n and p follow the next call and the one before, Tab leaves." });
     this.tip = el("div", { class: "facts tokenfacts", "aria-live": "polite" });
     this.table = el("div", { class: "waits" });
     this.root = el("section", { "aria-label": "Timeline" }, this.bar, el("div", { class: "canvasbox" }, this.canvas), this.tip, this.table);
@@ -133,7 +133,7 @@ export class TimelineView {
   }
   key(event) {
     const width = this.high - this.low;
-    const act = { "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.all(), ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2) }[event.key];
+    const act = { "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.all(), ArrowLeft: () => this.move(-0.2), ArrowRight: () => this.move(0.2), n: () => this.chooseNext(1), p: () => this.chooseNext(-1) }[event.key];
     if (!act || !width) return;
     event.preventDefault();
     act();
@@ -156,6 +156,18 @@ export class TimelineView {
     return hits.sort((one, other) => one.ms - other.ms)[0] ?? null;
   }
   choose(slice) { this.chosen = slice === this.chosen ? null : slice; this.tell(); this.draw(); }
+
+  /** Follow the slice that begins after the chosen one, or before it, and bring it into the window. */
+  chooseNext(by) {
+    const order = [...this.slices].sort((one, other) => one.at - other.at);
+    const place = this.chosen ? order.indexOf(this.chosen) + by : by > 0 ? 0 : order.length - 1;
+    if (!order[place]) return;
+    this.chosen = order[place];
+    const width = this.high - this.low, off = this.chosen.at < this.low || this.chosen.at > this.high;
+    if (off) this.low = Math.max(this.from, Math.min(this.until - width, this.chosen.at - width / 4));
+    this.tell();
+    this.look(this.low, this.low + width);
+  }
 
   // The picture
 
