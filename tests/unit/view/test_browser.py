@@ -79,6 +79,13 @@ def test_a_curve_is_read_by_the_keyboard_and_opens_its_step(page: Chromium) -> N
     for _ in range(3):
         page.key("ArrowLeft")
     assert "at step 4" in page.run("document.querySelector('.readout').textContent")
+    smooth = "document.querySelector('input[type=range]')"
+    page.run(f"{smooth}.value = 90; {smooth}.dispatchEvent(new Event('input'))")
+    assert page.run("document.querySelectorAll('.raw').length") > 2
+    page.run("document.querySelector('.plot').focus()")
+    for _ in range(3):
+        page.key("ArrowLeft")
+    assert re.search("at step 4 smoothed 0\\.\\d+", page.run("document.querySelector('.readout').textContent"))
     page.run("delete document.body.dataset.ready")
     page.key("Enter")
     page.wait("document.body.dataset.ready === 'completions'")

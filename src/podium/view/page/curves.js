@@ -170,7 +170,7 @@ class Chart {
     return {
       index, label: run.name, x, raw, values, step: steps.step,
       held: held.map((value, place) => [heldX[place], value]).filter(([, value]) => value !== null),
-      last: values.findLast((value) => value !== null) ?? null,
+      last: raw.findLast((value) => value !== null) ?? null,
     };
   }
 
@@ -228,7 +228,8 @@ class Chart {
     };
     values.forEach((value, place) => {
       if (value === null) return;
-      const point = { x: this.x(line.x[place]), y: this.y(value), place };
+      const y = Math.min(HEIGHT - BOTTOM, Math.max(TOP, this.y(value))); // steps may leave the range of their means
+      const point = { x: this.x(line.x[place]), y, place };
       if (Math.floor(point.x * 2) !== column) {
         flush();
         [column, low, high] = [Math.floor(point.x * 2), point, point];
@@ -278,12 +279,14 @@ class Chart {
 
   reading(line, x) {
     const place = x === null || !line.x.length ? -1 : nearest(line.x, x);
-    const value = place < 0 ? line.last : line.values[place];
+    const value = place < 0 ? line.last : line.raw[place];
+    const mean = this.view.smoothing && place >= 0 ? line.values[place] : null;
     const held = place < 0 ? line.held.at(-1)?.[1] : line.held.find(([at]) => at === line.x[place])?.[1];
     const where = place < 0 ? "" : this.view.axis === "minutes" ? ` at ${duration(line.x[place] * 60000)}` : ` at ${this.view.axis} ${short(line.x[place])}`;
     const write = this.unit.startsWith("share") ? percent : short;
     const own = value === null && held !== undefined ? "" : el("b", {}, write(value));
     return el("span", {}, swatch(line.index), this.lines.length > 1 ? `${line.label} ` : "", own, where,
+      mean === null ? "" : el("span", { class: "quiet" }, ` smoothed ${write(mean)}`),
       held === undefined ? "" : el("span", { class: "quiet" }, ` ○ held-out ${percent(held)}`));
   }
 }
