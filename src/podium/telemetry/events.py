@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["CallFinished", "CheckpointSaved", "CompletionsSampled", "EvalFinished", "Event", "Note", "PhaseStarted"]
-__all__ += ["Recovered", "Sample", "StageFinished", "Stalled", "StepFinished", "WorkerLost", "WorkerStarted"]
+__all__ += ["PhaseFinished", "Recovered", "Sample", "StageFinished", "Stalled", "StepFinished", "Waiting"]
+__all__ += ["WorkerLost", "WorkerStarted"]
 
 
 class Event:
@@ -77,6 +78,25 @@ class PhaseStarted(Event):
     name: str
     total_steps: int
     first_step: int = 1
+
+
+@dataclass(frozen=True)
+class PhaseFinished(Event):
+    """No step of ``name`` follows. What is shown next, such as the report, has the terminal to itself."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Waiting(Event):
+    """The run does ``what`` before its first step: "loading the model". Of ``total`` parts, ``completed`` are done.
+
+    ``total`` is 0 where the parts are not counted.
+    """
+
+    what: str
+    completed: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True)

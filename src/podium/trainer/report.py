@@ -1,5 +1,6 @@
 """The report at the end of a run has accuracies, completions before and after, the learning curve and paths."""
 
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ def report(
     paths["trace"] = directory.trace_path
     if console is not None:
         render(title, summary, first, last, curve, paths, console)
+        as_text = io.StringIO()
+        render(title, summary, first, last, curve, paths, Console(file=as_text, width=100, color_system=None))
+        directory.log(as_text.getvalue())
 
 
 def read_curve(metrics_path: Path) -> Curve | None:

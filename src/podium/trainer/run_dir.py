@@ -20,7 +20,9 @@ import logging
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -95,6 +97,7 @@ class RunDirectory:
         self.completions = self.path / "completions"
         self.logs = self.path / "logs"
         self._journals = self.path / ".in_flight"
+        self._log: Callable[[str], None] | None = None
         try:
             self._check(resume)
             for folder in (self.completions, self.logs):
@@ -131,6 +134,11 @@ class RunDirectory:
         if foreign:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
 
+    def log(self, text: str) -> None:
+        """Write a line to logs/controller.log while :meth:`controller_log` is open."""
+        if self._log is not None:
+            self._log(text)
+
     def write_config(self, text: str) -> None:
         """Keep the resolved configuration. A different one from before a resume stays, as config.1.yaml and so on."""
         if self.config_path.exists():
@@ -151,7 +159,10 @@ class RunDirectory:
 
     @contextmanager
     def controller_log(self) -> Iterator[Path]:
-        """Keep this process's log records, and the notes of the run, in logs/controller.log during the block."""
+        """Keep this process's log records, the notes of the run and :meth:`log`'s lines in logs/controller.log.
+
+        The first line is the command that this process was started by.
+        """
         path = self.logs / "controller.log"
         handler = logging.FileHandler(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -161,15 +172,21 @@ class RunDirectory:
             podium.setLevel(logging.INFO)
         root.addHandler(handler)
 
+        def log(text: str) -> None:  # to the file alone: the terminal shows these lines itself
+            handler.handle(podium.makeRecord(podium.name, logging.INFO, "", 0, "%s", (text,), None))
+
         def write(event: Event) -> None:
-            if isinstance(event, Note):  # to the file alone: the terminal shows notes itself
-                handler.handle(podium.makeRecord(podium.name, logging.INFO, "", 0, "%s", (event.text,), None))
+            if isinstance(event, Note):
+                log(event.text)
 
         unsubscribe = subscribe(write)
+        self._log = log
+        log(f"command: {shlex.join(sys.orig_argv)}")
         try:
             yield path
         finally:
             unsubscribe()
+            self._log = None
             root.removeHandler(handler)
             with suppress(OSError):  # a full disk, which takes no last record either
                 handler.close()
@@ -184,7 +201,7 @@ class RunDirectory:
         yield JsonlSink(self.metrics_path)
         yield TraceSink(self.trace_path)
         if console is not None:
-            yield ConsoleSink(console=console)
+            yield ConsoleSink(console=console, log=self.log)
         name = self.path.name
         for tracker in config.run.trackers:
             match tracker:

@@ -25,7 +25,18 @@ from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
 from podium.rollout.tasks.writer import chat_template
 from podium.runtime import Cluster, backend_class, connect
-from podium.telemetry import EvalFinished, Event, Note, PhaseStarted, Recovered, WorkerLost, emit, flush, subscribe
+from podium.telemetry import (
+    EvalFinished,
+    Event,
+    Note,
+    PhaseFinished,
+    PhaseStarted,
+    Recovered,
+    WorkerLost,
+    emit,
+    flush,
+    subscribe,
+)
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpoints import Saver, TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
@@ -375,7 +386,8 @@ class Trainer(ABC, Generic[C, E, R]):
         )
         self.directory.write_summary(summary)
         console = self._console if self._reports else None
-        flush()  # the report reads the metrics, and stands below the rows of the steps
+        emit(PhaseFinished(self.recipe))
+        flush()  # the report reads the metrics, and stands below the rows of the steps, without a bar
         report(summary, first, last, self.directory, f"{self.recipe}: {summary.task}", console)
         return summary
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
+import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pyte
@@ -23,6 +29,7 @@ from podium.telemetry import (
     Sample,
     Stalled,
     StepFinished,
+    Waiting,
     WorkerLost,
     WorkerStarted,
     emit,
@@ -72,6 +79,15 @@ def screen(written: str) -> list[str]:
         elif not piece.startswith("\x1b"):
             lines[row] = lines[row][:column].ljust(column) + piece + lines[row][column + len(piece) :]
             column += len(piece)
+    return lines
+
+
+def drawn(out: io.StringIO, text: str) -> list[str]:
+    """What stands there once the last line, which a thread draws a few times a second, holds ``text``."""
+    flush()
+    until = time.monotonic() + 20
+    while text not in (lines := screen(out.getvalue()))[-1] and time.monotonic() < until:
+        time.sleep(0.05)
     return lines
 
 
@@ -157,8 +173,7 @@ def test_a_terminal_has_one_bar_below_the_rows_and_it_goes_away() -> None:
         emit(EvalFinished(0, 0.422, 500, 0.5))
         emit(StepFinished(1, GRPO))
         emit(StepFinished(2, GRPO))
-        time.sleep(0.4)  # the bar is drawn by a thread, four times a second
-        during = screen(out.getvalue())
+        during = drawn(out, "2/4")
     after = screen(out.getvalue())
     assert during[-1].startswith("grpo ━━━")
     assert "2/4" in during[-1]
@@ -322,3 +337,90 @@ with ConsoleSink():
     )
     assert "\\u6578" in done.stdout
     assert done.stderr == ""
+
+
+def in_pty(script: str, width: int = 80, height: int = 24) -> list[str]:
+    """What stands on a real terminal of this size, and above it, once ``script`` has ended."""
+    seen = pyte.HistoryScreen(width, height, history=1000, ratio=1)
+    stream = pyte.ByteStream(seen)
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES", "CI")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=other, stdout=other, stderr=other, env={**env, "TERM": "xterm-256color"}
+    )
+    os.close(other)
+    with suppress(OSError):  # Linux says EIO once the other end is closed
+        while data := os.read(main, 65536):
+            stream.feed(data)
+    os.close(main)
+    assert child.wait() == 0
+    above = ["".join(line[place].data for place in range(width)) for line in seen.history.top]
+    return [line.rstrip() for line in (*above, *seen.display)]
+
+
+def test_no_bar_stands_in_what_a_terminal_shows_after_the_last_step() -> None:
+    lines = in_pty("""
+import sys, time
+from podium.telemetry import PhaseFinished, PhaseStarted, StepFinished, Waiting, emit, flush
+from podium.telemetry.sinks import ConsoleSink
+from podium.telemetry.sinks.console import terminal
+with ConsoleSink(row_every_s=0):
+    for done in range(3):
+        emit(Waiting("tokenizing", done, 2))
+        flush()
+        time.sleep(0.2)
+    emit(PhaseStarted("grpo", 30))
+    for step in range(1, 31):
+        emit(StepFinished(step, {"reward/mean": 0.5}))
+    flush()
+    time.sleep(0.4)
+    emit(PhaseFinished("grpo"))
+    flush()
+    for line in range(40):  # the report scrolls the terminal
+        terminal().print(f"report {line}")
+        time.sleep(0.01)
+""")
+    rows = [line.split() for line in lines if line]
+    assert [row[0] for row in rows if row[0].isdigit()] == [str(step) for step in range(1, 31)]
+    assert [row[1] for row in rows if row[0] == "report"] == [str(line) for line in range(40)]
+    assert not any("━" in line or "tokenizing" in line for line in lines)
+
+
+def test_all_who_write_to_a_terminal_share_one_console() -> None:
+    lines = in_pty("""
+import sys
+from podium.telemetry import PhaseStarted, emit, flush
+from podium.telemetry.sinks import ConsoleSink
+from podium.telemetry.sinks.console import terminal
+before = terminal()
+with ConsoleSink() as sink:
+    emit(PhaseStarted("grpo", 3))
+    flush()
+    print("shared" if sink.console is before is terminal() else "two consoles")
+""")
+    assert "shared" in lines
+
+
+def test_what_the_run_waits_for_is_one_line_of_a_file() -> None:
+    console, out = on_file()
+    logged: list[str] = []
+    with ConsoleSink(console=console, log=logged.append):
+        for done in range(3):
+            emit(Waiting("tokenizing 500 prompts", done, 2))
+        emit(PhaseStarted("grpo", 2))
+        emit(StepFinished(1, {metrics.REWARD_MEAN: 0.5}))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "tokenizing 500 prompts"
+    assert lines[1].startswith("grpo  2 steps")
+    assert [line.split()[0] for line in logged] == ["tokenizing", "grpo", "step", "1"]
+
+
+def test_a_bar_says_how_much_is_tokenized() -> None:
+    console, out = on_terminal()
+    with ConsoleSink(console=console):
+        emit(Waiting("tokenizing [500] prompts", 1, 4))
+        during = drawn(out, "1/4")
+    assert "tokenizing [500] prompts" in during[-1]
+    assert "1/4" in during[-1]
+    assert not [line for line in screen(out.getvalue()) if line]

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -209,9 +210,14 @@ def test_the_controllers_log_is_kept(run: RunDirectory) -> None:
     before = (list(logging.getLogger().handlers), logging.getLogger("podium").level)
     with run.controller_log() as path:
         logging.getLogger("podium.trainer").info("step 1 took long")
+        run.log("a row of the terminal")
+    run.log("too late")
     logging.getLogger("podium.trainer").info("afterwards")
     assert "INFO podium.trainer: step 1 took long" in path.read_text()
     assert "afterwards" not in path.read_text()
+    first, *_, last = path.read_text().splitlines()
+    assert shlex.join(sys.orig_argv) in first
+    assert last.endswith("a row of the terminal")
     assert (list(logging.getLogger().handlers), logging.getLogger("podium").level) == before
 
 

@@ -9,18 +9,28 @@ import io
 import os
 import pdb
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.rule import Rule
 from rich.text import Text
 
 from podium.telemetry import events, metrics
-from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, PhaseStarted, StepFinished
+from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, PhaseStarted, StepFinished, Waiting
 from podium.telemetry.formatting import compact, duration, percent, plain, visible
 from podium.telemetry.sinks.base import Sink
 from podium.telemetry.sinks.logs import LogRouter
@@ -88,10 +98,19 @@ def fitting(seen: Collection[str], width: int) -> tuple[Column, ...]:
 
 
 def terminal() -> Console:
-    """A console of rich on stdout. Characters that stdout cannot encode are spelled out, and nothing is raised."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and "utf" not in sys.stdout.encoding.lower():
-        sys.stdout.reconfigure(errors="backslashreplace")
-    return Console(highlight=False)
+    """The console of rich on stdout. There is one for all who write there, since two would draw over each other.
+
+    Characters that stdout cannot encode are spelled out, and nothing is raised.
+    """
+    stdout: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # a live display puts its proxy there
+    if stdout not in _CONSOLES:
+        if isinstance(stdout, io.TextIOWrapper) and "utf" not in stdout.encoding.lower():
+            stdout.reconfigure(errors="backslashreplace")
+        _CONSOLES[stdout] = Console(highlight=False)
+    return _CONSOLES[stdout]
+
+
+_CONSOLES: Final[weakref.WeakKeyDictionary[TextIO, Console]] = weakref.WeakKeyDictionary()
 
 
 class ConsoleSink(Sink):
@@ -104,11 +123,19 @@ class ConsoleSink(Sink):
         console: Console of rich, for tests and notebooks. None means the terminal.
         row_every_s: The least time between two rows. The first and the last step of a phase are always shown, and
             metrics.jsonl has all steps.
+        log: Gets each line that is shown, as plain text, except for notes and log records.
     """
 
-    def __init__(self, *, console: Console | None = None, row_every_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        *,
+        console: Console | None = None,
+        row_every_s: float = 1.0,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__()
         self.console = console or terminal()
+        self._log = log
         self._live = (self.console.is_terminal and not self.console.is_dumb_terminal) or self.console.is_jupyter
         self._row_every_s = row_every_s
         self._router = LogRouter(self.console if self._live else None)
@@ -120,6 +147,7 @@ class ConsoleSink(Sink):
         self._last_row_s = -float("inf")
         self._accuracies: dict[str, float] = {}
         self._workers: Counter[str] = Counter()
+        self._waiting = ""
         self._breakpointhook: Callable[..., Any] | None = None
 
     def attach(self) -> ConsoleSink:
@@ -141,12 +169,21 @@ class ConsoleSink(Sink):
                 self._step(step, values)
             case PhaseStarted():
                 self._start_phase(event)
+            case events.PhaseFinished():
+                self._stop_bar()
+            case Waiting():
+                self._wait(event)
             case EvalFinished():
                 self._evaluation(event)
             case CompletionsSampled():
                 self._samples(event)
             case events.WorkerStarted(role=role):
                 self._workers[role] += 1
+            case _:
+                self._remark(event)
+
+    def _remark(self, event: Event) -> None:
+        match event:
             case events.WorkerLost(role=role, rank=rank, node=node, cause=cause):
                 self._say(Text(f"lost  {role} rank {rank} on {node}: {cause}", "bold red"))
             case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds, report=report):
@@ -156,7 +193,7 @@ class ConsoleSink(Sink):
             case events.CheckpointSaved(step=step, path=path):
                 self._say(Text(f"{step:>{_STEP_WIDTH}}  checkpoint  {path}", "dim"))
             case events.Note(text=text):
-                self._say(Text(visible(text)))
+                self._say(Text(visible(text)), logged=False)
             case _:
                 pass
 
@@ -195,7 +232,33 @@ class ConsoleSink(Sink):
         self._progress.add_task(self._phase.name, total=total, completed=completed, state="")
         self._progress.start()
 
+    def _wait(self, event: Waiting) -> None:
+        """Show what the run waits for before its first step: a bar or a spinner on a terminal, else one line."""
+        if event.what != self._waiting:
+            self._stop_bar()
+            self._waiting = event.what
+            if self._log is not None:
+                self._log(event.what)
+            if not self._live:
+                self.console.print(Text(event.what), soft_wrap=True)
+            else:
+                counted = (BarColumn(bar_width=30, style="grey23", complete_style="cyan"), MofNCompleteColumn())
+                self._progress = Progress(
+                    SpinnerColumn(style="cyan"),
+                    TextColumn("[dim]{task.description}", markup=True),
+                    *(counted if event.total else ()),
+                    TimeElapsedColumn(),
+                    console=self.console,
+                    transient=True,
+                    refresh_per_second=8,
+                )
+                self._progress.add_task(escape(visible(event.what)), total=event.total or None)
+                self._progress.start()
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=event.completed)
+
     def _stop_bar(self) -> None:
+        self._waiting = ""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -269,8 +332,12 @@ class ConsoleSink(Sink):
             self._say(Text.assemble(((name if number == 0 else "").rjust(_FIELD_WIDTH) + " " * _GAP, "dim"), line))
 
     def _rule(self, title: Text) -> None:
+        if self._log is not None:
+            self._log(title.plain)
         self.console.print(Rule(title, align="left", style="dim", characters="─" if self._live else "-"))
 
-    def _say(self, text: Text) -> None:
+    def _say(self, text: Text, *, logged: bool = True) -> None:
+        if self._log is not None and logged:
+            self._log(text.plain)
         # soft_wrap: a line longer than the terminal is the terminal's to wrap, and a file's to keep whole.
         self.console.print(text, soft_wrap=True, highlight=False)
