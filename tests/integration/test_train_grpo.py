@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.algorithms import TokenLoss
 from podium.data import Batch
-from podium.errors import ConfigError, EndpointError, RewardError
+from podium.errors import ConfigError, DataError, EndpointError, RewardError, WorkerStartError
 from podium.runtime import concat, endpoint, first, only, shard
 from podium.telemetry import Note, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
@@ -194,6 +195,46 @@ def test_what_fails_before_the_first_step_leaves_the_name_free(tmp_path: Path) -
     with pytest.raises(ConfigError, match="expected one of exact"):
         train(tiny(GRPOConfig, tmp_path, reward={"name": "exakt"}))
     train(tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "message"),
+    [
+        ({"data": {"prompt_column": "question"}}, DataError, "no column 'question'"),
+        ({"data": {"max_prompt_tokens": 2}}, DataError, "each of the .* prompts is longer"),
+        ({"sampling": {"max_new_tokens": 64}}, ConfigError, "more than the model's 32 positions"),
+        ({"model": {"tokenizer": "./absent"}}, ConfigError, "there is no such directory"),
+        ({"engine": {"name": "nativ"}}, ConfigError, "did you mean 'native'"),
+        ({"algorithm": {"advantage": "absent.py:mine"}}, ConfigError, "no file"),
+        ({"placement": {"ranks": 2}}, ConfigError, "use the backend local"),
+        ({"reward": {"name": "broken.py:score"}}, RuntimeError, "at the import"),
+    ],
+)
+def test_a_start_that_fails_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("raise RuntimeError('at the import')\n")
+    with pytest.raises(error, match=message):
+        train(tiny(GRPOConfig, tmp_path, **sections))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_start_that_fails_in_a_worker_leaves_what_the_worker_said(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, model={"seed": 1})
+    with pytest.raises(WorkerStartError, match="no such policy"):
+        PPOTrainer(config, cluster="local", workers={"policy": Unwilling}, show=False, report=False).fit()
+    assert "I cannot" in "".join(path.read_text() for path in (tmp_path / "runs/run/logs").glob("policy*.log"))
+    train(tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0}))
+
+
+class Unwilling(Policy):
+    """A policy that cannot be made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        sys.stdout.write("I cannot\n")
+        sys.stdout.flush()
+        raise LookupError("no such policy")
 
 
 def test_a_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from podium.trainer.files import free_name, lock_directory, remove, step_of, wri
 __all__ = ["RunDirectory", "Summary", "library_versions", "read_rows"]
 
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
+CONTROLLER_LOG: Final = "controller.log"
 _OURS: Final = re.compile(
     r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|completions|logs|checkpoints|\..*"
 )
@@ -80,7 +81,8 @@ class Summary:
 
 
 class RunDirectory:
-    """Creates the directory at ``path``, or with ``resume`` opens the existing one. Holds it until ``close()``.
+    """Creates the directory at ``path``, or with ``resume`` opens the existing one. Holds it until ``close()``, which
+    removes it again if no run came of it.
 
     Raises:
         ConfigError: ``path`` holds another run (and ``resume`` is False), no run (and it is True), foreign files, a run
@@ -100,6 +102,7 @@ class RunDirectory:
         self._log: Callable[[str], None] | None = None
         try:
             self._check(resume)
+            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             for folder in (self.completions, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_directory(self.path)
@@ -163,7 +166,7 @@ class RunDirectory:
 
         The first line is the command that this process was started by.
         """
-        path = self.logs / "controller.log"
+        path = self.logs / CONTROLLER_LOG
         handler = logging.FileHandler(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         podium, root = logging.getLogger("podium"), logging.getLogger()
@@ -241,9 +244,23 @@ class RunDirectory:
                 file.unlink()
 
     def close(self) -> None:
-        """Let another process write here. A second call does nothing."""
+        """Let another process write here. A second call does nothing.
+
+        A start that failed leaves neither the directory, nor those above it that it made, unless a worker has written
+        to its log.
+        """
         remove(self._journals)
+        if self._made and not self.config_path.exists() and not any(self._said()):
+            remove(self.path)
+            with suppress(OSError):  # one of these holds something else by now
+                for folder in self._made[1:]:
+                    folder.rmdir()
         self._lock.close()
+
+    def _said(self) -> Iterator[Path]:
+        """The logs in which a worker has written something."""
+        logs = (file for file in self.logs.glob("*") if file.name != CONTROLLER_LOG)
+        return (file for file in logs if file.is_file() and file.stat().st_size)
 
 
 def read_rows(metrics_path: Path) -> Iterator[dict[str, Any]]:

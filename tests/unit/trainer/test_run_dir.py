@@ -41,9 +41,10 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 def test_a_new_run_has_its_folders(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "a" / "b")
-    run.close()
     assert {entry.name for entry in run.path.iterdir() if entry.is_dir()} == {"completions", "logs", "checkpoints"}
     assert run.trace_path == run.path / "trace.json"
+    run.close()
+    assert not (tmp_path / "a").exists(), "no run came of it"
 
 
 def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
