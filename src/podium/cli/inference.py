@@ -1,4 +1,4 @@
-"""``podium eval MODEL`` and ``podium sample MODEL``. MODEL is a run with a final model, a directory, or a hub name."""
+"""``podium eval MODEL`` and ``podium sample MODEL``. MODEL is a run, a checkpoint, a directory or a hub name."""
 
 import argparse
 import contextlib
@@ -15,18 +15,20 @@ from podium.config import build_config, read_values
 from podium.errors import ConfigError
 from podium.trainer.config import InferenceConfig
 
-__all__ = ["inference_config", "run_eval", "run_sample"]
+__all__ = ["inference_config", "opened_config", "run_eval", "run_sample"]
 
 
 def run_eval(arguments: Sequence[str]) -> int:
     """Score a model on held-out prompts and print the result. Returns the exit status."""
     parser = _parser("eval", "Score a model on held-out prompts.")
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
-    config = inference_config(options.model, options.config, overrides)
     from podium.telemetry.formatting import percent
     from podium.trainer import evaluate_model
 
-    with _connect(backend) as cluster:
+    with (
+        opened_config(options.model, options.config, overrides) as config,
+        _connect(backend) as cluster,
+    ):
         found = evaluate_model(config, cluster)
     low, high = found.interval()
     sys.stdout.write(
@@ -46,11 +48,14 @@ def run_sample(arguments: Sequence[str]) -> int:
         "--prompt", metavar="TEXT", help="complete this prompt and end; without it, prompts are read from stdin"
     )
     options, overrides, backend = parse_with_backend(parser, arguments, default="inline")
-    config = inference_config(options.model, options.config, overrides)
     from podium.trainer import open_sampler
 
     prompts = [options.prompt] if options.prompt is not None else _typed()
-    with _connect(backend) as cluster, open_sampler(config, cluster) as sample:
+    with (
+        opened_config(options.model, options.config, overrides) as config,
+        _connect(backend) as cluster,
+        open_sampler(config, cluster) as sample,
+    ):
         for number, prompt in enumerate(prompts):
             for completion in sample(prompt, number):
                 sys.stdout.write(completion + "\n")
@@ -58,25 +63,43 @@ def run_sample(arguments: Sequence[str]) -> int:
     return 0
 
 
-def inference_config(model: str, path: str | None, overrides: Sequence[str]) -> InferenceConfig:
-    """Return the configuration to use ``model`` with: that of its run if it is one, then ``path``, then ``overrides``.
+@contextlib.contextmanager
+def opened_config(model: str, path: str | None, overrides: Sequence[str]) -> Iterator[InferenceConfig]:
+    """Give the configuration to use ``model`` with. A checkpoint's model is written beside its run during the block.
 
     Raises:
-        ConfigError: The run has no final model, the directory is neither run nor model, or settings are wrong.
+        ConfigError: As :func:`inference_config`.
+        CheckpointError: The checkpoint is damaged.
     """
+    from podium.trainer.export import find_model, opened_model
+
+    config = inference_config(model, path, overrides)
+    found = find_model(model)
+    if found is None or found.checkpoint is None or config.model.path != str(found.checkpoint):
+        yield config
+        return
+    with opened_model(found) as folder:
+        yield dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
+
+
+def inference_config(model: str, path: str | None, overrides: Sequence[str]) -> InferenceConfig:
+    """Return the configuration to use ``model`` with: that of its run if it has one, then ``path``, then ``overrides``.
+
+    Of a checkpoint, ``model.path`` is its directory.
+
+    Raises:
+        ConfigError: The run has neither a final model nor the checkpoint, the directory is neither run nor model, or
+            settings are wrong.
+    """
+    from podium.trainer.export import find_model
+
     values: dict[str, Any] = {}
-    run = Path(model) / "config.yaml"
-    if os.path.isfile(run):
+    found = find_model(model)
+    if found is not None:
         known = {field.name for field in dataclasses.fields(InferenceConfig)}
-        values = {name: section for name, section in read_values(InferenceConfig, run).items() if name in known}
+        values = {name: section for name, section in found.values.items() if name in known}
         values.get("sampling", {}).pop("n", None)  # training samples several completions; here a prompt gets one
-        final = Path(model) / "model"
-        if not final.is_dir():
-            raise ConfigError(
-                f"{model} has no final model yet: resume the run (podium train … --resume {model}), or name a model's "
-                "directory"
-            )
-        values["model"] = {"path": str(final)}
+        values["model"] = {"path": str(found.checkpoint or found.run / "model")}
     else:
         _check_model(Path(model))
     given = read_values(InferenceConfig, path, overrides)
@@ -96,7 +119,8 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="the directory of a run (its final model and settings) or of a model, or a hub name",
+        help="a run (its final model, or else its latest checkpoint), RUN@STEP, RUN@best, the directory of a "
+        "checkpoint or of a model, or a hub name",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -27,13 +27,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.telemetry import CheckpointSaved, Sample, emit
 from podium.trainer.config import SaveConfig
 from podium.trainer.evaluate import Evaluation
-from podium.trainer.files import remove, step_name, step_of, sync_folder, sync_tree
+from podium.trainer.files import STATE_FILE, remove, step_name, step_of, sync_folder, sync_tree
 from podium.trainer.schedules.steps import named_stage
 from podium.workers.manifest import check_manifest, explain, file_sums, write_manifest
 
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from podium.runtime import Call
     from podium.trainer.roles import Roles
 
-__all__ = ["Checkpoints", "Saver", "TrainerState", "load_checkpoint"]
+__all__ = ["Checkpoints", "Saver", "StoredCheckpoints", "TrainerState", "load_checkpoint"]
 
-_STATE: Final = "trainer.json"
 _logger = logging.getLogger(__name__)
 
 
@@ -93,7 +92,7 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
         CheckpointError: The checkpoint is damaged, does not fit the roles, or belongs to another kind of run.
     """
     check_manifest(path, others=[entry.name for entry in path.iterdir() if entry.is_dir()])
-    state = TrainerState.read(path / _STATE)
+    state = TrainerState.read(path / STATE_FILE)
     for name, worker in roles.learners.items():
         if not (path / name).is_dir():
             raise CheckpointError(f"{path} holds no {name}, and this configuration has one")
@@ -101,11 +100,49 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
     return state
 
 
-class Checkpoints:
-    """The checkpoints in ``folder``, which is created if it is missing."""
+class StoredCheckpoints:
+    """The complete checkpoints in ``folder``. Nothing is written, so that the run may go on meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def all(self) -> list[Path]:
+        """Return the complete checkpoints, oldest first."""
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        found = {entry: step_of(entry.name) for entry in entries}
+        return sorted((entry for entry in found if found[entry] is not None), key=lambda entry: found[entry] or 0)
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint that ``latest`` names, or the newest one if that was deleted; None if there is none."""
+        link, there = self.folder / "latest", self.all()
+        newest = there[-1] if there else None
+        if link.is_symlink():
+            named = self.folder / Path(os.readlink(link)).name
+            if named in there:
+                return named
+            _logger.warning("%s points at %s, which is gone; using %s", link, named, newest)
+        return newest
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the highest held-out accuracy, the newest of equals; None if none was measured."""
+        return next(iter(self.ranked()), None)
+
+    def ranked(self) -> list[Path]:
+        """Return the checkpoints whose step was evaluated, the best first."""
+        found: list[tuple[float, int, Path]] = []
+        for path in self.all():
+            with suppress(CheckpointError):
+                state = TrainerState.read(path / STATE_FILE)
+                if state.last is not None and state.last.step == state.step:
+                    found.append((state.last.accuracy, state.step, path))
+        return [path for *_, path in sorted(found, reverse=True)]
+
+
+class Checkpoints(StoredCheckpoints):
+    """The checkpoints that a run writes into ``folder``, which is created if it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.tidy()
 
@@ -127,40 +164,10 @@ class Checkpoints:
                 remove(aside)
             raise
         emit(CheckpointSaved(step, str(final)))
-        kept = {final, *self._ranked()[:keep_best]}
+        kept = {final, *self.ranked()[:keep_best]}
         for old in self.all()[:-keep] if keep > 0 else []:
             if old not in kept:
                 remove(old)
-
-    def all(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first."""
-        found = {entry: step_of(entry.name) for entry in self.folder.iterdir()}
-        return sorted((entry for entry in found if found[entry] is not None), key=lambda entry: found[entry] or 0)
-
-    def latest(self) -> Path | None:
-        """Return the checkpoint that ``latest`` names, or the newest one if that was deleted; None if there is none."""
-        link, there = self.folder / "latest", self.all()
-        newest = there[-1] if there else None
-        if link.is_symlink():
-            named = self.folder / Path(os.readlink(link)).name
-            if named in there:
-                return named
-            _logger.warning("%s points at %s, which is gone; using %s", link, named, newest)
-        return newest
-
-    def best(self) -> Path | None:
-        """Return the checkpoint with the highest held-out accuracy, the newest of equals; None if none was measured."""
-        return next(iter(self._ranked()), None)
-
-    def _ranked(self) -> list[Path]:
-        """The checkpoints whose step was evaluated, the best first."""
-        found: list[tuple[float, int, Path]] = []
-        for path in self.all():
-            with suppress(CheckpointError):
-                state = TrainerState.read(path / _STATE)
-                if state.last is not None and state.last.step == state.step:
-                    found.append((state.last.accuracy, state.step, path))
-        return [path for *_, path in sorted(found, reverse=True)]
 
     def tidy(self) -> None:
         """Remove what a process that was killed in the middle of a checkpoint left."""
@@ -257,8 +264,8 @@ class Saver:
                 self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as folder,
             ):
                 _write_learners(folder.absolute(), roles)  # a worker has a working directory of its own
-                (folder / _STATE).write_text(text, encoding="utf-8")
-                write_manifest(folder, [file_sums([folder / _STATE])])
+                (folder / STATE_FILE).write_text(text, encoding="utf-8")
+                write_manifest(folder, [file_sums([folder / STATE_FILE])])
         except (OSError, CheckpointError, EndpointError) as error:
             cause = error.__cause__ if isinstance(error, EndpointError) and error.__cause__ is not None else error
             reason = f"{error.filename}: {explain(error)}" if isinstance(error, OSError) else cause

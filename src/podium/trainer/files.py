@@ -11,8 +11,11 @@ from typing import IO, Final
 
 from podium.errors import ConfigError
 
-__all__ = ["free_name", "lock_directory", "remove", "step_name", "step_of", "sync_folder", "sync_tree"]
+__all__ = ["STATE_FILE", "free_name", "lock_directory", "remove", "step_name", "step_of", "sync_folder", "sync_tree"]
 __all__ += ["write_atomically"]
+
+STATE_FILE: Final = "trainer.json"
+"""The file in a checkpoint that holds the state of the controller."""
 
 _STEP: Final = re.compile(r"step-(\d+)")
 

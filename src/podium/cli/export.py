@@ -1,0 +1,81 @@
+"""``podium export RUN --to DIR`` writes the model of a run, or of a checkpoint, for other libraries."""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from podium.errors import ConfigError, PodiumError
+
+__all__ = ["run_export"]
+
+
+def run_export(arguments: Sequence[str]) -> int:
+    """Write the model, and push it to the hub if asked to. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="podium export",
+        usage="podium export RUN[@STEP|@best] --to DIR [--merge] [--push NAME]",
+        description="Write a model of a run as transformers, vLLM and peft load it, with tokenizer and model card.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model",
+        metavar="RUN",
+        help="a run (its final model), RUN@STEP, RUN@best (by held-out accuracy), RUN@latest, or a checkpoint's folder",
+    )
+    parser.add_argument("--to", metavar="DIR", help="write it into this directory, which must be empty or new")
+    parser.add_argument("--merge", action="store_true", help="merge adapters into the weights of their base")
+    parser.add_argument("--push", metavar="NAME", help="upload it to this repository of the Hugging Face hub")
+    parser.add_argument("--private", action="store_true", help="make a repository that --push creates private")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = parser.parse_args(arguments)
+    if not (options.to or options.push):
+        raise ConfigError("say where the model goes: --to DIR, --push NAME, or both")
+    if options.push:
+        _check_name(options.push)
+    from podium.trainer.export import export_model, find_model
+
+    found = find_model(options.model)
+    if found is not None and found.checkpoint is None and found.adapted and not options.merge:
+        found = find_model(options.model, final=False)  # the final model is merged, the checkpoint is not
+    if found is None:
+        raise ConfigError(
+            f"no run and no checkpoint at {options.model}: give the directory of a run, such as runs/NAME"
+        )
+    with contextlib.ExitStack() as stack:
+        folder = options.to or str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model")
+        export_model(found, Path(folder), merge=options.merge)
+        kind = "adapters" if found.adapted and not options.merge else "model"
+        origin = found.checkpoint or found.run / "model"
+        if options.to:
+            sys.stdout.write(f"{kind} of {origin} written to {folder}\n")
+        if options.push:
+            sys.stdout.write(f"{kind} of {origin} pushed to {_push(folder, options.push, private=options.private)}\n")
+    return 0
+
+
+def _check_name(name: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"--push {name}: {error}") from None
+
+
+def _push(folder: str, name: str, *, private: bool) -> str:
+    """Upload the files in ``folder``. Returns the repository's address."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, private=private or None, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload from podium export")
+    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
+        reason = " ".join(str(error).split())
+        raise PodiumError(f"--push {name}: {reason}; log in by `hf auth login`, and check the name") from error
+    return str(repository)

@@ -1,0 +1,85 @@
+"""The model of a policy's checkpoint: read without the optimizer, written in the formats of transformers and peft."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from podium.errors import CheckpointError, ConfigError
+from podium.workers.config import ModelConfig
+from podium.workers.manifest import check_manifest
+from podium.workers.models import load_model, save_pretrained
+from podium.workers.tokenizers import load_tokenizer
+from podium.workers.weight_sync.gather import full_weights
+
+__all__ = ["load_stored", "write_adapters", "write_whole"]
+
+_PREFIX = "model."
+
+
+def load_stored(folder: Path, config: ModelConfig) -> nn.Module:
+    """Return the policy that :meth:`.Learner.save` wrote into ``folder``, on any number of ranks. It is on the CPU.
+
+    Args:
+        folder: The directory of the policy in a checkpoint.
+        config: The model of the run. A model with adapters is returned with peft's wrapper.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or of another model than ``config`` makes.
+        ConfigError: As :func:`.load_model`.
+    """
+    check_manifest(folder)
+    model = load_model(replace(config, gradient_checkpointing=False))
+    own = {f"{_PREFIX}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        stored = cast(Mapping[str, Any], reader.read_metadata().state_dict_metadata)
+        there = {name: entry.size for name, entry in stored.items() if name.startswith(_PREFIX)}
+        if there != {name: value.shape for name, value in own.items()}:
+            odd = sorted(name for name in own.keys() | there.keys() if name not in own or name not in there)
+            raise CheckpointError(
+                f"the checkpoint {folder} is of another model than the run's model.path and model.config give: "
+                f"{', '.join(odd[:3]) or 'shapes'} differ"
+            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            state_dict_loader.load(dict(own), storage_reader=reader, no_dist=True)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointException) as error:
+        raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
+    return model
+
+
+def write_whole(model: nn.Module, config: ModelConfig, to: Path) -> None:
+    """Write the model, adapters merged, and its tokenizer into ``to``, as transformers and vLLM load them.
+
+    Raises:
+        CheckpointError: The directory cannot be written.
+    """
+    weights = {name: tensor.clone() for name, tensor in full_weights(model)}
+    save_pretrained(model, weights, to, load_tokenizer(config.tokenizer_source))
+
+
+def write_adapters(model: nn.Module, config: ModelConfig, to: Path) -> None:
+    """Write the adapters, the name of their base and the tokenizer into the directory ``to``, as peft loads them.
+
+    Raises:
+        ConfigError: The base has random weights, so that nobody else has it.
+        CheckpointError: The directory cannot be written.
+    """
+    if config.config:
+        raise ConfigError("the adapters are of a base with random weights (model.config): write the whole with --merge")
+    peft_config: Any = next(iter(cast(Any, model).peft_config.values()))
+    local = Path(config.path).expanduser()
+    peft_config.base_model_name_or_path = str(local.absolute()) if local.is_dir() else config.path
+    try:
+        cast(Any, model).save_pretrained(str(to), save_embedding_layers=False)
+        load_tokenizer(config.tokenizer_source).save_pretrained(str(to))
+    except OSError as error:
+        raise CheckpointError(f"cannot write the adapters to {to}: {error}") from error

@@ -1,0 +1,136 @@
+"""Checkpoints and runs as models: for transformers, for peft, for ``podium eval`` and ``podium sample``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from podium.cli import main
+from podium.runtime import Cluster, endpoint, nothing
+from podium.trainer import GRPOConfig, PPOTrainer
+from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
+from podium.workers.models import save_pretrained
+from tests.integration.training import MODEL, tiny
+
+TOKENS = [[4, 5, 6, 14, 7, 8]]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def cluster(preloaded: Cluster) -> Cluster:
+    return preloaded
+
+
+def train(folder: Path, cluster: Cluster | str = "inline", **sections: Any) -> dict[int, Tensor]:
+    """Train, and return the policy's logits ``[1, T, V]`` as each checkpoint was copied, by its step."""
+
+    class Seen(Policy):
+        @endpoint(collect=nothing())
+        def copy_state(self) -> None:
+            super().copy_state()
+            found = logits(self.model)
+            if self.ctx.rank == 0:
+                torch.save(found, folder / f"logits-{self.engine.step_count}.pt")
+
+    (folder / "template.jinja").write_text(TEMPLATE)
+    values: dict[str, Any] = {
+        "data": {"chat_template": str(folder / "template.jinja")},
+        "save": {"every": 1, "keep": 0},
+        "eval": {"items": 4, "every": 1},
+    }
+    asked = tiny(GRPOConfig, folder, **{**values, **sections})
+    PPOTrainer(asked, cluster=cluster, show=False, workers={"policy": Seen}).fit()
+    return {int(path.stem[7:]): torch.load(path) for path in folder.glob("logits-*.pt")}
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits
+
+
+def base(folder: Path) -> dict[str, Any]:
+    """The settings of a model with adapters, whose base is in ``folder``."""
+    model = load_model(ModelConfig(**MODEL))
+    save_pretrained(model, model.state_dict(), folder / "base", load_tokenizer(MODEL["tokenizer"]))
+    return {"path": str(folder / "base"), "config": {}, "tokenizer": "", "lora": {"rank": 2}}
+
+
+def test_checkpoints_are_exported_evaluated_and_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen, run, out = train(tmp_path), str(tmp_path / "runs" / "run"), tmp_path / "out"
+    before = sorted(path.name for path in Path(run).iterdir())
+    for number, name in enumerate([f"{run}@1", f"{run}/checkpoints/latest", run, f"{run}@best"]):
+        assert main(["export", name, "--to", str(out / str(number))]) == 0
+        exported = AutoModelForCausalLM.from_pretrained(out / str(number))
+        step = json.loads((Path(run) / "summary.json").read_text())["best_checkpoint"][-1] if number == 3 else 2
+        assert torch.equal(logits(exported), seen[1 if number == 0 else int(step)])
+        tokenizer = AutoTokenizer.from_pretrained(out / str(number))
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "12"}], tokenize=False) == "12"
+        card = (out / str(number) / "README.md").read_text()
+        assert card.startswith("---\nlibrary_name: transformers\n")
+        assert "| before training | " in card
+        assert "`algorithm.advantage` | `grpo`" in card
+    assert not torch.equal(seen[1], seen[2])
+    capsys.readouterr()
+    for name in (f"{run}@1", str(out / "0")):
+        assert main(["sample", name, "--prompt", "12=", "--sampling.max_new_tokens", "3"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert main(["eval", f"{run}@best", "--backend", "inline", "--eval.items", "4"]) == 0
+    best = json.loads((Path(run) / "summary.json").read_text())["best_checkpoint"]
+    state = json.loads((Path(best) / "trainer.json").read_text())
+    assert f"({state['last']['correct']} of 4;" in capsys.readouterr().out
+    assert sorted(path.name for path in Path(run).iterdir()) == before  # nothing is left beside the run
+
+
+def test_adapters_are_exported_for_peft_or_merged(tmp_path: Path) -> None:
+    model = base(tmp_path)
+    seen, run = train(tmp_path, model=model), str(tmp_path / "runs" / "run")
+    assert main(["export", run, "--to", str(tmp_path / "adapters")]) == 0
+    names = {path.name for path in (tmp_path / "adapters").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= names
+    assert "model.safetensors" not in names
+    plain = AutoModelForCausalLM.from_pretrained(model["path"])
+    assert torch.equal(logits(PeftModel.from_pretrained(plain, str(tmp_path / "adapters"))), seen[2])
+    for number, name in enumerate([run, f"{run}@2"]):
+        assert main(["export", name, "--to", str(tmp_path / str(number)), "--merge"]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / str(number))
+        torch.testing.assert_close(logits(merged), seen[2])
+        assert not torch.equal(logits(merged), logits(AutoModelForCausalLM.from_pretrained(model["path"])))
+
+
+def test_a_checkpoint_of_two_ranks_that_share_the_model(cluster: Cluster, tmp_path: Path) -> None:
+    ranks: dict[str, Any] = {"placement": {"ranks": 2}, "parallel": {"strategy": "fsdp2"}}
+    seen = train(tmp_path, cluster, eval={"items": 0}, **ranks)
+    assert main(["export", f"{tmp_path}/runs/run@1", "--to", str(tmp_path / "out")]) == 0
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), seen[1])
+
+
+def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, eval={"items": 0}, model={**MODEL, "lora": {"rank": 2}})
+    run, to = f"{tmp_path}/runs/run", ["--to", str(tmp_path / "out")]
+    for words, said in [
+        ([run], "say where the model goes: --to DIR, --push NAME, or both"),
+        ([f"{run}@7", *to], "there is no such checkpoint; "),
+        ([f"{run}@7", *to], "run has step-000001, step-000002"),
+        ([f"{run}@best", *to], "no step of these was evaluated"),
+        ([f"{run}@worst", *to], "expected RUN@STEP with a number, RUN@best or RUN@latest"),
+        ([f"{tmp_path}/nothing", *to], "no run and no checkpoint at "),
+        ([run, *to], "a base with random weights (model.config): write the whole with --merge"),
+        ([run, "--merge", "--to", run], f"{run} is there already"),
+        ([run, "--merge", "--push", "no/such/name"], "--push no/such/name: Repo id must be"),
+    ]:
+        assert main(["export", *words]) == 2
+        assert said in capsys.readouterr().err
+    weights = next((Path(run) / "checkpoints" / "step-000001" / "policy").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for command in (["export", f"{run}@1", "--merge", *to], ["sample", f"{run}@1", "--prompt", "12="]):
+        assert main(command) == 2
+        assert "is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
