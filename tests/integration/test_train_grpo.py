@@ -151,6 +151,10 @@ def test_a_reward_of_ones_own_with_parts(tmp_path: Path) -> None:
     run = train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), reward=longer_is_better)
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     assert table["reward"] == table["reward_length"] == [float(len(text)) for text in table["completion"]]
+    first, second = metrics_rows(run)
+    assert first["reward_parts/length"] == pytest.approx(first["reward/mean"])
+    assert second["progress/tokens"] == first["tokens"] + second["tokens"]
+    assert second["progress/epoch"] == pytest.approx(2 * first["progress/epoch"])
 
 
 class Counting(Policy):

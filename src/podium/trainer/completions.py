@@ -154,6 +154,11 @@ class ScoredBatch:
             names.ACCURACY: float(self.correct_B.float().mean()),
             names.TRUNCATED: reasons.count("length") / len(reasons),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
+            **{
+                f"{names.REWARD_PART_PREFIX}{name.removeprefix(fields.PART)}": float(self.batch.dense(name).nanmean())
+                for name in self.batch
+                if name.startswith(fields.PART)
+            },
         }
 
     def samples(self, count: int) -> tuple[Sample, ...]:

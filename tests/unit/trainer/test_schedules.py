@@ -46,10 +46,14 @@ class Recorder:
             run=SimpleNamespace(steps=last, schedule=schedule, max_staleness=2),
             eval=SimpleNamespace(every=eval_every),
             save=SimpleNamespace(every=save_every, minutes=save_minutes),
+            taken=1,
         )
         self.taken = 0
         self.saved: list[tuple[int, Mapping[str, Any]]] = []
         self.learning = Event()
+
+    def __len__(self) -> int:
+        return 10
 
     def state(self) -> Mapping[str, Any]:
         return {"taken": self.taken}

@@ -197,7 +197,16 @@ class Steps:
             metrics = trainer.learn(rollout)
             trainer.ledger.move(step, "trained")
             self.place = self._places.pop(step, self.place)
-        emit(StepFinished(step, {**metrics, **trainer.clock.finish(step, trainer.stage_tokens(metrics))}))
+        times = trainer.clock.finish(step, trainer.stage_tokens(metrics))
+        emit(StepFinished(step, {**metrics, **times, **self._progress(step)}))
+
+    def _progress(self, step: int) -> dict[str, float]:
+        """How much of the data a run has trained on: tokens since its beginning, and passes over the data."""
+        trainer = self._trainer
+        return {
+            names.TOKENS_TOTAL: trainer.clock.totals_tokens.get("step", 0.0),
+            names.EPOCH: step * trainer.config.taken / len(trainer.stream),
+        }
 
     def check_whole(self) -> None:
         """Check that the schedule's loop went to its end. Raises ConfigError if it left the loop before."""
