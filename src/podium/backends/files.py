@@ -39,10 +39,13 @@ class Files:
         log_dir: Directory of the logs. Default: one in the private directory.
         echo: A thread also prints what is added to the logs, each line with its label. Default: unless there is a
             ``log_dir``.
+        private: The private directory, if it is there already.
     """
 
-    def __init__(self, log_dir: str | Path | None = None, echo: bool | None = None) -> None:
-        self.private = Path(tempfile.mkdtemp(prefix="podium-"))
+    def __init__(
+        self, log_dir: str | Path | None = None, echo: bool | None = None, private: Path | None = None
+    ) -> None:
+        self.private = private or Path(tempfile.mkdtemp(prefix="podium-"))
         self.log_dir = Path(log_dir or self.private / "logs").absolute()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._rendezvous = itertools.count(1)

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
+from podium.runtime.connecting import backend_class
+from podium.telemetry import Note, Waiting, emit, flush
+from podium.telemetry.sinks.console import ConsoleSink
 from podium.trainer.config import RECIPES, PPOConfig, SFTConfig
+from podium.trainer.preload import PRELOAD
 
 if TYPE_CHECKING:
     from podium.trainer import PPOTrainer, SFTTrainer
@@ -40,13 +44,34 @@ def run_train(arguments: Sequence[str]) -> int:
 
         sys.stdout.write(describe_data(_trainer(config, backend)) + "\n")
         return 0
-    trainer = _trainer(config, backend)
+    trainer = _opened(config, options.recipe, backend)
     summary = trainer.fit()
     if not summary.finished:
         there = [] if backend.name == BACKEND else ["--backend", backend.name]
         again = ["podium", "train", options.recipe, "--resume", str(trainer.directory.path), *there, *backend.words]
         sys.stdout.write(f"stopped after step {summary.steps}; {shlex.join(again)} goes on\n")
     return 0
+
+
+def _opened(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "PPOTrainer | SFTTrainer":
+    """Say at once what is about to run, and make the trainer, whose imports take seconds.
+
+    The backend's processes begin to import what they need before this one does, so that nobody waits for both.
+    """
+    backend_class(backend.name, backend.options).prepare(PRELOAD)
+    with ConsoleSink():
+        emit(Note(_headline(config, recipe)))
+        emit(Waiting("importing torch and transformers"))
+        flush()
+        return _trainer(config, backend)
+
+
+def _headline(config: PPOConfig | SFTConfig, recipe: str) -> str:
+    model = config.model
+    name = model.path or f"new {model.config.get('model_type', '')} with random weights"
+    run = config.run.resume or (os.path.join(config.run.dir, config.run.name) if config.run.name else "")
+    run = run or f"new in {config.run.dir}"
+    return f"podium {recipe}  run {run}  model {name}  data {config.data.train}"
 
 
 def _trainer(config: PPOConfig | SFTConfig, backend: Backend) -> "PPOTrainer | SFTTrainer":

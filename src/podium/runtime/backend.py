@@ -70,6 +70,10 @@ class Backend(ABC):
         by default, where it can."""
         return None
 
+    @classmethod  # noqa: B027 - most backends have nothing to prepare
+    def prepare(cls, preload: Sequence[str]) -> None:
+        """Begin, without waiting, what the next backend of this class needs if its option ``preload`` is this one."""
+
     @abstractmethod
     def nodes(self) -> Sequence[Node]:
         """All nodes as they are now, in a stable order."""

@@ -18,7 +18,7 @@ from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
-from podium.telemetry import Note, emit
+from podium.telemetry import Note, Waiting, emit
 from podium.trainer.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.trainer.placement import check_placement, reserved, standing, warn_of_bfloat16
 from podium.workers import (
@@ -36,7 +36,7 @@ from podium.workers import (
 )
 from podium.workers.learner import Progress
 
-__all__ = ["PRELOAD", "RoleWorkers", "Roles", "bind_roles", "started_generator", "started_roles"]
+__all__ = ["RoleWorkers", "Roles", "bind_roles", "started_generator", "started_roles"]
 
 _logger = logging.getLogger(__name__)
 
@@ -48,10 +48,6 @@ _ROLES: Final[Mapping[str, type[Worker]]] = {
     "estimator": Estimator,
     "generator": Generator,
 }
-
-PRELOAD: Final = ("torch", "transformers", *(cls.__module__ for cls in _ROLES.values()))
-"""Modules that worker processes import before their workers are made. The fork server of ``local`` imports them once
-for all processes."""
 
 RoleWorkers = Mapping[str, type[Worker] | Bound[Any]]
 """By role, a user's own class, or ``MyPolicy.bind(...)`` where its constructor takes other arguments."""
@@ -239,6 +235,9 @@ def _started(
         pool = stack.enter_context(reserved(cluster, sum(ranks), config.placement))
         places = dict(zip([roles for roles, _ in config.processes], pool.split(ranks), strict=True))
         emit(Note(standing((roles, place.slots) for roles, place in places.items())))
+        names = [role for roles in places for role in roles]
+        workers = sum(len(roles) * len(place) for roles, place in places.items())
+        emit(Waiting(f"loading {config.model.path or 'a new model'} for {', '.join(names)}", 0, workers))
         for roles, place in places.items():
             calls = [call for call in config.run.profile if call.partition(".")[0] in roles]
             profile = Profile(calls=calls, directory=traces or "profile") if calls else None

@@ -32,6 +32,7 @@ from podium.telemetry import (
     PhaseFinished,
     PhaseStarted,
     Recovered,
+    Waiting,
     WorkerLost,
     emit,
     flush,
@@ -54,10 +55,11 @@ from podium.trainer.preflight import (
     names_of_given,
     with_stop_tokens,
 )
+from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import load_held_out
 from podium.trainer.recovery import Losses, LostTooOften, RunLost
 from podium.trainer.report import report
-from podium.trainer.roles import PRELOAD, Roles, RoleWorkers, started_roles
+from podium.trainer.roles import Roles, RoleWorkers, started_roles
 from podium.trainer.run_dir import RunDirectory, Summary
 from podium.trainer.run_path import resolve_resume, run_path
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
@@ -274,6 +276,7 @@ class Trainer(ABC, Generic[C, E, R]):
             ConfigError, DataError: The run is refused for its data.
         """
         config = self.config
+        emit(Waiting(f"reading {config.data.train}"))
         self.tokenizer = load_tokenizer(config.model.tokenizer_source)
         self._template = chat_template(self.tokenizer, config.data)
         self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer, config.data)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,32 @@ def test_a_fork_server_whose_socket_is_closed_starts_nothing(tmp_path: Path) -> 
         assert not server.alive()
     finally:
         server.close()
+
+
+def test_a_backend_takes_the_server_that_was_prepared_for_it() -> None:
+    LocalBackend.prepare(["json"])
+    ((private, server),) = LocalBackend._prepared.values()
+    LocalBackend.prepare(["json"])  # one is enough
+    with podium.connect("local", preload=["json"], echo=False) as cluster:
+        assert LocalBackend._prepared == {}
+        assert private.is_dir()
+        assert cluster.start(Counter.bind()).add(2) == [2]
+        assert server.alive()
+    assert not server.alive()
+    assert not private.exists()
+
+
+def test_a_prepared_server_that_nobody_takes_ends_with_the_process(tmp_path: Path) -> None:
+    script = """
+from podium.backends.local import LocalBackend
+LocalBackend.prepare(["json"])
+((private, server),) = LocalBackend._prepared.values()
+print(server._process.pid, private)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    pid, private = done.stdout.split()
+    until = time.monotonic() + 30
+    while (Path(f"/proc/{pid}").exists() or Path(private).exists()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(private).exists()
+    assert done.stderr == ""

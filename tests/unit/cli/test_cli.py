@@ -22,6 +22,7 @@ from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import inference_config
 from podium.errors import ConfigError
 from podium.trainer import SFTConfig, SFTTrainer
+from podium.trainer.preload import PRELOAD
 from podium.trainer.run_dir import RunDirectory
 from tests.integration.training import MODEL, tiny, write_copy_task
 
@@ -330,3 +331,26 @@ def test_backends_lists_what_each_can_do(capsys: pytest.CaptureFixture[str]) -> 
     assert status == 0
     assert "inline     can: " in out
     assert "podium.backends.local:LocalBackend" in out
+
+
+def test_a_run_says_at_once_what_it_is_and_then_what_it_waits_for(
+    capsys: pytest.CaptureFixture[str], yaml: Path
+) -> None:
+    words = ["--config", str(yaml), "--backend", "inline", "--eval.items", "0", "--save.model", "false"]
+    status, out, _ = run(capsys, "train", "sft", *words, "--run.name", "named", "--run.steps", "1")
+    assert status == 0
+    first, second, *rest = out.splitlines()
+    assert first.startswith("podium sft  run ")
+    assert "/named  model " in first
+    assert "  data " in first
+    assert second == "importing torch and transformers"
+    waits = [line.split()[0] for line in rest[: [line[:3] for line in rest].index("sft")]]
+    assert [word for word in waits if word in ("reading", "tokenizing", "loading")] == [
+        "reading", "tokenizing", "loading",
+    ]  # fmt: skip
+
+
+def test_worker_processes_preload_the_modules_of_all_roles() -> None:
+    from podium.trainer import roles
+
+    assert {cls.__module__ for cls in roles._ROLES.values()} <= {*PRELOAD}

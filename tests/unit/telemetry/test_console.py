@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import logging
-import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 import time
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 import pyte
@@ -38,6 +32,7 @@ from podium.telemetry import (
 )
 from podium.telemetry.sinks import ConsoleSink
 from podium.telemetry.sinks.console import fitting
+from tests.terminal import in_pty
 
 GRPO = {
     metrics.LOSS: -1e-8,
@@ -339,28 +334,10 @@ with ConsoleSink():
     assert done.stderr == ""
 
 
-def in_pty(script: str, width: int = 80, height: int = 24) -> list[str]:
-    """What stands on a real terminal of this size, and above it, once ``script`` has ended."""
-    seen = pyte.HistoryScreen(width, height, history=1000, ratio=1)
-    stream = pyte.ByteStream(seen)
-    main, other = pty.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES", "CI")}
-    child = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=other, stdout=other, stderr=other, env={**env, "TERM": "xterm-256color"}
-    )
-    os.close(other)
-    with suppress(OSError):  # Linux says EIO once the other end is closed
-        while data := os.read(main, 65536):
-            stream.feed(data)
-    os.close(main)
-    assert child.wait() == 0
-    above = ["".join(line[place].data for place in range(width)) for line in seen.history.top]
-    return [line.rstrip() for line in (*above, *seen.display)]
-
-
 def test_no_bar_stands_in_what_a_terminal_shows_after_the_last_step() -> None:
-    lines = in_pty("""
+    lines = in_pty(
+        "-c",
+        """
 import sys, time
 from podium.telemetry import PhaseFinished, PhaseStarted, StepFinished, Waiting, emit, flush
 from podium.telemetry.sinks import ConsoleSink
@@ -380,7 +357,8 @@ with ConsoleSink(row_every_s=0):
     for line in range(40):  # the report scrolls the terminal
         terminal().print(f"report {line}")
         time.sleep(0.01)
-""")
+""",
+    )
     rows = [line.split() for line in lines if line]
     assert [row[0] for row in rows if row[0].isdigit()] == [str(step) for step in range(1, 31)]
     assert [row[1] for row in rows if row[0] == "report"] == [str(line) for line in range(40)]
@@ -388,7 +366,9 @@ with ConsoleSink(row_every_s=0):
 
 
 def test_all_who_write_to_a_terminal_share_one_console() -> None:
-    lines = in_pty("""
+    lines = in_pty(
+        "-c",
+        """
 import sys
 from podium.telemetry import PhaseStarted, emit, flush
 from podium.telemetry.sinks import ConsoleSink
@@ -398,7 +378,8 @@ with ConsoleSink() as sink:
     emit(PhaseStarted("grpo", 3))
     flush()
     print("shared" if sink.console is before is terminal() else "two consoles")
-""")
+""",
+    )
     assert "shared" in lines
 
 

@@ -19,12 +19,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from podium.backends.files import Files
 from podium.backends.local.io import IoLoop
@@ -95,6 +96,7 @@ class LocalBackend(Backend):
     """
 
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
+    _prepared: ClassVar[dict[tuple[str, ...], tuple[Path, ForkServer]]] = {}  # servers that import already
 
     def __init__(
         self,
@@ -116,7 +118,8 @@ class LocalBackend(Backend):
         self._nodes = machine(self.accelerators, nodes)
         _raise_descriptor_limit()
         self.store_options = store_bytes, "" if spill_dir is None else str(Path(spill_dir).absolute())
-        self.files = Files(log_dir, echo)
+        private, self._spare = self._prepared.pop(tuple(preload), (None, None))
+        self.files = Files(log_dir, echo, private)
         self.segments = SegmentPool()
         self.processes: dict[int, LocalProcess] = {}
         self._preload = list(preload)
@@ -146,6 +149,12 @@ class LocalBackend(Backend):
     def stand_in(cls) -> tuple[str, str] | None:
         missing = _missing()
         return ("inline", f"it needs Linux, and this system has no {missing}") if missing else None
+
+    @classmethod
+    def prepare(cls, preload: Sequence[str]) -> None:
+        if not _missing() and tuple(preload) not in cls._prepared:
+            private = Path(tempfile.mkdtemp(prefix="podium-"))
+            cls._prepared[tuple(preload)] = private, ForkServer(preload, private)
 
     @classmethod
     def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
@@ -204,7 +213,7 @@ class LocalBackend(Backend):
         self.segments.close()
 
     def _new_server(self) -> ForkServer:
-        server = ForkServer(self._preload, self.files.private)
+        server, self._spare = self._spare or ForkServer(self._preload, self.files.private), None
         self.io.watch(server.orders.fileno(), partial(self._on_server, server))
         return server
 

@@ -19,7 +19,7 @@ from podium.rollout.tasks.cache import cached
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example, Messages, answer_text, message_text
 from podium.rollout.tasks.writer import Writer
-from podium.telemetry import Note, emit
+from podium.telemetry import Note, Waiting, emit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -290,6 +290,7 @@ class _Prompts:
         writer, examples, most = self._writer, self._examples, self._writer.config.max_prompt_tokens
         shortest: float = float("inf")
         for start in range(0, len(examples), _CHUNK):
+            emit(Waiting(f"tokenizing {len(examples):,} examples", start, len(examples)))
             places = range(start, min(start + _CHUNK, len(examples)))
             chunk: list[tuple[int, str | Messages, list[int]]] = []
             for index, tokens in zip(places, writer.prompts([examples[place] for place in places]), strict=True):

@@ -179,6 +179,8 @@ class ConsoleSink(Sink):
                 self._samples(event)
             case events.WorkerStarted(role=role):
                 self._workers[role] += 1
+                if self._waiting and self._progress is not None:
+                    self._progress.advance(self._progress.task_ids[0])
             case _:
                 self._remark(event)
 
