@@ -409,6 +409,9 @@ def _expected(field: FieldInfo) -> str:
 
 def _arm_expected(arm: Any, bounds: str) -> str:
     origin, arguments = typing.get_origin(arm) or arm, typing.get_args(arm)
+    if origin is typing.Annotated:  # a number with limits beside other values: Annotated[float, Field(gt=1)] | None
+        limits = [limit for field in arguments[1:] for limit in field.metadata]
+        return _arm_expected(arguments[0], _bounds(limits))
     if inner := _section_of(arm):
         return f"a section with the keys {', '.join(_fields(inner))}"
     if origin is typing.Literal:

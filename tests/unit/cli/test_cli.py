@@ -354,3 +354,12 @@ def test_worker_processes_preload_the_modules_of_all_roles() -> None:
     from podium.trainer import roles
 
     assert {cls.__module__ for cls in roles._ROLES.values()} <= {*PRELOAD}
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "sft"])
+def test_the_list_of_settings_says_in_words_what_each_takes(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    status, out, _ = run(capsys, "train", recipe, "--keys")
+    assert status == 0
+    assert not re.search(r"Annotated|FieldInfo|typing\.|<class", out)
+    if recipe == "grpo":
+        assert "--algorithm.importance_cap auto  (a number above 1 and at most 1e9 or one of auto or null)" in out
