@@ -55,9 +55,9 @@ def logits(model: Any) -> Tensor:
         return model.eval()(torch.tensor(TOKENS)).logits
 
 
-def base(folder: Path) -> dict[str, Any]:
+def base(folder: Path, seed: int = 0) -> dict[str, Any]:
     """The settings of a model with adapters, whose base is in ``folder``."""
-    model = load_model(ModelConfig(**MODEL))
+    model = load_model(ModelConfig(**MODEL, seed=seed))
     save_pretrained(model, model.state_dict(), folder / "base", load_tokenizer(MODEL["tokenizer"]))
     return {"path": str(folder / "base"), "config": {}, "tokenizer": "", "lora": {"rank": 2}}
 
@@ -105,11 +105,22 @@ def test_adapters_are_exported_for_peft_or_merged(tmp_path: Path) -> None:
         assert not torch.equal(logits(merged), logits(AutoModelForCausalLM.from_pretrained(model["path"])))
 
 
-def test_a_checkpoint_of_two_ranks_that_share_the_model(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_a_checkpoint_of_two_ranks_that_share_the_model(cluster: Cluster, tmp_path: Path, lora: bool) -> None:
     ranks: dict[str, Any] = {"placement": {"ranks": 2}, "parallel": {"strategy": "fsdp2"}}
-    seen = train(tmp_path, cluster, eval={"items": 0}, **ranks)
-    assert main(["export", f"{tmp_path}/runs/run@1", "--to", str(tmp_path / "out")]) == 0
+    seen = train(tmp_path, cluster, eval={"items": 0}, model=base(tmp_path) if lora else MODEL, **ranks)
+    assert main(["export", f"{tmp_path}/runs/run@1", "--merge", "--to", str(tmp_path / "out")]) == 0
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), seen[1])
+
+
+def test_adapters_of_another_base_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, eval={"items": 0}, model=base(tmp_path))
+    base(tmp_path, seed=1)  # in place of the one before
+    run = f"{tmp_path}/runs/run"
+    resumed = ["train", "grpo", "--resume", run, "--run.steps", "3", "--backend", "inline"]
+    for command in (["export", f"{run}@1", "--to", str(tmp_path / "out")], resumed):
+        assert main(command) == 2
+        assert "adapters of another base than model.path=" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

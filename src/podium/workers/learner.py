@@ -19,6 +19,7 @@ from podium.data import Batch, fields
 from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
 from podium.runtime import Worker, endpoint, first, nothing
+from podium.workers.adapter_base import BASE, base_checksum
 from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig, check_dropout
 from podium.workers.engine import TrainEngine
 from podium.workers.manifest import check_manifest, write_manifest
@@ -44,8 +45,9 @@ class Learner(Worker):
     """A model, its optimizer, and its checkpoints on all ranks of the group.
 
     A checkpoint has parameters, optimizer state, step counts and each rank's random state in safetensors files, with a
-    manifest of their checksums. torch.distributed.checkpoint reads it, and no code of whoever wrote it runs. It can be
-    read on another number of ranks than it was written on, replicated or sharded.
+    manifest of their checksums. Where adapters are trained, it has a checksum of their base in place of the base.
+    torch.distributed.checkpoint reads it, and no code of whoever wrote it runs. It can be read on another number of
+    ranks than it was written on, replicated or sharded.
 
     Args:
         model: The model to train.
@@ -80,6 +82,7 @@ class Learner(Worker):
         )
         torch.manual_seed(self.ctx.seed)  # dropout draws from what torch seeds by chance
         self._copied: StateCopy | None = None
+        self._base: Tensor | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -152,7 +155,8 @@ class Learner(Worker):
         """Read what :meth:`save` wrote. A rank that did not exist then keeps its random state.
 
         Raises:
-            CheckpointError: There is no finished checkpoint, it is damaged, or it is one of another model.
+            CheckpointError: There is no finished checkpoint, it is damaged, or it is one of another model, or of
+                adapters of another base.
         """
         check_manifest(Path(path), part=self.ctx.rank, parts=self.ctx.world_size)
         reader = HuggingFaceStorageReader(path)
@@ -164,7 +168,7 @@ class Learner(Worker):
             self._read(path, reader, stored)
 
     def _read(self, path: str, reader: HuggingFaceStorageReader, stored: Mapping[str, Any]) -> None:
-        state = self._state()
+        state = self._state(whole=BASE not in stored)  # checkpoints of adapters once held the base too
         absent = sorted(name for name in state if name not in stored and not name.startswith(_RANDOM))
         extra = sorted(name for name in stored if name not in state and not name.startswith(_RANDOM))
         if absent or extra:
@@ -189,6 +193,11 @@ class Learner(Worker):
                 state_dict_loader.load(wanted, storage_reader=reader, no_dist=alone)
         except (OSError, ValueError, SafetensorError, CheckpointException) as error:
             raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+        if self._base is not None and BASE in wanted and not torch.equal(wanted[BASE], self._base):
+            raise CheckpointError(
+                f"the checkpoint {path} holds adapters of another base than model.path={self.config.path!r} has now: "
+                "give the run the model that it began with"
+            )
         self.engine.step_count, self.engine.skipped_count = (int(count) for count in wanted["counts"])
         for name, device in self._random_names().items():
             if name in wanted:
@@ -212,14 +221,24 @@ class Learner(Worker):
         weights = loss_weights(mask.values.bool(), mask.offsets, mode, constant=constant, tokens=tokens, rows=rows)
         return batch.with_columns({fields.LOSS_WEIGHTS: mask.like(weights)})
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return the engine's own tensors by flat names, so that reading into them is loading."""
-        named = dict(self.model.named_parameters())
+    def _state(self, *, whole: bool = False) -> dict[str, Tensor]:
+        """Return the engine's own tensors by flat names, so that reading into them is loading.
+
+        Args:
+            whole: Whether the frozen base of adapters is there itself, and not by its checksum. All ranks call this
+                together.
+        """
+        adapted = self.config.lora is not None and not whole
+        named = {name: one for name, one in self.model.named_parameters() if one.requires_grad or not adapted}
         state = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         if self.engine.optimizer is not None:
             for name, parameter in named.items():
                 for key, value in self.engine.optimizer.state.get(parameter, {}).items():
                     state[f"optimizer.{name}.{key}"] = value
+        if adapted:
+            if self._base is None:
+                self._base = base_checksum(self.model)
+            state[BASE] = self._base.clone()
         state["counts"] = torch.tensor([self.engine.step_count, self.engine.skipped_count])
         return state | {name: random_state(device) for name, device in self._random_names().items()}
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from podium.errors import CheckpointError, ConfigError
+from podium.workers.adapter_base import BASE, base_checksum
 from podium.workers.config import ModelConfig
 from podium.workers.manifest import check_manifest
 from podium.workers.models import load_model, save_pretrained
@@ -37,10 +39,12 @@ def load_stored(folder: Path, config: ModelConfig) -> nn.Module:
     """
     check_manifest(folder)
     model = load_model(replace(config, gradient_checkpointing=False))
-    own = {f"{_PREFIX}{name}": parameter.detach() for name, parameter in model.named_parameters()}
     reader = HuggingFaceStorageReader(str(folder))
     try:
         stored = cast(Mapping[str, Any], reader.read_metadata().state_dict_metadata)
+        adapters = BASE in stored  # and their base is the run's, by its checksum
+        named = ((name, one) for name, one in model.named_parameters() if one.requires_grad or not adapters)
+        own = {f"{_PREFIX}{name}": parameter.detach() for name, parameter in named}
         there = {name: entry.size for name, entry in stored.items() if name.startswith(_PREFIX)}
         if there != {name: value.shape for name, value in own.items()}:
             odd = sorted(name for name in own.keys() | there.keys() if name not in own or name not in there)
@@ -48,11 +52,17 @@ def load_stored(folder: Path, config: ModelConfig) -> nn.Module:
                 f"the checkpoint {folder} is of another model than the run's model.path and model.config give: "
                 f"{', '.join(odd[:3]) or 'shapes'} differ"
             )
+        base = {BASE: torch.zeros(1, dtype=torch.int64)} if adapters else {}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            state_dict_loader.load(dict(own), storage_reader=reader, no_dist=True)
+            state_dict_loader.load({**own, **base}, storage_reader=reader, no_dist=True)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointException) as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
+    if adapters and not torch.equal(base[BASE], base_checksum(model)):
+        raise CheckpointError(
+            f"the checkpoint {folder} holds adapters of another base than model.path={config.path!r} has now: give the "
+            "model that the run began with"
+        )
     return model
 
 

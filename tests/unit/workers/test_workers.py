@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from podium.algorithms import AlgorithmConfig, loss_weights
 from podium.data import Batch, Jagged
@@ -241,6 +242,31 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path
     resumed.load(str(tmp_path / "at3"))
     assert torch.equal(torch.get_rng_state(), random)
     assert [resumed.update(batch) for _ in range(3)] == expected
+
+
+class Former(Policy):
+    """Its checkpoints hold the base of adapters too, as they once did."""
+
+    def _state(self, *, whole: bool = False) -> dict[str, torch.Tensor]:
+        return super()._state(whole=True)
+
+
+def test_a_checkpoint_of_adapters_holds_a_checksum_of_their_base(tmp_path: Path) -> None:
+    policy, batch = Policy(ADAPTED, OPTIM), recorded()
+    policy.update(batch)
+    policy.save(str(tmp_path / "policy"))
+    names = {name for file in (tmp_path / "policy").glob("*.safetensors") for name in load_file(file)}
+    assert {name for name in names if "lora" not in name} == {"base", "counts", "random.0.cpu"}
+    former = Former(ADAPTED, OPTIM)
+    former.update(batch)
+    former.save(str(tmp_path / "former"))
+    expected = policy.update(batch)
+    for folder in ("policy", "former"):
+        resumed = Policy(ADAPTED, OPTIM)
+        resumed.load(str(tmp_path / folder))
+        assert resumed.update(batch) == expected
+    with pytest.raises(CheckpointError, match="adapters of another base"):
+        Policy(replace(ADAPTED, seed=8), OPTIM).load(str(tmp_path / "policy"))
 
 
 def test_checkpoints_that_are_missing_or_of_another_model_are_named(tmp_path: Path) -> None:
