@@ -118,8 +118,8 @@ def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
     }
     assert drawn == {1: {(0, 0)}, 2: {(0, 0)}, 3: {(1, 1)}, 4: {(2, 2)}, 5: {(4, 4)}}
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 20}
-    assert main(["runs", str(run.parent)]) == 0
-    assert capsys.readouterr().out.strip() == f"{run}  finished at step 5, 20 prompts trained"
+    assert main(["runs", str(run)]) == 0
+    assert capsys.readouterr().out.startswith(f"{run}: finished at step 5, 20 prompts trained, took ")
 
 
 def test_asynchronous_steps_are_drawn_side_by_side_within_the_bound(preloaded: Cluster, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ COMMANDS = {
     "eval": ("inference", "score the model of a run, or any other, on held-out prompts"),
     "sample": ("inference", "print completions of a run's model, or of any other"),
     "export": ("export", "write a run's model or checkpoint for transformers, vLLM, peft or the hub"),
-    "runs": ("runs", "list runs: steps, accuracy, and what became of each prompt"),
+    "runs": ("runs", "list runs; show, compare or remove them"),
     "view": ("view", "show runs in a browser: curves, completions, timeline and failures"),
     "backends": ("backends", "list the installed backends, and what each can do"),
     "completion": ("completion", "print a script for completion in bash, zsh or fish"),

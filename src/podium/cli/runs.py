@@ -1,63 +1,193 @@
-"""``podium runs`` lists runs: how far each is, how it scored, and the states of its prompts."""
+"""``podium runs`` lists runs, shows one, compares several, and removes what is not wanted."""
+
+from __future__ import annotations
 
 import argparse
-import json
+import datetime
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
 
+if TYPE_CHECKING:
+    from podium.trainer.comparison import RunRecord
+
 __all__ = ["run_runs"]
+
+_EPILOG: Final = """\
+examples:
+  podium runs                          a line for each run below runs/, the newest first
+  podium runs runs/NAME                one run: its result, its prompts and its curve
+  podium runs compare runs/A runs/B    settings and results that differ, and a picture of the curves
+  podium runs clean                    remove runs that ended without a step, after asking
+"""
 
 
 def run_runs(arguments: Sequence[str]) -> int:
-    """Print a line for each run. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="podium runs",
-        description="List runs: the steps that are done, the held-out accuracy, and the states of the prompts.",
-    )
+    """List, show, compare or remove runs. Returns the exit status."""
+    first, *rest = [*arguments, ""]
+    if first in ("compare", "clean"):
+        return (_compare if first == "compare" else _clean)(rest[:-1])
+    parser = _parser("podium runs", "List runs, or show one.", epilog=_EPILOG)
     parser.add_argument("paths", nargs="*", default=["runs"], help="runs, or directories of runs (default: runs)")
-    found = [run for path in parser.parse_args(arguments).paths for run in _runs(Path(path))]
-    width = max(len(str(run)) for run in found)
-    for run in found:
-        sys.stdout.write(f"{run!s:<{width}}  {_describe(run)}\n")
+    paths = [Path(path) for path in parser.parse_args(arguments).paths]
+    from podium.trainer.comparison import find_runs
+
+    found = [run for path in paths for run in find_runs(path)]
+    if len(found) == 1 and found[0].path == paths[0]:
+        _show(found[0])
+    else:
+        _list(sorted(found, key=lambda run: run.modified, reverse=True))
     return 0
 
 
-def _runs(path: Path) -> Iterator[Path]:
-    """The runs at ``path`` or directly below. Raises ConfigError if there are none."""
-    folders = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
-    runs = [folder for folder in folders if (folder / "config.yaml").exists()]
-    if not runs:
-        raise ConfigError(f"{path}: no run is here; give the directory of a run, or one of runs (run.dir)")
-    yield from runs
+def _parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
-def _describe(run: Path) -> str:
+def _list(runs: Sequence[RunRecord]) -> None:
+    from podium.telemetry.formatting import duration
+
+    lines = [("run", "state", "step", "accuracy", "took", "last written")]
+    for run in runs:
+        when = datetime.datetime.fromtimestamp(run.modified).strftime("%Y-%m-%d %H:%M")
+        total = run.settings.get("run.steps")
+        step = f"{run.step} of {total}" if isinstance(total, int) else str(run.step)
+        lines.append((str(run.path), run.state, step, _percent(run.accuracy), duration(run.seconds), when))
+    _write_table(lines)
+
+
+def _show(run: RunRecord) -> None:
+    from podium.telemetry.formatting import duration
+
+    sys.stdout.write(f"{run.path}: {_said(run)}, took {duration(run.seconds)}\n")
+    chosen = ("model.path", "data.train", "reward.name", "run.seed", "run.schedule", "optim.lr")
+    told = {key: run.settings[key] for key in chosen if run.settings.get(key) not in (None, "", {})}
+    sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in told.items())}\n")
+    for name in ("best_checkpoint", "model_path"):
+        if run.summary.get(name):
+            sys.stdout.write(f"  {name.replace('_', ' ')}: {run.summary[name]}\n")
+    _draw(run)
+
+
+def _said(run: RunRecord) -> str:
+    """A run in a line: its state, its accuracy, and the states of its prompts."""
     from podium.trainer.ledger import read_ledger
-    from podium.trainer.run_dir import read_rows
 
-    summary = _summary(run / "summary.json")
-    state = "finished" if summary.get("finished") else "stopped" if summary else "unfinished"
-    step, accuracy = 0, None
-    for row in read_rows(run / "metrics.jsonl"):
-        step = max(step, row["step"])
-        accuracy = row["accuracy"] if row["kind"] == "eval" else accuracy
-    told = [f"{state} at step {step}"]
-    if accuracy is not None:
-        told.append(f"accuracy {accuracy:.1%}")
-    if (run / "ledger.jsonl").exists():
-        states = read_ledger(run / "ledger.jsonl")
+    told = [f"{run.state} at step {run.step}"]
+    if run.accuracy is not None:
+        told.append(f"accuracy {run.accuracy:.1%}")
+    if (run.path / "ledger.jsonl").exists():
+        states = read_ledger(run.path / "ledger.jsonl")
         told += [f"{count} prompts {name.replace('_', ' ')}" for name, count in states.counts().items()]
         told += [f"({count} dropped: {reason})" for reason, count in states.reasons.items()]
     return ", ".join(told)
 
 
-def _summary(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_bytes()) if path.exists() else {}
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _draw(run: RunRecord) -> None:
+    """The learning curve, with characters where plotext is installed."""
+    from importlib.util import find_spec
+
+    from podium.telemetry.sinks.console import terminal
+    from podium.trainer.report import draw_curve, read_curve
+
+    curve = read_curve(run.path / "metrics.jsonl")
+    if curve is None or len(curve.steps) < 2:
+        return
+    if find_spec("plotext") is None:
+        sys.stdout.write("  the curve is not drawn without plotext: pip install 'podium[plot]'\n")
+        return
+    console = terminal()
+    sys.stdout.write(f"\n  {curve.metric}\n")
+    sys.stdout.flush()
+    console.print(draw_curve(curve, width=min(console.width, 100)), highlight=False)
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    parser = _parser("podium runs compare", "Compare runs: what they were set to, how they ended, and their curves.")
+    parser.add_argument("paths", nargs="+", help="runs, or directories of runs; those that differ in seeds are a band")
+    parser.add_argument("--metric", default="", help="what is drawn (default: accuracy, else reward, else loss)")
+    parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    from podium.telemetry import metrics
+    from podium.trainer.comparison import differing, find_runs, groups_of, plot_runs
+
+    runs = [run for path in options.paths for run in find_runs(Path(path))]
+    if len(runs) < 2:
+        raise ConfigError(f"{options.paths[0]} is one run: give at least two to compare")
+    names = [run.path.name for run in runs]
+    _write_table(
+        [("", *names)]
+        + [(key, *(_short(value) for value in values)) for key, values in differing(runs).items()]
+        + [("state", *(run.state for run in runs)), ("step", *(str(run.step) for run in runs))]
+        + [("held-out accuracy", *(_percent(run.accuracy) for run in runs))]
+        + [(name, *(_number(run.last(name)) for run in runs)) for name in (metrics.REWARD_MEAN, metrics.LOSS)]
+    )
+    known = (metrics.ACCURACY, metrics.REWARD_MEAN, metrics.LOSS)
+    metric = options.metric or next((name for name in known if all(run.last(name) is not None for run in runs)), "")
+    if not metric or all(run.last(metric) is None for run in runs):
+        raise ConfigError(f"--metric {metric or 'NAME'}: no metric of this name is in metrics.jsonl of these runs")
+    groups = groups_of(runs)
+    picture = plot_runs(groups, [group[0].path.name for group in groups], metric, Path(options.out))
+    sys.stdout.write(f"{metric}: {picture}\n")
+    return 0
+
+
+def _clean(arguments: Sequence[str]) -> int:
+    parser = _parser("podium runs clean", "Remove runs that ended without a step, or those that are named.")
+    parser.add_argument("paths", nargs="*", help="runs to remove; default: those below runs/ that ended before a step")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    options = parser.parse_args(arguments)
+    from podium.trainer.comparison import RunRecord, find_runs
+    from podium.trainer.files import remove
+
+    named = [RunRecord(Path(path)) for path in options.paths]
+    for run in named:
+        if not (run.path / "config.yaml").exists():
+            raise ConfigError(f"{run.path} is no run: it has no config.yaml")
+    found = named or [run for run in find_runs(Path("runs")) if run.step == 0 and not run.summary]
+    if held := [run for run in found if run.is_held()]:
+        if named:
+            raise ConfigError(f"{held[0].path} is being written to: stop the run first")
+        found = [run for run in found if run not in held]
+    if not found:
+        sys.stdout.write("nothing to remove\n")
+        return 0
+    _list(found)
+    if not options.yes and not _agreed(len(found)):
+        sys.stdout.write("nothing was removed\n")
+        return 0
+    for run in found:
+        remove(run.path)
+    sys.stdout.write(f"removed {len(found)} run{'s' * (len(found) != 1)}\n")
+    return 0
+
+
+def _agreed(count: int) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("podium runs clean asks before it removes anything: give --yes where nobody can answer")
+    return input(f"Remove {count} run{'s' * (count != 1)}? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _write_table(lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

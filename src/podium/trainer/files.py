@@ -12,7 +12,7 @@ from typing import IO, Final
 from podium.errors import ConfigError
 
 __all__ = ["STATE_FILE", "free_name", "lock_directory", "remove", "step_name", "step_of", "sync_folder", "sync_tree"]
-__all__ += ["write_atomically"]
+__all__ += ["is_locked", "write_atomically"]
 
 STATE_FILE: Final = "trainer.json"
 """The file in a checkpoint that holds the state of the controller."""
@@ -76,6 +76,18 @@ def step_of(name: str) -> int | None:
     """Return the step whose ``step_name`` is ``name``; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the directory by :func:`lock_directory`."""
+    try:
+        with (path / ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or its file system cannot lock
+        pass
+    return False
 
 
 def lock_directory(path: Path) -> IO[str]:

@@ -1,0 +1,100 @@
+"""`podium runs` lists, shows, compares and removes runs, by their files alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from podium.cli import main
+from podium.trainer.files import lock_directory
+
+
+def make_run(
+    path: Path, *, steps: int = 3, seed: int = 0, lr: float = 1e-5, offset: float = 0.0, **summary: Any
+) -> Path:
+    """The files of a run with ``steps`` rows."""
+    path.mkdir(parents=True)
+    config = {"run": {"name": path.name, "seed": seed, "steps": 3}, "optim": {"lr": lr}, "data": {"train": "a.jsonl"}}
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [
+        {"kind": "step", "step": step, "time": 10.0 * step, "loss": 0.0, "reward/mean": offset + 0.1 * step}
+        for step in range(1, steps + 1)
+    ]
+    rows += [{"kind": "eval", "step": steps, "time": 99.0, "accuracy": 0.25, "items": 4, "reward_mean": 0.5}] * bool(
+        steps
+    )
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if summary:
+        (path / "summary.json").write_text(json.dumps({"steps": steps, "wall_s": 72.0, **summary}))
+    return path
+
+
+def test_runs_are_listed_the_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for age, (name, ending) in enumerate({"new": {"finished": True}, "old": {"finished": False}, "killed": {}}.items()):
+        run = make_run(tmp_path / name, **ending)
+        os.utime(run / "metrics.jsonl", (1e9 - age, 1e9 - age))
+    assert main(["runs", str(tmp_path)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "step", "accuracy", "took", "last", "written"]
+    assert [line.split()[:7] for line in lines] == [
+        [str(tmp_path / "new"), "finished", "3", "of", "3", "25.0%", "1m12s"],
+        [str(tmp_path / "old"), "stopped", "3", "of", "3", "25.0%", "1m12s"],
+        [str(tmp_path / "killed"), "unfinished", "3", "of", "3", "25.0%", "1m29s"],
+    ]
+    with lock_directory(tmp_path / "killed"):
+        main(["runs", str(tmp_path)])
+    assert "running" in capsys.readouterr().out
+
+
+def test_one_run_is_shown_with_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotext")
+    run = make_run(tmp_path / "a", finished=True, model_path="runs/a/model")
+    assert main(["runs", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"{run}: finished at step 3, accuracy 25.0%, took 1m12s" in out
+    assert "model path: runs/a/model" in out
+    assert "reward/mean" in out
+    assert "┤" in out
+
+
+def test_runs_are_compared_and_seeds_are_a_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name, seed, lr in (("a0", 0, 1e-5), ("a1", 1, 1e-5), ("b0", 0, 1e-4)):
+        make_run(tmp_path / name, seed=seed, lr=lr, offset=seed)
+    assert main(["runs", "compare", "a0", "a1", "b0"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["run.seed", "0", "1", "0"] in lines
+    assert ["optim.lr", "1e-05", "1e-05", "0.0001"] in lines
+    assert not any("data.train" in line for line in lines), "it is the same in all"
+    assert lines[-1] == ["reward/mean:", "comparison.png"]
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["runs", "compare", "a0"]) == 2
+    assert main(["runs", "compare", "a0", "b0", "--metric", "absent"]) == 2
+
+
+def test_what_ended_before_a_step_is_removed_and_nothing_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (("good", 3), ("failed", 0), ("starting", 0)):
+        make_run(tmp_path / "runs" / name, steps=steps)
+    with lock_directory(tmp_path / "runs/starting"):
+        assert main(["runs", "clean"]) == 2, "nobody can answer"
+        assert (tmp_path / "runs/failed").exists()
+        assert main(["runs", "clean", "--yes"]) == 0
+        assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["good", "starting"]
+        capsys.readouterr()
+        assert main(["runs", "clean", "runs/starting", "--yes"]) == 2
+        assert "is being written to" in capsys.readouterr().err
+    assert main(["runs", "clean", "runs/good", "--yes"]) == 0
+    assert not (tmp_path / "runs/good").exists()
+    (tmp_path / "other").mkdir()
+    assert main(["runs", "clean", "other", "--yes"]) == 2
