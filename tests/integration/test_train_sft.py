@@ -57,6 +57,20 @@ def test_a_run_ends_once_it_is_good_enough(tmp_path: Path) -> None:
     assert summary.model_path is not None
 
 
+def test_a_run_ends_that_becomes_no_better_also_after_a_resume(tmp_path: Path) -> None:
+    """Nothing is learned, so that the evaluation before the first step stays the best one."""
+    evaluation = {"every": 1, "items": 4, "patience": 3}
+    sections = {"optim": {"lr": 0.0}, "eval": evaluation, "save": {"every": 1, "keep": 0}}
+    stopped = SFTTrainer(tiny(SFTConfig, tmp_path, run={"steps": 2}, **sections), cluster="inline", show=False).fit()
+    assert (stopped.steps, stopped.best_step) == (2, 0)
+    run = str(tmp_path / "runs" / "run")
+    config = tiny(SFTConfig, tmp_path, run={"steps": 9, "resume": run}, **sections)
+    summary = SFTTrainer(config, cluster="inline", show=False).fit()
+    assert (summary.steps, summary.best_step, summary.finished) == (3, 0, True)
+    assert summary.best_accuracy == summary.accuracy_before is not None
+    assert summary.model_path is not None
+
+
 def test_an_example_without_an_answer_is_named(tmp_path: Path) -> None:
     config = tiny(SFTConfig, tmp_path, data={"answer_column": None})
     with pytest.raises(DataError, match="example 0 has no answer to learn"):

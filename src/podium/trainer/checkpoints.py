@@ -25,7 +25,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,8 @@ class TrainerState:
         step: The last step that is finished.
         prompts: Place in the stream of prompts or examples, after those of ``step``.
         kl_coef: Coefficient of the KL, from its controller.
-        first, last: Evaluations, which may be the same one.
+        first, last, best: Evaluations, which may be the same one. Best is the first one with the highest accuracy.
+        waited: Evaluations since the best one.
         wall_s: Seconds of training so far.
         stage_s, stage_tokens: Totals by stage, for the speeds in the summary.
         ledger: Length of the ledger's file in bytes; 0 for checkpoints from before there was one.
@@ -66,18 +67,27 @@ class TrainerState:
     kl_coef: float = 0.0
     first: Evaluation | None = None
     last: Evaluation | None = None
+    best: Evaluation | None = None
+    waited: int = 0
     wall_s: float = 0.0
     stage_s: Mapping[str, float] = field(default_factory=dict)
     stage_tokens: Mapping[str, float] = field(default_factory=dict)
     ledger: int = 0
     given: Mapping[str, str] = field(default_factory=dict)
 
+    def after(self, found: Evaluation) -> TrainerState:
+        """Return this after one more evaluation."""
+        better = self.best is None or found.accuracy > self.best.accuracy
+        best, waited = (found, 0) if better else (self.best, self.waited + 1)
+        return replace(self, first=self.first or found, last=found, best=best, waited=waited)
+
     @staticmethod
     def read(path: Path) -> TrainerState:
         """Read the state in the file at ``path``. Raises CheckpointError for anything else."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            for name in ("first", "last"):
+            values = {"best": None, **values}  # checkpoints once had no best
+            for name in ("first", "last", "best"):
                 if (found := values[name]) is not None:
                     values[name] = Evaluation(**{**found, "samples": tuple(Sample(**one) for one in found["samples"])})
             return TrainerState(**values)

@@ -4,7 +4,7 @@ All other sections stand beside the classes that they configure.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count
 from typing import Final, Literal
 
@@ -19,7 +19,7 @@ from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.workers import ModelConfig, OptimConfig, ParallelConfig
-from podium.workers.config import check_dropout
+from podium.workers.config import EndingOptim, check_dropout
 
 __all__ = [
     "RECIPES",
@@ -222,6 +222,8 @@ class EvalConfig:
     """The run starts with an evaluation of the initial model."""
     stop_at: float | None = Field(default=None, gt=0, le=1)
     """The run ends once an evaluation reaches this accuracy. null never ends it early."""
+    patience: int = Field(default=0, ge=0, le=10**9)
+    """The run ends after this many evaluations in a row without a new best accuracy. 0 never ends it early."""
 
 
 @section("save")
@@ -306,10 +308,11 @@ class _TrainingConfig(InferenceConfig):
 
     @property
     def ending_optim(self) -> OptimConfig:
-        """``optim`` with a schedule that ends with the run, unless ``optim.total_steps`` ends it elsewhere."""
-        if self.optim.lr_schedule == "constant" or self.optim.total_steps or self.run.epochs is not None:
+        """``optim`` with a schedule that ends with the run."""
+        if self.optim.lr_schedule == "constant" or self.run.epochs is not None:
             return self.optim  # how many steps epochs have is known when the data are read
-        return replace(self.optim, total_steps=max(1, self.optimizer_steps))
+        known = {field.name: getattr(self.optim, field.name) for field in fields(OptimConfig)}
+        return EndingOptim(**known, total_steps=max(1, self.optimizer_steps))
 
     def __post_init__(self) -> None:
         super().__post_init__()

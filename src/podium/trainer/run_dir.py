@@ -74,6 +74,8 @@ class Summary:
     tokens_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
     finished: bool = True
     model_path: str | None = None  # in Hugging Face format
+    best_step: int | None = None  # of the evaluation with the highest accuracy
+    best_accuracy: float | None = None
     best_checkpoint: str | None = None  # the one with the highest held-out accuracy of those that are kept
     prompts: Mapping[str, int] = field(default_factory=dict)  # number of prompts in each state of the ledger
     dropped: Mapping[str, int] = field(default_factory=dict)  # number of prompts that were dropped, by reason

@@ -332,7 +332,7 @@ class Trainer(ABC, Generic[C, E, R]):
         return taken
 
     def evaluate(self, step: int) -> bool:
-        """Score the held-out prompts with the weights after ``step``. Returns whether ``eval.stop_at`` is reached."""
+        """Score the held-out prompts with the weights after ``step``. Returns whether that ends the run."""
         if self.held_out is None or self.generators is None:
             return False
         found = score_held_out(
@@ -345,8 +345,11 @@ class Trainer(ABC, Generic[C, E, R]):
             step,
             self.roles.reward,
         )
-        self.state = replace(self.state, first=self.state.first or found, last=found)
+        self.state = self.state.after(found)
         emit(EvalFinished(step, found.accuracy, found.items, found.reward_mean))
+        best = self.state.best
+        if self._tired and best is not None:
+            emit(Note(f"no evaluation was better than that of step {best.step}, {best.accuracy:.1%} (eval.patience)"))
         return self._reached
 
     def save(self, step: int) -> None:
@@ -381,6 +384,8 @@ class Trainer(ABC, Generic[C, E, R]):
             accuracy_after=last.accuracy if last and last.step == done else None,
             items=last.items if last else 0,
             tokens_per_s=self.clock.tokens_per_s(),
+            best_step=self.state.best.step if self.state.best else None,
+            best_accuracy=self.state.best.accuracy if self.state.best else None,
             best_checkpoint=str(best) if (best := self.directory.checkpoints.best()) else None,
             prompts=self.ledger.states.counts(),
             dropped=self.ledger.states.reasons,
@@ -403,7 +408,11 @@ class Trainer(ABC, Generic[C, E, R]):
     @property
     def _reached(self) -> bool:
         goal, last = self.config.eval.stop_at, self.state.last
-        return goal is not None and last is not None and last.accuracy >= goal
+        return self._tired or (goal is not None and last is not None and last.accuracy >= goal)
+
+    @property
+    def _tired(self) -> bool:
+        return 0 < self.config.eval.patience <= self.state.waited
 
     def _on_loss(self, event: Event) -> None:
         """End what the run waits for as soon as a worker is lost that cannot be restarted alone."""

@@ -16,7 +16,7 @@ from podium.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoraConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "Strategy", "check_dropout"]
+__all__ = ["EndingOptim", "LoraConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "Strategy", "check_dropout"]
 
 Strategy = Literal["replicate", "fsdp2"]
 Offload = Literal["none", "optimizer", "all"]
@@ -129,35 +129,56 @@ class OptimConfig:
     warmup_steps: int = Field(default=0, ge=0, le=10**9)
     """The learning rate rises linearly over this number of optimizer steps."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up the learning rate stays constant, or falls to 0 at total_steps on a line or a half cosine."""
-    total_steps: int = Field(default=0, ge=0, le=10**9)
-    """The learning rate reaches 0 at this optimizer step. 0 means at the end of the run."""
+    """After the warm-up the learning rate stays constant, or falls to 0 at the run's end on a line or a half cosine."""
     non_finite: Literal["skip", "error"] = "skip"
     """A step with a NaN or infinite loss or gradient is skipped and counted, or raises an error that ends the run."""
 
-    def __post_init__(self) -> None:
-        if self.lr_schedule != "constant" and 0 < self.total_steps <= self.warmup_steps:
-            raise ConfigError(
-                f"optim.lr_schedule={self.lr_schedule!r} ends at optim.total_steps={self.total_steps}, which must "
-                f"exceed warmup_steps={self.warmup_steps}"
-            )
+    @property
+    def end(self) -> int | None:
+        """The optimizer step at which the learning rate reaches 0; None where it is not known."""
+        return None
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 0.
 
         Raises:
-            ConfigError: The schedule ends, and there is no ``total_steps``.
+            ConfigError: The rate falls, and nobody says where it ends.
         """
-        if self.lr_schedule != "constant" and not self.total_steps:
-            raise ConfigError(
-                f"optim.lr_schedule={self.lr_schedule!r} needs optim.total_steps, at which the rate reaches 0"
-            )
+        end = self.warmup_steps + 1 if self.lr_schedule == "constant" else self._known_end()
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.lr_schedule == "constant":
             return self.lr
-        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        done = min(1.0, (step - self.warmup_steps) / (end - self.warmup_steps))
         return self.lr * (1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
+
+    def _known_end(self) -> int:
+        if self.end is None:
+            raise ConfigError(
+                f"optim.lr_schedule={self.lr_schedule!r} falls to 0 at the end of a run: give its optimizer steps by "
+                "podium.workers.config.EndingOptim(total_steps=...)"
+            )
+        return self.end
+
+
+@section()
+class EndingOptim(OptimConfig):
+    """The optimizer of a run whose number of optimizer steps is known."""
+
+    total_steps: int = Field(ge=1)
+    """The learning rate reaches 0 at this optimizer step, unless it is constant."""
+
+    def __post_init__(self) -> None:
+        if self.lr_schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"optim.warmup_steps = {self.warmup_steps} is not below the {self.total_steps} optimizer steps of the "
+                f"run, over which optim.lr_schedule = {self.lr_schedule!r} falls to 0: lower it, or raise run.steps"
+            )
+
+    @property
+    def end(self) -> int | None:
+        """The optimizer step at which the learning rate reaches 0."""
+        return self.total_steps
 
 
 @section("parallel")

@@ -202,3 +202,16 @@ def test_what_a_rank_writes_after_another_one_has_failed_is_removed_with_the_wor
     ):
         PPOTrainer(config, cluster="inline", workers={"policy": Late}, show=False).fit()
     assert not list((tmp_path / "runs" / "run" / "checkpoints").iterdir())
+
+
+def test_the_best_evaluation_is_remembered_and_how_many_followed_it(tmp_path: Path) -> None:
+    state = TrainerState()
+    for step, correct in enumerate((3, 5, 5, 4)):
+        state = state.after(Evaluation(step=step, correct=correct, items=9, reward_mean=0.0))
+    assert (state.first and state.first.step, state.last and state.last.step) == (0, 3)
+    assert (state.best and state.best.step, state.waited) == (1, 2)
+    (tmp_path / "trainer.json").write_text(json.dumps(asdict(state)))
+    assert TrainerState.read(tmp_path / "trainer.json") == state
+    before = {name: value for name, value in asdict(state).items() if name not in ("best", "waited")}
+    (tmp_path / "trainer.json").write_text(json.dumps(before))  # a checkpoint from before there was a best one
+    assert TrainerState.read(tmp_path / "trainer.json").last == state.last

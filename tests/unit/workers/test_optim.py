@@ -7,6 +7,7 @@ import torch
 
 from podium.errors import ConfigError
 from podium.workers import OptimConfig, ParallelConfig, Policy, TrainEngine, load_model
+from podium.workers.config import EndingOptim
 from tests.unit.workers.tiny import TINY
 
 
@@ -19,16 +20,16 @@ def test_warm_up_rises_to_the_peak_and_stays_there() -> None:
 
 
 def test_linear_and_cosine_reach_zero_at_the_end_and_stay_there() -> None:
-    linear = rates(OptimConfig(lr=1.0, lr_schedule="linear", warmup_steps=1, total_steps=5), 8)
+    linear = rates(EndingOptim(lr=1.0, lr_schedule="linear", warmup_steps=1, total_steps=5), 8)
     assert linear == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]
-    cosine = rates(OptimConfig(lr=2.0, lr_schedule="cosine", total_steps=4), 6)
+    cosine = rates(EndingOptim(lr=2.0, lr_schedule="cosine", total_steps=4), 6)
     assert cosine == pytest.approx([2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0, 0.0])
 
 
 def test_a_schedule_that_ends_must_know_where() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.total_steps=5, which must exceed warmup_steps=5"):
-        OptimConfig(lr_schedule="linear", warmup_steps=5, total_steps=5)
-    with pytest.raises(ConfigError, match=r"optim\.total_steps"):
+    with pytest.raises(ConfigError, match=r"warmup_steps = 5 is not below the 5 optimizer steps"):
+        EndingOptim(lr_schedule="linear", warmup_steps=5, total_steps=5)
+    with pytest.raises(ConfigError, match=r"falls to 0 at the end of a run"):
         Policy(TINY, OptimConfig(lr_schedule="linear"))
 
 

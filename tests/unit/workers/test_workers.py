@@ -17,6 +17,7 @@ from podium.data import Batch, Jagged
 from podium.errors import CheckpointError, ConfigError, DataError
 from podium.rollout.sampling import SamplingParams
 from podium.workers import Critic, Generator, ModelConfig, OptimConfig, ParallelConfig, Policy, Reference
+from podium.workers.config import EndingOptim
 from podium.workers.manifest import file_sums, write_manifest
 from tests.unit.workers.tiny import ADAPTED, TINY, oracle_logprobs, recorded
 
@@ -230,7 +231,7 @@ def test_a_reference_of_another_model_has_its_own_weights() -> None:
 
 @pytest.mark.parametrize("kind", [Policy, Critic])
 def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, kind: type[Policy | Critic]) -> None:
-    optim = OptimConfig(lr=3e-3, lr_schedule="cosine", warmup_steps=2, total_steps=10)
+    optim = EndingOptim(lr=3e-3, lr_schedule="cosine", warmup_steps=2, total_steps=10)
     whole, batch = kind(TINY, optim), recorded()
     for _ in range(3):
         whole.update(batch)

@@ -121,7 +121,7 @@ class Steps:
         self._failed = False  # a collect has failed, so that no later one gets its prompts in order
 
     def __iter__(self) -> Iterator[int]:
-        """Give each step. The loop ends after the last one, when somebody asks to stop, or at ``eval.stop_at``.
+        """Give each step. The loop ends after the last one, when somebody asks to stop, or as ``eval`` says.
 
         Raises:
             ConfigError: The schedule did not learn the step that it was given.
