@@ -264,11 +264,22 @@ def _parse_value(field: FieldInfo, text: str, dotted: str) -> Any:
     try:
         if plain:
             _check_plain(text)
-            return text
+            return _several(arms, text)
         value = _load_yaml(text)
     except ValueError as error:
         raise ConfigError(f"--{dotted} {text[:200]!r} is not valid YAML: {error}") from None
     return None if value in ("none", "None") and type(None) in arms else value
+
+
+def _several(arms: Sequence[Any], text: str) -> Any:
+    """``text``, or the list or mapping that it writes in YAML if the key takes that beside text."""
+    taken = {"[": tuple, "{": Mapping}.get(text[:1])
+    if taken is None or not any(issubclass(typing.get_origin(arm) or str, taken) for arm in arms):
+        return text
+    try:
+        return _load_yaml(text)
+    except ValueError:  # a pattern of file names, such as [ab]*.jsonl
+        return text
 
 
 def _put(values: dict[str, Any], dotted: str, value: object) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import podium
 from podium.cli import main
 from podium.errors import ConfigError, DataError
 from podium.telemetry import metrics
+from podium.telemetry.sinks import ConsoleSink
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from tests.integration.training import losses, metrics_rows, tiny
 
@@ -121,3 +124,23 @@ def test_examples_beyond_the_models_positions_are_refused_before_anything_starts
     message = r"3 of the 60 training examples are longer than the model's 32 positions; the longest has 33 tokens"
     with pytest.raises(ConfigError, match=message):
         SFTTrainer(config, cluster="inline", show=False).fit()
+
+
+def test_several_evaluation_sets_are_scored_by_name(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": "00"}) + "\n" for n in range(9)))
+    places = {"copies": str(tmp_path / "copy.jsonl"), "zeros": str(other)}
+    config = tiny(SFTConfig, tmp_path, data={"eval": places, "holdout": 0.0}, run={"steps": 2}, eval={"items": 6})
+    with ConsoleSink(console=Console(file=(out := io.StringIO()), width=100)):
+        summary = SFTTrainer(config, cluster="inline", show=False).fit()
+    rows = metrics_rows(tmp_path / "runs" / "run", "eval")
+    assert [row["step"] for row in rows] == [0, 2]
+    assert all(row["accuracy"] == row["accuracy/copies"] and row["items/zeros"] == 6 for row in rows)
+    assert list(summary.sets) == ["copies", "zeros"]
+    for name, scores in summary.sets.items():
+        assert scores["accuracy_before"] == rows[0][f"accuracy/{name}"]
+        assert scores["accuracy_after"] == rows[1][f"accuracy/{name}"]
+    assert summary.accuracy_after == summary.sets["copies"]["accuracy_after"]
+    assert [line.split()[:2] for line in out.getvalue().splitlines() if " accuracy " in line] == [
+        ["0", "copies"], ["0", "zeros"], ["2", "copies"], ["2", "zeros"],
+    ]  # fmt: skip

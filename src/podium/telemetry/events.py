@@ -123,12 +123,17 @@ class StepFinished(Event):
 
 @dataclass(frozen=True)
 class EvalFinished(Event):
-    """A held-out evaluation ended: ``accuracy`` in 0..1 over ``items`` prompts."""
+    """A held-out evaluation ended: ``accuracy`` in 0..1 over ``items`` prompts.
+
+    Where there are several evaluation sets, each has a ``name``. This is the first, and ``others`` are the rest.
+    """
 
     step: int
     accuracy: float
     items: int
     reward_mean: float
+    name: str = ""
+    others: tuple["EvalFinished", ...] = ()
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _lengths(trainer: Trainer[Any, Any, Any]) -> Iterator[str]:
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
     if trainer.held_out is not None:
-        own = [len(prompt.token_ids) for prompt in trainer.held_out]
+        own = [len(prompt.token_ids) for prompts in trainer.held_out.values() for prompt in prompts]
         yield f"held-out     {len(own):,} prompts of {_span(own)}"
 
 

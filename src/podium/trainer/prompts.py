@@ -86,7 +86,11 @@ def prompt_batch(prompts: Sequence[Prompt], seeds: Tensor) -> Batch:
 
 
 def load_held_out(config: DataConfig, tokenizer: PreTrainedTokenizerBase, items: int) -> list[Prompt]:
-    """Load ``items`` held-out prompts, which are the same in every run. Raises ConfigError or DataError."""
+    """Load ``items`` held-out prompts of the first evaluation set, which are the same in every run.
+
+    Raises:
+        ConfigError, DataError: There are none that the model could take.
+    """
     return list(encoded(load_examples(config.train, config, "test", limit=items), tokenizer, config, "held-out"))
 
 

@@ -22,7 +22,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -39,7 +39,7 @@ from podium.trainer.checkpoints import Checkpoints
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.files import free_name, lock_directory, remove, step_of, write_atomically
 
-__all__ = ["RunDirectory", "Summary", "library_versions", "read_rows"]
+__all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "scores_by_set"]
 
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 CONTROLLER_LOG: Final = "controller.log"
@@ -72,6 +72,7 @@ class Summary:
     accuracy_after: float | None = None
     items: int = 0
     tokens_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    sets: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)  # scores of evaluation sets, by name
     finished: bool = True
     model_path: str | None = None  # in Hugging Face format
     best_step: int | None = None  # of the evaluation with the highest accuracy
@@ -263,6 +264,20 @@ class RunDirectory:
         """The logs in which a worker has written something."""
         logs = (file for file in self.logs.glob("*") if file.name != CONTROLLER_LOG)
         return (file for file in logs if file.is_file() and file.stat().st_size)
+
+
+def scores_by_set(metrics_path: Path, names: Sequence[str], done: int) -> dict[str, dict[str, float | None]]:
+    """What the evaluation sets ``names`` scored before the first step and after step ``done``, for the summary."""
+    rows = {row["step"]: row for row in read_rows(metrics_path) if row["kind"] == "eval"}
+    before, after = rows.get(0, {}), rows.get(done if done else -1, {})
+    return {
+        name: {
+            "accuracy_before": before.get(f"accuracy/{name}"),
+            "accuracy_after": after.get(f"accuracy/{name}"),
+            "items": after.get(f"items/{name}", before.get(f"items/{name}")),
+        }
+        for name in names
+    }
 
 
 def read_rows(metrics_path: Path) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -41,7 +41,7 @@ from podium.telemetry import (
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.checkpoints import Saver, TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
-from podium.trainer.evaluate import score_held_out
+from podium.trainer.evaluate import Evaluation, score_held_out
 from podium.trainer.files import remove, step_of
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.ledger import Ledger
@@ -56,11 +56,11 @@ from podium.trainer.preflight import (
     with_stop_tokens,
 )
 from podium.trainer.preload import PRELOAD
-from podium.trainer.prompts import load_held_out
+from podium.trainer.prompts import Prompt, load_held_out
 from podium.trainer.recovery import Losses, LostTooOften, RunLost
 from podium.trainer.report import report
 from podium.trainer.roles import Roles, RoleWorkers, started_roles
-from podium.trainer.run_dir import RunDirectory, Summary
+from podium.trainer.run_dir import RunDirectory, Summary, scores_by_set
 from podium.trainer.run_path import resolve_resume, run_path
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
 from podium.workers import load_tokenizer
@@ -284,13 +284,22 @@ class Trainer(ABC, Generic[C, E, R]):
         if config.run.epochs is not None:
             steps = math.ceil(config.run.epochs * len(self.stream) / config.taken)
             self.config = config = replace(config, run=replace(config.run, steps=steps, epochs=None))
-        self.held_out = load_held_out(config.data, self.tokenizer, config.eval.items) if config.eval.items else None
-        if self.held_out is not None:
-            longest = max(len(prompt.token_ids) for prompt in self.held_out)
-            check_tokens(config.model, "held-out", max(int(prompt.token_ids.max()) for prompt in self.held_out))
-            check_lengths(config.model, self.sampling.max_new_tokens, "held-out", longest)
+        self.held_out = self._load_held_out() if config.eval.items else None
+
+    def _load_held_out(self) -> dict[str, list[Prompt]]:
+        """The prompts of each evaluation set by its name, the first set first."""
+        config, sets = self.config, dict[str, list[Prompt]]()
+        for name, place in config.data.eval_sets.items():
+            prompts = load_held_out(replace(config.data, eval=place), self.tokenizer, config.eval.items)
+            what = f"held-out ({name})" if name else "held-out"
+            check_tokens(config.model, what, max(int(prompt.token_ids.max()) for prompt in prompts))
+            check_lengths(
+                config.model, self.sampling.max_new_tokens, what, max(len(prompt.token_ids) for prompt in prompts)
+            )
             if self._reward is None:
-                check_answers((prompt.example for prompt in self.held_out), config.reward)
+                check_answers((prompt.example for prompt in prompts), config.reward)
+            sets[name] = prompts
+        return sets
 
     def resume(self) -> int:
         """Go back to the latest checkpoint if this run is resumed. Returns the last step that is finished."""
@@ -335,22 +344,28 @@ class Trainer(ABC, Generic[C, E, R]):
         """Score the held-out prompts with the weights after ``step``. Returns whether that ends the run."""
         if self.held_out is None or self.generators is None:
             return False
-        found = score_held_out(
+        sets = {name: self._score(prompts, step) for name, prompts in self.held_out.items()}
+        (_, found), *_ = sets.items()
+        self.state = self.state.after(found)
+        event, *others = (EvalFinished(step, e.accuracy, e.items, e.reward_mean, name) for name, e in sets.items())
+        emit(replace(event, others=tuple(others)))
+        best = self.state.best
+        if self._tired and best is not None:
+            emit(Note(f"no evaluation was better than that of step {best.step}, {best.accuracy:.1%} (eval.patience)"))
+        return self._reached
+
+    def _score(self, prompts: Sequence[Prompt], step: int) -> Evaluation:
+        assert self.generators is not None
+        return score_held_out(
             self.config,
             self.generators,
-            self.held_out,
+            prompts,
             self.grader,
             self.tokenizer,
             self.sampling,
             step,
             self.roles.reward,
         )
-        self.state = self.state.after(found)
-        emit(EvalFinished(step, found.accuracy, found.items, found.reward_mean))
-        best = self.state.best
-        if self._tired and best is not None:
-            emit(Note(f"no evaluation was better than that of step {best.step}, {best.accuracy:.1%} (eval.patience)"))
-        return self._reached
 
     def save(self, step: int) -> None:
         """Begin a checkpoint from which the run goes on at ``step + 1``. It is written beside the next steps."""
@@ -375,6 +390,8 @@ class Trainer(ABC, Generic[C, E, R]):
         self.state = self.remember(done)
         model = self._write_model() if self.config.save.model and finished else None
         first, last = self.state.first, self.state.last
+        flush()
+        sets = [name for name in self.config.data.eval_sets if name]
         summary = Summary(
             task=self.config.data.train,
             seed=self.config.run.seed,
@@ -389,6 +406,7 @@ class Trainer(ABC, Generic[C, E, R]):
             best_checkpoint=str(best) if (best := self.directory.checkpoints.best()) else None,
             prompts=self.ledger.states.counts(),
             dropped=self.ledger.states.reasons,
+            sets=scores_by_set(self.directory.metrics_path, sets, done),
             finished=finished,
             model_path=str(model) if model else None,
         )

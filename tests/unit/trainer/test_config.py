@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from podium.config import config_to_dict
 from podium.errors import ConfigError
 from podium.trainer import (
     GRPOConfig,
@@ -253,3 +254,26 @@ def test_a_schedule_ends_with_the_run() -> None:
 def test_a_generator_has_the_policys_ranks_or_its_own() -> None:
     assert build_config(GRPOConfig, {"placement": {"layout": "split", "ranks": 3}}).placement.generators == 1
     assert build_config(GRPOConfig, {"placement": {"ranks": 3}}).placement.generators == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "sets"),
+    [
+        ("a.jsonl", {"": "a.jsonl"}),
+        ("[ab]*.jsonl", {"": "[ab]*.jsonl"}),
+        ("[x/a.jsonl, b.jsonl]", {"a": "x/a.jsonl", "b": "b.jsonl"}),
+        ("[x/a.jsonl, y/a.jsonl]", {"x/a.jsonl": "x/a.jsonl", "y/a.jsonl": "y/a.jsonl"}),
+        ("{math: a.jsonl, code: 'reasoning_gym:x'}", {"math": "a.jsonl", "code": "reasoning_gym:x"}),
+    ],
+)
+def test_evaluation_sets_are_one_place_a_list_or_a_mapping(text: str, sets: dict[str, str]) -> None:
+    config = load_config(GRPOConfig, None, ["--data.eval", text])
+    assert config.data.eval_sets == sets
+    assert build_config(GRPOConfig, config_to_dict(config)).data.eval_sets == sets
+    assert list(config.data.eval_sets) == list(sets)
+
+
+@pytest.mark.parametrize("wrong", [[], {}, ["a.jsonl", ""], {"math": ""}])
+def test_an_evaluation_set_without_a_place_is_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"data\.eval"):
+        build_config(GRPOConfig, {"data": {"eval": wrong}})

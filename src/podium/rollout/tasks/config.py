@@ -1,11 +1,13 @@
 """Settings of the data: where examples come from and how they become prompts."""
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import Field
 
 from podium.config import section
+from podium.errors import ConfigError
 
 __all__ = ["DataConfig"]
 
@@ -17,9 +19,10 @@ class DataConfig:
     train: str = ""
     """Training examples come from this file or glob (.jsonl, .json, .csv, .parquet, .arrow), directory, hub dataset,
     or reasoning_gym:TASK."""
-    eval: str = ""
-    """Held-out examples come from this place, named as in data.train. An empty value means the share data.holdout of
-    the training data, or the split data.eval_split of a hub dataset."""
+    eval: str | tuple[str, ...] | Mapping[str, str] = ""
+    """Held-out examples come from this place, named as in data.train, or from several: a list of places, or a mapping
+    of names to places. The first one decides eval.stop_at and the best checkpoint. An empty value means the share
+    data.holdout of the training data, or the split data.eval_split of a hub dataset."""
     holdout: float = Field(default=0.1, ge=0, lt=1)
     """This share of the training data is held out for evaluation where there is no other held-out data."""
     train_items: int | None = Field(default=None, ge=1, le=10**12)
@@ -49,3 +52,18 @@ class DataConfig:
     """Evaluation uses this split of a hub dataset or directory."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """The reasoning_gym task, or datasets.load_dataset, gets these options."""
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The places of held-out examples by name, the first one first. One place without a name has the name ""."""
+        if isinstance(self.eval, str):
+            return {"": self.eval}
+        if isinstance(self.eval, Mapping):
+            return dict(self.eval)
+        stems = [PurePath(place).stem for place in self.eval]
+        names = stems if len({*stems}) == len(stems) else self.eval
+        return dict(zip(names, self.eval, strict=True))
+
+    def __post_init__(self) -> None:
+        if not self.eval_sets or (not isinstance(self.eval, str) and not all(self.eval_sets.values())):
+            raise ConfigError(f"data.eval = {self.eval!r}: expected a place, or several of which none is empty")

@@ -91,14 +91,15 @@ def load_examples(
             and the line.
     """
     held_out = split == "test"
-    source = config.eval if held_out and config.eval else spec
+    place = next(iter(config.eval_sets.values()))  # of several, whoever loads takes one at a time
+    source = place if held_out and place else spec
     if not source:
         keys = "neither data.eval nor data.train is set" if held_out else "data.train is not set"
         raise ConfigError(f"{keys}: {_SPECS}")
     if limit is None and not held_out:
         limit = config.train_items
     if source.startswith(gym.PREFIX):
-        shared = config.eval in ("", spec)  # both sides are picked from one task
+        shared = bool({"", spec} & {*config.eval_sets.values()})  # both sides are picked from one task
         side = (config.holdout if held_out else 1 - config.holdout) if shared else 1.0
         examples = _generated(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
     else:
@@ -127,7 +128,7 @@ def check_data(config: DataConfig) -> None:
     """
     if not config.train:
         raise ConfigError(f"data.train is not set: {_SPECS}")
-    for spec in (config.train, config.eval):
+    for spec in (config.train, *config.eval_sets.values()):
         if spec and not spec.startswith(gym.PREFIX) and means_files(spec):
             find_files(spec)
 

@@ -145,7 +145,8 @@ class ConsoleSink(Sink):
         self._columns: tuple[Column, ...] = ()
         self._rows_since_header = 0
         self._last_row_s = -float("inf")
-        self._accuracies: dict[str, float] = {}
+        self._accuracies: dict[str, float] = {}  # by phase, and by the name of an evaluation set that has one
+        self._first_set = ""
         self._workers: Counter[str] = Counter()
         self._waiting = ""
         self._breakpointhook: Callable[..., Any] | None = None
@@ -173,8 +174,10 @@ class ConsoleSink(Sink):
                 self._stop_bar()
             case Waiting():
                 self._wait(event)
-            case EvalFinished():
-                self._evaluation(event)
+            case EvalFinished(others=others):
+                self._first_set = event.name
+                for one in (event, *others):
+                    self._evaluation(one)
             case CompletionsSampled():
                 self._samples(event)
             case events.WorkerStarted(role=role):
@@ -281,7 +284,7 @@ class ConsoleSink(Sink):
         if self._progress is None:
             self._start_bar(step - 1)  # a breakpoint took it away
         if self._progress is not None:
-            accuracy = self._accuracies.get(self._phase.name)
+            accuracy = self._accuracies.get(f"{self._phase.name} {self._first_set}".rstrip())
             state = f"· held-out {percent(accuracy)}" if accuracy is not None else ""
             self._progress.update(self._progress.task_ids[0], completed=step, state=state)
         now = self.emitted_ns / 1e9
@@ -304,10 +307,12 @@ class ConsoleSink(Sink):
         self._say(row)
 
     def _evaluation(self, event: EvalFinished) -> None:
-        before = self._accuracies.get(self._phase.name)
-        self._accuracies[self._phase.name] = event.accuracy
+        of = self._phase.name if not event.name else f"{self._phase.name} {event.name}"
+        before = self._accuracies.get(of)
+        self._accuracies[of] = event.accuracy
         row = Text(f"{event.step:>{_STEP_WIDTH}}  ")
-        row.append("held-out", "bold").append("  accuracy ").append(percent(event.accuracy), "bold green")
+        row.append(visible(event.name) or "held-out", "bold")
+        row.append("  accuracy ").append(percent(event.accuracy), "bold green")
         row.append(f" of {event.items}")
         if before is not None:
             points = 100 * (event.accuracy - before)

@@ -39,8 +39,10 @@ class JsonlSink(Sink):
                 self._phase = name
             case StepFinished(step=step, metrics=metrics):
                 self._write("step", step, metrics)
-            case EvalFinished(step=step, accuracy=accuracy, items=items, reward_mean=reward_mean):
-                self._write("eval", step, {"accuracy": accuracy, "items": items, "reward_mean": reward_mean})
+            case EvalFinished(step=step):
+                sets = [("", event)] + [(f"/{one.name}", one) for one in (event, *event.others) if one.name]
+                names = ("accuracy", "items", "reward_mean")
+                self._write("eval", step, {name + suffix: getattr(one, name) for suffix, one in sets for name in names})
             case _:
                 pass
 

@@ -47,7 +47,13 @@ class TrackerSink(Sink):
                 self._last = self._offset + step
                 self.log(self._last, {name: float(value) for name, value in values.items() if math.isfinite(value)})
             case EvalFinished(step=step, accuracy=accuracy, reward_mean=reward):
-                self.log(self._offset + step, {"eval/accuracy": accuracy, "eval/reward_mean": reward})
+                values = {"eval/accuracy": accuracy, "eval/reward_mean": reward}
+                for one in (event, *event.others) if event.name else ():
+                    values |= {
+                        f"eval/{one.name}/accuracy": one.accuracy,
+                        f"eval/{one.name}/reward_mean": one.reward_mean,
+                    }
+                self.log(self._offset + step, values)
             case CompletionsSampled(step=step, samples=samples):
                 self.log_samples(self._offset + step, samples)
             case _:
