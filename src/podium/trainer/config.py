@@ -6,12 +6,12 @@ All other sections stand beside the classes that they configure.
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
 from podium.algorithms import ADVANTAGES, AlgorithmConfig, advantage_declaration
-from podium.config import prefer, section
+from podium.config import build_config, prefer, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name
 from podium.rewards import RewardConfig
@@ -46,6 +46,29 @@ SCHEDULES: Final = {
     "asynchronous": "podium.trainer.schedules.asynchronous:asynchronous",
 }
 _CAP_AHEAD: Final = 2.0  # of importance weights where older weights draw completions
+
+
+@section("run.tracker_options")
+class TrackerOptions:
+    """Where wandb and trackio keep a run. They are the entries of ``run.tracker_options``, and count as one key."""
+
+    project: str = Field(default="podium", min_length=1)
+    """The run belongs to this project."""
+    entity: str = ""
+    """wandb keeps the run for this user or team."""
+    group: str = ""
+    """Runs with the same group are shown together."""
+    tags: tuple[str, ...] = ()
+    """wandb shows these words beside the run."""
+
+    def for_wandb(self) -> dict[str, Any]:
+        """Arguments of ``wandb.init``."""
+        found = {"entity": self.entity, "group": self.group, "tags": list(self.tags)}
+        return {"project": self.project, **{name: value for name, value in found.items() if value}}
+
+    def for_trackio(self) -> dict[str, Any]:
+        """Arguments of ``trackio.init``."""
+        return {"project": self.project, **({"group": self.group} if self.group else {})}
 
 
 @section("run")
@@ -83,9 +106,17 @@ class RunConfig:
     """The terminal shows this many completions after each step."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Metrics also go to these trackers. metrics.jsonl is always written."""
+    tracker_options: Mapping[str, Any] = Field(default_factory=dict)
+    """The trackers get these options: project, entity, group and tags."""
 
     def __post_init__(self) -> None:
         check_function_name(self.schedule, key="run.schedule", known=SCHEDULES)
+        _ = self.tracking  # raises where an option is unknown
+
+    @property
+    def tracking(self) -> TrackerOptions:
+        """``tracker_options``, checked. Raises ConfigError."""
+        return build_config(TrackerOptions, self.tracker_options, key="run.tracker_options")
 
     @property
     def staleness(self) -> int | None:

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 from rich.console import Console
 
@@ -208,15 +209,25 @@ class RunDirectory:
         yield TraceSink(self.trace_path)
         if console is not None:
             yield ConsoleSink(console=console, log=self.log)
-        name = self.path.name
+        told: dict[str, Any] = {"name": self.path.name, "config": config_to_dict(config)}
+        options = config.run.tracking
         for tracker in config.run.trackers:
             match tracker:
                 case "tensorboard":
                     yield TensorBoardSink(self.path / "tensorboard")
                 case "wandb":
-                    yield WandbSink("podium", name=name, config=config_to_dict(config), folder=self.path)
+                    again = {"id": self._tracked_as(), "resume": "allow"}
+                    yield WandbSink(folder=self.path, **told, **again, **options.for_wandb())
                 case "trackio":
-                    yield TrackioSink("podium", name=name, config=config_to_dict(config))
+                    again = {"resume": "allow"} if self.config_path.exists() else {}
+                    yield TrackioSink(**told, **again, **options.for_trackio())
+
+    def _tracked_as(self) -> str:
+        """The id by which a tracker knows this run, also when it is resumed."""
+        file = self.path / ".tracker_id"
+        if not file.exists():
+            write_atomically(file, uuid4().hex)
+        return file.read_text(encoding="ascii").strip()
 
     def rewind(self, step: int | None) -> None:
         """Forget what came after ``step``, the step of the checkpoint that a resumed run goes on from, or all if None.

@@ -13,14 +13,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from podium.data import fields
 from podium.errors import ConfigError
 from podium.rewards import Grade
-from podium.telemetry import EvalFinished, PhaseStarted, StepFinished, emit, metrics
-from podium.telemetry.sinks import JsonlSink
+from podium.telemetry import EvalFinished, Event, PhaseStarted, StepFinished, emit, metrics
+from podium.telemetry.sinks import JsonlSink, Sink
 from podium.trainer import GRPOConfig, config_to_yaml
 from podium.trainer.completions import CompletionsLog
 from podium.trainer.run_dir import RunDirectory, Summary, library_versions
@@ -254,3 +255,38 @@ def test_every_metric_of_the_documentation_exists_and_the_other_way_round() -> N
     prefixes = {metrics.TIME_PREFIX: "STAGE", metrics.TOKENS_PER_S_PREFIX: "STAGE", metrics.REWARD_PART_PREFIX: "NAME"}
     stages = {metrics.STEP_S, metrics.TOKENS_PER_S}
     assert documented == named - {*prefixes} - stages | {prefix + what for prefix, what in prefixes.items()}
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wandb.init is given; tests/unit/telemetry/test_trackers.py runs W&B itself where it is installed."""
+    given: list[dict[str, Any]] = []
+
+    class Recorded(Sink):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            given.append(options)
+
+        def handle(self, event: Event) -> None:
+            pass
+
+    monkeypatch.setattr("podium.trainer.run_dir.WandbSink", Recorded)
+    asked = {"trackers": ["wandb"], "tracker_options": {"project": "sums", "group": "a", "tags": ["x"]}}
+    config = tiny(GRPOConfig, tmp_path, run=asked)
+    for resume in (False, True):
+        run = RunDirectory(tmp_path / "run", resume=resume)
+        for sink in list(run.sinks(config, None)):
+            sink.close()
+        run.write_config("")
+        run.close()
+    first, second = given
+    assert (first["project"], first["group"], first["tags"]) == ("sums", "a", ["x"])
+    assert "entity" not in first
+    assert first["id"] == second["id"]
+    assert second["resume"] == "allow"
+
+
+def test_an_unknown_option_of_trackers_is_named_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"run\.tracker_options\.projekt .*did you mean run\.tracker_options\.project"
+    ):
+        tiny(GRPOConfig, tmp_path, run={"tracker_options": {"projekt": "x"}})
