@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import PeftModel
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.cli import main
 from podium.runtime import Cluster, endpoint, nothing
+from podium.telemetry.formatting import percent
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import save_pretrained
@@ -145,3 +148,35 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(command) == 2
         assert "is damaged" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second file is changed by hand, so that one prompt broke and one was mended."""
+    train(tmp_path)
+    run = tmp_path / "runs" / "run"
+    files = sorted((run / "evaluations").iterdir())
+    assert [file.stem for file in files] == ["step-000000", "step-000001", "step-000002"]
+    table = pq.read_table(files[0])
+    assert table.num_rows == 4
+    for file, correct in ((files[0], [True, False, True, False]), (files[1], [False, True, True, False])):
+        place = table.schema.get_field_index("correct")
+        pq.write_table(table.set_column(place, "correct", pa.array(correct)), file)
+    capsys.readouterr()
+    assert main(["changes", f"{run}@0", f"{run}@1"]) == 0
+    said = capsys.readouterr().out
+    prompts = table.column("prompt").to_pylist()
+    half = f"{percent(0.5)}  (2 of 4)"
+    assert said.startswith(f"before    {half}  {files[0]}\nafter     {half}  {files[1]}\n")
+    assert f"broke     1\nmended    1\n\nbroke     {prompts[0]!r}\nbefore " in said
+    assert f"\nmended    {prompts[1]!r}\n" in said
+    assert main(["changes", str(run)]) == 0
+    assert f"{files[0]}\n" in (said := capsys.readouterr().out)
+    assert f"{files[2]}\n" in said
+    for words, wrong in [
+        ([str(tmp_path)], "no run at "),
+        ([f"{run}@0", f"{run}@7"], "expected RUN@STEP, and "),
+        ([f"{run}@0", f"{run}@7"], "run evaluated 0, 1, 2"),
+        (["a", "b", "c"], "two evaluations are compared"),
+    ]:
+        assert main(["changes", *words]) == 2
+        assert wrong in capsys.readouterr().err

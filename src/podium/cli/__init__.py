@@ -20,6 +20,7 @@ COMMANDS = {
     "eval": ("inference", "score the model of a run, or any other, on held-out prompts"),
     "sample": ("inference", "print completions of a run's model, or of any other"),
     "export": ("export", "write a run's model or checkpoint for transformers, vLLM, peft or the hub"),
+    "changes": ("changes", "show which held-out prompts broke, and which were mended, between two evaluations"),
     "runs": ("runs", "list runs; show, compare or remove them"),
     "view": ("view", "show runs in a browser: curves, completions, timeline and failures"),
     "backends": ("backends", "list the installed backends, and what each can do"),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +16,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
 from podium.runtime import Cluster, Handle
 from podium.telemetry import Sample
-from podium.trainer.completions import ScoredBatch
+from podium.trainer.completions import ScoredBatch, write_completions
 from podium.trainer.config import InferenceConfig
 from podium.trainer.generators import Generators
 from podium.trainer.preflight import check_answers, check_reward, with_stop_tokens
@@ -73,17 +74,21 @@ def score_held_out(
     sampling: SamplingParams,
     step: int = 0,
     reward_model: Handle[RewardModel] | None = None,
+    keep: Path | None = None,
 ) -> Evaluation:
     """Score one completion of each of ``prompts`` with the weights that the generator has.
 
     The completions are drawn at ``config.eval.temperature``, from the whole distribution and always with the same
-    seeds. The first three are kept for the report.
+    seeds. The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``.
     """
     sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
     seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
     batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
     scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
     scored = scored.graded(grader, reward_model=reward_model)
+    if keep is not None:
+        keep.mkdir(exist_ok=True)
+        write_completions(keep, scored, None)
     return Evaluation(
         step=step,
         correct=int(scored.correct_B.sum()),

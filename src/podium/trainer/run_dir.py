@@ -5,6 +5,7 @@
       ledger.jsonl                      what became of each prompt
       metrics.jsonl                     a row for each step and each evaluation
       completions/step-000012.parquet   the completions of a step and their rewards
+      evaluations/step-000012.parquet   the same of an evaluation's completions
       trace.json                        for https://ui.perfetto.dev; trace-1.json, … after a resume
       logs/                             controller.log and one file for each worker
       checkpoints/step-000012/          complete, or not there
@@ -45,7 +46,7 @@ __all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "scores_b
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 CONTROLLER_LOG: Final = "controller.log"
 _OURS: Final = re.compile(
-    r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|completions|logs|checkpoints|\..*"
+    r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|completions|evaluations|logs|checkpoints|\..*"
 )
 
 
@@ -101,6 +102,7 @@ class RunDirectory:
         self.summary_path = self.path / "summary.json"
         self.curve_path = self.path / "curve.png"
         self.completions = self.path / "completions"
+        self.evaluations = self.path / "evaluations"
         self.logs = self.path / "logs"
         self._journals = self.path / ".in_flight"
         self._log: Callable[[str], None] | None = None
@@ -253,7 +255,7 @@ class RunDirectory:
         if self.metrics_path.exists():
             kept = itertools.takewhile(lambda row: row.get("step", 0) <= step, read_rows(self.metrics_path))
             write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
-        for file in self.completions.glob("step-*.parquet"):
+        for file in (*self.completions.glob("step-*.parquet"), *self.evaluations.glob("step-*.parquet")):
             if (step_of(file.stem) or 0) > step:
                 file.unlink()
 

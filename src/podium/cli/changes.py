@@ -1,0 +1,44 @@
+"""``podium changes RUN`` shows which held-out prompts broke, and which were mended, from one evaluation to another."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from podium.errors import ConfigError
+
+__all__ = ["run_changes"]
+
+
+def run_changes(arguments: Sequence[str]) -> int:
+    """Compare two evaluations and print what changed. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="podium changes",
+        usage="podium changes RUN | RUN@STEP RUN@STEP [--show N]",
+        description="Show which held-out prompts broke, and which were mended, from one evaluation to another.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "names", metavar="RUN", nargs="+", help="a run, for its first and last evaluation; or two of RUN@STEP"
+    )
+    parser.add_argument(
+        "--show", type=int, default=3, metavar="N", help="show so many prompts of each kind (default 3)"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = parser.parse_args(arguments)
+    if len(options.names) > 2:
+        raise ConfigError("two evaluations are compared: give RUN, or RUN@STEP twice")
+    from podium.telemetry.formatting import percent
+    from podium.trainer.changes import compare_evaluations, find_evaluations
+
+    first, second = find_evaluations(options.names)
+    found = compare_evaluations(first, second)
+    for name, path, correct in (("before", first, found.correct[0]), ("after", second, found.correct[1])):
+        share = percent(correct / found.items)
+        sys.stdout.write(f"{name:<9} {share}  ({correct} of {found.items})  {path}\n")
+    for name, changes in (("broke", found.broke), ("mended", found.mended)):
+        sys.stdout.write(f"{name:<9} {len(changes)}\n")
+    for name, changes in (("broke", found.broke), ("mended", found.mended)):
+        for one in changes[: max(0, options.show)]:
+            sys.stdout.write(f"\n{name:<9} {one.prompt!r}\nbefore    {one.before!r}\nafter     {one.after!r}\n")
+            sys.stdout.write(f"expected  {one.expected!r}\n")
+    return 0
