@@ -14,7 +14,7 @@ from podium.data import Batch, Jagged
 from podium.rollout.engines import EngineConfig, vllm
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import colocate
-from podium.trainer.roles import PRELOAD
+from podium.trainer import PRELOAD
 from podium.workers import (
     ColocatedSync,
     Generator,
