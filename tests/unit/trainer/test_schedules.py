@@ -403,3 +403,25 @@ def test_a_collect_that_fails_beside_others_ends_the_schedule() -> None:
 
     with pytest.raises(RewardError, match="no reward"):
         Failing(12).run(asynchronous)
+
+
+def test_a_later_collect_that_fails_ends_the_wait_for_one_that_never_comes() -> None:
+    ended, released = Event(), list[bool]()
+
+    class FailsBesideAStuckOne(Recorder):
+        def collect(self, step: int) -> Taken:
+            self.steps.took(step)
+            if step == 2:
+                raise RewardError("no reward")
+            released.append(ended.wait(10.0))
+            return Taken(step)
+
+    def told_when_it_ends(steps: Steps) -> None:
+        try:
+            asynchronous(steps)
+        finally:
+            ended.set()
+
+    with pytest.raises(RewardError, match="no reward"):
+        FailsBesideAStuckOne(12, schedule="asynchronous").run(told_when_it_ends)
+    assert released == [True] * len(released), "the schedule waited for the first step"

@@ -10,13 +10,13 @@ With ``run.max_staleness`` k, the completions of up to k + 1 steps are drawn sid
 not leave the generator idle: those of the next steps are drawn beside them. New weights reach the generator between two
 tokens, and completions go on with them. Collect of step s begins once step s - 1 - k is learned. So no token of step s
 is older than version s - 1 - k, where ``sync`` has s - 1. No completion is dropped for being long: the steps are
-learned in their order, and a step waits for its longest one.
+learned in their order, and a step waits for its longest one. The failure of a later step ends that wait.
 """
 
 from collections import deque
 from concurrent.futures import Future
 
-from podium.trainer.schedules.steps import Rollout, Steps
+from podium.trainer.schedules.steps import Rollout, Steps, first_of
 
 __all__ = ["asynchronous"]
 
@@ -29,4 +29,5 @@ def asynchronous(steps: Steps) -> None:
         while following <= min(step + steps.max_staleness, steps.last):
             coming.append(steps.collect_ahead(following))
             following += 1
-        steps.learn(coming.popleft().result())
+        steps.learn(first_of(coming))
+        coming.popleft()

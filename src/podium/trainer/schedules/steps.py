@@ -14,8 +14,8 @@ has several ``collect`` at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
 from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +26,7 @@ from podium.telemetry import StageFinished, StepFinished, emit, metrics as names
 if TYPE_CHECKING:
     from podium.trainer.trainer import StopRequest, Trainer
 
-__all__ = ["Rollout", "StageClock", "Steps", "named_stage"]
+__all__ = ["Rollout", "StageClock", "Steps", "first_of", "named_stage"]
 
 
 @contextmanager
@@ -93,6 +93,16 @@ class Rollout(Protocol):
     def step(self) -> int: ...
 
 
+def first_of(coming: Sequence[Future[Rollout]]) -> Rollout:
+    """Wait for the first of ``coming``. The failure of a later one is raised at once: the first one may never come."""
+    pending = {*coming}
+    while not coming[0].done():
+        over, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for one in over:
+            one.result()
+    return coming[0].result()
+
+
 class Steps:
     """The steps from ``first`` to ``last``, which a schedule collects and learns. A resumed run starts above 1.
 
@@ -118,7 +128,7 @@ class Steps:
         self._given = self.done  # the step that the loop is at
         self._saved_s = time.monotonic()
         self._failures: dict[int, str] = {}  # by step, why its last collect failed
-        self._failed = False  # a collect has failed, so that no later one gets its prompts in order
+        self._failure: BaseException | None = None  # of a collect, so that no later one gets its prompts in order
 
     def __iter__(self) -> Iterator[int]:
         """Give each step. The loop ends after the last one, when somebody asks to stop, or as ``eval`` says.
@@ -149,7 +159,9 @@ class Steps:
         """Take prompts, draw completions and grade them. Raises what a stage raises."""
         if self.side_by_side:
             with self._changed:  # threads begin in any order
-                self._changed.wait_for(lambda: self._took >= step - 1 or self._failed)
+                self._changed.wait_for(lambda: self._took >= step - 1 or self._failure is not None)
+                if self._took < step - 1 and self._failure is not None:
+                    raise self._failure
         if reason := self._failures.pop(step, ""):  # only now: a resumed run takes the prompts of a failure again
             self._trainer.ledger.move(step, "dropped", reason=reason)
         try:
@@ -158,7 +170,7 @@ class Steps:
                 self.took(step)
         except BaseException as error:
             with self._changed:
-                self._failed = True
+                self._failure = error
                 self._took = min(self._took, step - 1)
                 self._changed.notify_all()
             self._failures[step] = f"{type(error).__name__} in collect"
