@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ def run_export(arguments: Sequence[str]) -> int:
     """Write the model, and push it to the hub if asked to. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="podium export",
-        usage="podium export RUN[@STEP|@best] --to DIR [--merge] [--push NAME]",
+        usage="podium export RUN[@STEP|@best] --to DIR [--merge] [--push NAME] [--SECTION.KEY VALUE ...]",
         description="Write a model of a run as transformers, vLLM and peft load it, with tokenizer and model card.",
         allow_abbrev=False,
     )
@@ -30,7 +31,7 @@ def run_export(arguments: Sequence[str]) -> int:
     parser.add_argument("--push", metavar="NAME", help="upload it to this repository of the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="make a repository that --push creates private")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    options = parser.parse_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
     if not (options.to or options.push):
         raise ConfigError("say where the model goes: --to DIR, --push NAME, or both")
     if options.push:
@@ -44,6 +45,10 @@ def run_export(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"no run and no checkpoint at {options.model}: give the directory of a run, such as runs/NAME"
         )
+    found = dataclasses.replace(found, overrides=overrides)
+    found.check()
+    for remark in found.remarks():
+        sys.stderr.write(f"{remark}\n")
     with contextlib.ExitStack() as stack:
         folder = options.to or str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model")
         export_model(found, Path(folder), merge=options.merge)

@@ -7,15 +7,19 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import build_config, read_values
 from podium.errors import ConfigError
 from podium.trainer.config import InferenceConfig
+from podium.trainer.places import found_values, is_needed, remarks
 
 __all__ = ["inference_config", "opened_config", "run_eval", "run_sample"]
+
+_WRITES_PROMPTS: Final = ("data.chat_template",)
+_SCORES: Final = ("data.eval", "data.chat_template", "reward")
 
 
 def run_eval(arguments: Sequence[str]) -> int:
@@ -26,7 +30,7 @@ def run_eval(arguments: Sequence[str]) -> int:
     from podium.trainer import evaluate_model
 
     with (
-        opened_config(options.model, options.config, overrides) as config,
+        opened_config(options.model, options.config, overrides, needs=_SCORES) as config,
         _connect(backend) as cluster,
     ):
         found = evaluate_model(config, cluster)
@@ -64,8 +68,12 @@ def run_sample(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def opened_config(model: str, path: str | None, overrides: Sequence[str]) -> Iterator[InferenceConfig]:
+def opened_config(
+    model: str, path: str | None, overrides: Sequence[str], needs: Sequence[str] = _WRITES_PROMPTS
+) -> Iterator[InferenceConfig]:
     """Give the configuration to use ``model`` with. A checkpoint's model is written beside its run during the block.
+
+    A line says which files are elsewhere, or others, than when the run was begun.
 
     Raises:
         ConfigError: As :func:`inference_config`.
@@ -73,8 +81,11 @@ def opened_config(model: str, path: str | None, overrides: Sequence[str]) -> Ite
     """
     from podium.trainer.export import find_model, opened_model
 
-    config = inference_config(model, path, overrides)
+    config = inference_config(model, path, overrides, needs)
     found = find_model(model)
+    if found is not None:
+        for remark in remarks(config, found.run, _with_train(needs, bool(config.data.eval))):
+            sys.stderr.write(f"{remark}\n")
     if found is None or found.checkpoint is None or config.model.path != str(found.checkpoint):
         yield config
         return
@@ -82,14 +93,16 @@ def opened_config(model: str, path: str | None, overrides: Sequence[str]) -> Ite
         yield dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
 
 
-def inference_config(model: str, path: str | None, overrides: Sequence[str]) -> InferenceConfig:
+def inference_config(
+    model: str, path: str | None, overrides: Sequence[str], needs: Sequence[str] = _WRITES_PROMPTS
+) -> InferenceConfig:
     """Return the configuration to use ``model`` with: that of its run if it has one, then ``path``, then ``overrides``.
 
     Of a checkpoint, ``model.path`` is its directory.
 
     Raises:
-        ConfigError: The run has neither a final model nor the checkpoint, the directory is neither run nor model, or
-            settings are wrong.
+        ConfigError: The run has neither a final model nor the checkpoint, the directory is neither run nor model,
+            settings are wrong, or a file that the run was begun with is gone and ``needs`` has its key or section.
     """
     from podium.trainer.export import find_model
 
@@ -106,7 +119,18 @@ def inference_config(model: str, path: str | None, overrides: Sequence[str]) -> 
     for name, section in given.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     values.setdefault("model", {}).setdefault("path", model)
+    if found is not None:
+        values, missing = found_values(values, found.run)
+        data = values.get("data")
+        needs = _with_train(needs, isinstance(data, dict) and bool(data.get("eval")))
+        if gone := [f"{line}; give its place with --{key}" for key, line in missing.items() if is_needed(key, needs)]:
+            raise ConfigError("\n".join(gone))
     return build_config(InferenceConfig, values)
+
+
+def _with_train(needs: Sequence[str], held_out: bool) -> Sequence[str]:
+    """``needs``, with the training data where there are no held-out data beside them."""
+    return needs if held_out or "data.eval" not in needs else (*needs, "data.train")
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -69,8 +69,8 @@ def _show(run: RunRecord) -> None:
     told = {key: run.settings[key] for key in chosen if run.settings.get(key) not in (None, "", {})}
     sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in told.items())}\n")
     for name in ("best_checkpoint", "model_path"):
-        if run.summary.get(name):
-            sys.stdout.write(f"  {name.replace('_', ' ')}: {run.summary[name]}\n")
+        if path := run.result(name):
+            sys.stdout.write(f"  {name.replace('_', ' ')}: {path}\n")
     _draw(run)
 
 

@@ -19,6 +19,7 @@ from podium.telemetry import Note, Waiting, emit, flush
 from podium.telemetry.sinks.console import ConsoleSink
 from podium.trainer.config import RECIPES, PPOConfig, SFTConfig
 from podium.trainer.preload import PRELOAD
+from podium.trainer.run_path import resolve_resume
 
 if TYPE_CHECKING:
     from podium.trainer import PPOTrainer, SFTTrainer
@@ -131,7 +132,7 @@ def _config(recipe: str, path: str | None, resume: str | None, overrides: Sequen
             right = "sft" if supervised else "grpo"
             raise ConfigError(f"{resume} is a run of another recipe: podium train {right} --resume {resume}")
         overrides = [*overrides, "--run.resume", resume]
-    return load_config(cls, path, overrides)
+    return resolve_resume(load_config(cls, path, overrides))
 
 
 def _print_keys(cls: type) -> None:

@@ -16,6 +16,7 @@ import yaml
 
 from podium.errors import ConfigError
 from podium.trainer.files import is_locked
+from podium.trainer.places import as_given
 from podium.trainer.run_dir import read_rows
 
 __all__ = ["RunRecord", "differing", "find_runs", "groups_of", "plot_runs"]
@@ -48,11 +49,22 @@ class RunRecord:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The values of config.yaml by the dotted paths of their keys; empty where it cannot be read."""
+        """The values of config.yaml by the dotted paths of their keys, with paths as the user wrote them.
+
+        Empty where it cannot be read.
+        """
         try:
-            return dict(_flat(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))))
+            values = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return {}
+        return dict(_flat(as_given(values, self.path) if isinstance(values, Mapping) else values))
+
+    def result(self, name: str) -> Path | None:
+        """The ``model_path`` or the ``best_checkpoint`` of the summary, also if the run has moved; None if unset."""
+        if not isinstance(value := self.summary.get(name), str):
+            return None
+        own = self.path / ("model" if name == "model_path" else Path("checkpoints", Path(value).name))
+        return own if own.exists() else Path(value)
 
     @property
     def state(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from podium.errors import CheckpointError, ConfigError
 from podium.telemetry.formatting import percent
 from podium.trainer.config import InferenceConfig
 from podium.trainer.files import STATE_FILE, remove, step_of
+from podium.trainer.places import as_given, found_values, is_needed, remarks
 from podium.workers.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["StoredModel", "export_model", "find_model", "opened_model"]
 
 _CARD: Final = "README.md"
+_MAKES_MODEL: Final = ("model", "data.chat_template")  # what a checkpoint is exported with
 _TOLD: Final = (
     *("algorithm.advantage", "algorithm.loss", "algorithm.kl_coef", "optim.lr", "batch.prompts", "batch.examples"),
     *("sampling.n", "sampling.max_new_tokens", "model.lora.rank", "reward.name", "run.schedule", "run.seed"),
@@ -32,21 +34,45 @@ _TOLD: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
-    """A model in the directory ``run``: a checkpoint, or the final model where ``checkpoint`` is None."""
+    """A model in the directory ``run``: a checkpoint, or the final model where ``checkpoint`` is None.
+
+    ``overrides`` replace settings of the run, as on a command line.
+    """
 
     run: Path
     checkpoint: Path | None
+    overrides: Sequence[str] = ()
 
     @property
     def values(self) -> dict[str, Any]:
         """The run's configuration, as it was written."""
-        return read_values(InferenceConfig, self.run / "config.yaml")
+        return read_values(InferenceConfig, self.run / "config.yaml", self.overrides)
 
     @property
     def config(self) -> InferenceConfig:
-        """The run's model and data."""
+        """The run's model and data, at the places where they are now.
+
+        Raises:
+            ConfigError: The base model, the tokenizer or the chat template is gone.
+        """
+        values, missing = found_values(self._sections, self.run)
+        if gone := [line for key, line in missing.items() if is_needed(key, _MAKES_MODEL)]:
+            raise ConfigError("\n".join([*gone, f"podium export {self.run} --KEY PLACE writes the model by another"]))
+        return build_config(InferenceConfig, values)
+
+    @property
+    def _sections(self) -> dict[str, Any]:
         known = {field.name for field in fields(InferenceConfig)}
-        return build_config(InferenceConfig, {name: one for name, one in self.values.items() if name in known})
+        return {name: one for name, one in self.values.items() if name in known}
+
+    def remarks(self) -> list[str]:
+        """What to say of the files of which the model is made: those that are elsewhere, or others, than they were."""
+        values, _ = found_values(self._sections, self.run)
+        return remarks(build_config(InferenceConfig, values), self.run, _MAKES_MODEL)
+
+    def check(self) -> None:
+        """Check the settings, files apart. Raises ConfigError."""
+        build_config(InferenceConfig, self._sections)
 
     @property
     def adapted(self) -> bool:
@@ -160,11 +186,12 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
 
 def _card(found: StoredModel, *, adapters: bool) -> str:
     """Return the text of the model card, from the run's own figures."""
-    values = found.values
+    values = as_given(found.values, found.run)
     base = values.get("model", {}).get("path", "")
     first, last, step = _figures(found)
     head = [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
-    if base and not Path(base).expanduser().exists():  # the hub knows no directories
+    stored = Path(found.values.get("model", {}).get("path", "")).expanduser()
+    if base and not stored.is_absolute() and not stored.exists():  # the hub knows no directories
         head.append(f"base_model: {json.dumps(base)}")
     origin = f"`{base}`" if base else "random weights"
     what = "Adapters (LoRA) of" if adapters else "A model that began as"

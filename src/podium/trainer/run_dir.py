@@ -2,6 +2,7 @@
 
     runs/2026-11-21-grpo/
       config.yaml                       the resolved configuration; config.1.yaml, … are from before a resume
+      places.json                       where the files that it names are, seen from here
       ledger.jsonl                      what became of each prompt
       metrics.jsonl                     a row for each step and each evaluation
       completions/step-000012.parquet   the completions of a step and their rewards
@@ -40,13 +41,14 @@ from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink
 from podium.trainer.checkpoints import Checkpoints
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.files import free_name, lock_directory, remove, step_of, write_atomically
+from podium.trainer.places import PLACES
 
 __all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "scores_by_set"]
 
 _LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
 CONTROLLER_LOG: Final = "controller.log"
 _OURS: Final = re.compile(
-    r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|completions|evaluations|logs|checkpoints|\..*"
+    r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|places\.json|completions|evaluations|logs|checkpoints|\..*"
 )
 
 
@@ -148,8 +150,12 @@ class RunDirectory:
         if self._log is not None:
             self._log(text)
 
-    def write_config(self, text: str) -> None:
-        """Keep the resolved configuration. A different one from before a resume stays, as config.1.yaml and so on."""
+    def write_config(self, text: str, places: str = "{}") -> None:
+        """Keep the resolved configuration, and the places of the files that it names.
+
+        A different configuration from before a resume stays, as config.1.yaml and so on.
+        """
+        write_atomically(self.path / PLACES, places)
         if self.config_path.exists():
             if self.config_path.read_text() == text:
                 return

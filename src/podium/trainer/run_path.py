@@ -10,6 +10,7 @@ from podium.config import config_to_dict, load_config
 from podium.errors import ConfigError
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.files import free_name
+from podium.trainer.places import aligned, find_again
 
 __all__ = ["resolve_resume", "run_path"]
 
@@ -40,11 +41,14 @@ def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
 def resolve_resume(config: C) -> C:
     """Return ``config`` with the directory of the run in place of ``run.resume = auto``, or with "" for a new run.
 
+    Files that the run was begun with are found again where they or the run have moved.
+
     Raises:
-        ConfigError: ``run.name`` is empty; or the run there learns by other settings, which the message lists.
+        ConfigError: ``run.name`` is empty; the run there learns by other settings, which the message lists; or a file
+            that the run was begun with is gone.
     """
     if config.run.resume != "auto":
-        return config
+        return find_again(config, Path(config.run.resume)) if config.run.resume else config
     if not config.run.name:
         raise ConfigError("run.resume = 'auto' resumes the run of run.name, if it is there: set run.name")
     config = replace(config, run=replace(config.run, resume=""))
@@ -52,7 +56,8 @@ def resolve_resume(config: C) -> C:
     file = path / "config.yaml"
     if not file.exists():
         return config
-    given, own = _flat(config_to_dict(config)), _flat(config_to_dict(load_config(type(config), file)))
+    values = config_to_dict(load_config(type(config), file))
+    given, own = _flat(aligned(config_to_dict(config), values, path)), _flat(values)
     others = [
         f"{key} = {given.get(key)!r}, and the run has {own.get(key)!r}"
         for key in sorted(given.keys() | own.keys())

@@ -19,7 +19,6 @@ from typing import Any, Final, Generic, TypeVar
 
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
-from podium.config import config_to_yaml
 from podium.errors import ConfigError, PodiumError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
@@ -45,6 +44,7 @@ from podium.trainer.evaluate import Evaluation, score_held_out
 from podium.trainer.files import remove, step_of
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.ledger import Ledger
+from podium.trainer.places import record, remarks
 from podium.trainer.preflight import (
     check_answers,
     check_given,
@@ -160,7 +160,7 @@ class Trainer(ABC, Generic[C, E, R]):
                             if lost:
                                 emit(Recovered(lost))
                             else:  # only now is it a run: what failed until here leaves its directory free
-                                self.directory.write_config(config_to_yaml(self.config))
+                                self.directory.write_config(*record(self.config, self.directory.path))
                             return self._train(stack)
                     except RunLost as error:
                         lost = str(error)
@@ -219,6 +219,8 @@ class Trainer(ABC, Generic[C, E, R]):
         self._console = terminal() if self._show else None
         for sink in self.directory.sinks(config, self._console):
             stack.enter_context(sink)
+        for remark in remarks(config, self.directory.path) if self._began_at is None else ():
+            emit(Note(remark))
         if isinstance(self._cluster, str):  # it stays for a run that is resumed after a loss
             hints = {"log_dir": self.directory.logs.absolute(), "preload": PRELOAD}
             cluster = connect(self._cluster, hints=hints, **self._backend_options)

@@ -1,0 +1,297 @@
+"""The files that a run's configuration names: where they were, and where they are once the run or they have moved.
+
+``config.yaml`` holds their absolute paths. ``places.json`` beside it has an entry for each of these:
+
+    {"/home/me/sums/train.jsonl": {
+        "given": "train.jsonl",              as the user wrote it
+        "from_run": "../../train.jsonl",     how it is reached from the run's directory
+        "nbytes": 51200,                     size, of a directory that of all files in it
+        "sha256": "…"}}                      of the content; null for more than 64 MiB
+
+A file that is no longer at its absolute path is looked for from the run's directory, and then, as the user wrote it,
+from the working directory. A name of the hub is no path, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+from podium.config import build_config, config_to_dict, config_to_yaml
+from podium.errors import ConfigError
+
+__all__ = ["PLACES", "aligned", "as_given", "find_again", "found_values", "is_needed", "record", "remarks"]
+
+C = TypeVar("C")
+Keys = tuple[str | int, ...]
+
+PLACES: Final = "places.json"
+_HEAD: Final = f"# Paths are absolute. If the run is moved, {PLACES} says where they are from its directory.\n"
+_FILES: Final = (
+    *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
+    *(("data", "train"), ("data", "chat_template")),
+)
+_FUNCTIONS: Final = (("reward", "name"), ("algorithm", "advantage"), ("algorithm", "loss"), ("run", "schedule"))
+_WORDS: Final[Mapping[Keys, tuple[str, ...]]] = {("data", "chat_template"): ("auto", "none")}
+_SUMMED: Final = 64 << 20  # bytes of content whose checksum is taken: a tenth of a second
+_COUNTED: Final = 10_000  # files of a directory whose sizes are added
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """An entry of places.json. See the text of the module."""
+
+    given: str
+    from_run: str
+    nbytes: int | None = None
+    sha256: str | None = None
+
+    def is_plain(self) -> bool:
+        """Whether the values have their types. The file may be a stranger's."""
+        sizes = isinstance(self.nbytes, int | None) and isinstance(self.sha256, str | None)
+        return sizes and isinstance(self.given, str) and isinstance(self.from_run, str)
+
+    def candidates(self, absolute: str, run: Path) -> dict[str, str]:
+        """The paths where the file may be, the first one first, and how each is reached."""
+        found = {absolute: ""}
+        found.setdefault(_joined(run, self.from_run), f"{self.from_run} from the run")
+        if not os.path.isabs(os.path.expanduser(self.given)):
+            found.setdefault(_absolute(self.given), f"{self.given} from the working directory")
+        return found
+
+
+def record(config: Any, run: Path) -> tuple[str, str]:
+    """Return the text of ``config.yaml``, with absolute paths, and that of ``places.json``.
+
+    Args:
+        config: The configuration of the run. A value of it is a path if a file or directory is there.
+        run: The run's directory. Entries that its places.json has already are kept.
+    """
+    values, known = config_to_dict(config), _read(run)
+    sets = config.data.eval_sets
+    if not isinstance(config.data.eval, str) and list(sets) == list(config.data.eval):
+        values["data"]["eval"] = dict(sets)  # names that are paths stay the names when the paths become absolute
+    places = {path: asdict(place) for path, place in known.items()}
+    for keys, path, function in _paths(values):
+        if not _exists(path):
+            continue
+        absolute = _absolute(path)
+        _put(values, keys, absolute + function)
+        size, checksum = _content(absolute, deep=keys[0] == "data")
+        was, before = _entry(absolute, known, run)
+        given = before.given if before is not None and path in (absolute, was) else path
+        from_run = os.path.relpath(absolute, run.absolute())
+        places[absolute] = asdict(_Place(given=given, from_run=from_run, nbytes=size, sha256=checksum))
+    text = config_to_yaml(build_config(type(config), values))
+    return (_HEAD if places else "") + text, json.dumps(places, indent=2, ensure_ascii=False) + "\n"
+
+
+def find_again(config: C, run: Path) -> C:
+    """Return ``config`` with the paths at which the files are now that ``run`` was begun with.
+
+    Raises:
+        ConfigError: Files are nowhere. The message names their keys and the places where they were looked for.
+    """
+    values, missing = found_values(config_to_dict(config), run)
+    if missing:
+        raise ConfigError("\n".join(f"{line}; give its place with --{key}" for key, line in missing.items()))
+    return build_config(cast("type[C]", type(config)), values)
+
+
+def found_values(values: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return nested values with the paths at which files are now, and a message for each key whose file is nowhere."""
+    places, found = _read(run), deepcopy(dict(values))
+    missing: dict[str, str] = {}
+    for keys, path, function in _paths(values):
+        place = places.get(path)
+        if place is None:  # a name of the hub, a place that the user gave anew, or a run from before places.json
+            continue
+        candidates = place.candidates(path, run)
+        there = next((one for one in candidates if _exists(one)), None)
+        if there is not None:
+            _put(found, keys, there + function)
+            continue
+        key = ".".join(map(str, keys if "eval" not in keys else keys[:2]))
+        looked = [f"{one} ({how})" if how else one for one, how in candidates.items()]
+        missing[key] = f"{key}, with which the run was begun, is gone: it was looked for at {', '.join(looked)}"
+    return found, missing
+
+
+def remarks(config: Any, run: Path, needs: Sequence[str] = ()) -> list[str]:
+    """Return what to say of files that are elsewhere than when ``run`` was begun, or have another content.
+
+    ``needs`` are the keys and sections that count; all of them, if it is empty.
+    """
+    places = _read(run)
+    moved: dict[tuple[str, str], list[str]] = {}
+    changed: dict[str, None] = {}
+    for keys, path, _ in _paths(config_to_dict(config)):
+        here, key = _absolute(path), ".".join(map(str, keys))
+        was, place = _entry(here, places, run)
+        if place is None or not _exists(here) or (needs and not is_needed(key, needs)):
+            continue
+        if was != here and not _exists(was):
+            moved.setdefault(_roots(was, here), []).append(key)
+        size, checksum = _content(here, deep=keys[0] == "data")
+        if size != place.nbytes or (place.sha256 and checksum != place.sha256):
+            difference = _difference(place.nbytes, size)
+            changed[f"{key}: {here} is not what the run was begun with: {difference}"] = None
+    lines = [f"found in {now} what was in {was}: {', '.join(keys)}" for (was, now), keys in moved.items()]
+    return [*lines, *changed]
+
+
+def _roots(was: str, here: str) -> tuple[str, str]:
+    """The two paths without the names at their ends that are the same."""
+    before, now = Path(was), Path(here)
+    while before.name == now.name and before != before.parent and now != now.parent:
+        before, now = before.parent, now.parent
+    return str(before), str(now)
+
+
+def is_needed(key: str, needs: Sequence[str]) -> bool:
+    """Whether ``needs`` has the key, its section, or the key of which it is an entry."""
+    return any(f"{key}.".startswith(f"{one}.") for one in needs)
+
+
+def as_given(values: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """Return the nested values of a run's ``config.yaml`` with paths as the user wrote them, for display."""
+    places, shown = _read(run), deepcopy(dict(values))
+    for keys, path, function in _paths(values):
+        if path in places:
+            _put(shown, keys, places[path].given + function)
+    return shown
+
+
+def aligned(given: Mapping[str, Any], own: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """Return the nested values ``given`` with those of ``run``, ``own``, in place of paths that lead to the same files.
+
+    A file is the same if it is that of the run, or if that is gone and it is where the run would look for it, or if it
+    is reached from the run as that was at the beginning and has the same content: both were copied.
+    """
+    places, found = _read(run), deepcopy(dict(given))
+    held_out, its = given["data"]["eval"], own["data"]["eval"]
+    if isinstance(held_out, list) and isinstance(its, Mapping) and held_out == list(its):
+        found["data"]["eval"] = dict(zip(held_out, held_out, strict=True))
+    owned = {keys: (path, function) for keys, path, function in _paths(own)}
+    for keys, path, function in _paths(found):
+        was, own_function = owned.get(keys, ("", ""))
+        place = places.get(was)
+        if place is not None and function == own_function and _is_same(path, was, place, run, deep=keys[0] == "data"):
+            _put(found, keys, was + function)
+    return found
+
+
+def _is_same(path: str, was: str, place: _Place, run: Path, *, deep: bool) -> bool:
+    here = _absolute(path)
+    if not _exists(was):
+        return here in place.candidates(was, run)
+    if os.path.realpath(here) == os.path.realpath(was):
+        return True
+    return here == _joined(run, place.from_run) and _content(here, deep=deep) == (place.nbytes, place.sha256)
+
+
+def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
+    """The keys whose values may be paths, each path, and what follows it in the value: ``:function``."""
+    data = values.get("data")
+    held_out = data.get("eval") if isinstance(data, Mapping) else None
+    sets: list[Keys] = [("data", "eval")]
+    if isinstance(held_out, Mapping):
+        sets = [("data", "eval", str(name)) for name in held_out]
+    elif isinstance(held_out, list | tuple):
+        sets = [("data", "eval", number) for number in range(len(held_out))]
+    for keys in (*_FILES, *_FUNCTIONS, *sets):
+        value: Any = values
+        for key in keys:
+            value = value[key] if isinstance(key, int) else value.get(key) if isinstance(value, Mapping) else None
+        if not isinstance(value, str):
+            continue
+        place, colon, name = value.rpartition(":")
+        if keys in _FUNCTIONS and place.endswith(".py"):
+            yield keys, place, colon + name
+        elif keys not in _FUNCTIONS and value and value not in _WORDS.get(keys, ()):
+            yield keys, value, ""
+
+
+def _entry(here: str, places: Mapping[str, _Place], run: Path) -> tuple[str, _Place | None]:
+    """The entry of the file that is at ``here`` now, and the path where the file was."""
+    if here in places:
+        return here, places[here]
+    known = ((was, place) for was, place in places.items() if here in place.candidates(was, run))
+    return next(known, ("", None))
+
+
+def _put(values: Any, keys: Keys, value: str) -> None:
+    for key in keys[:-1]:
+        values = values[key]
+    values[keys[-1]] = value
+
+
+def _absolute(path: str) -> str:
+    return os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(path)))
+
+
+def _joined(run: Path, path: str) -> str:
+    return os.path.normpath(run.absolute() / path)
+
+
+def _files(path: str, *, deep: bool) -> Iterator[str]:
+    """The files at a path: itself, those of a pattern, or those of a directory, in a fixed order.
+
+    A model's directory may hold other things in folders, such as runs, so that only with ``deep`` these are entered.
+    """
+    if os.path.isdir(path):
+        for folder, inner, names in os.walk(path):
+            inner[:] = sorted(inner) if deep else ()
+            yield from (os.path.join(folder, name) for name in sorted(names))
+    elif os.path.isfile(path):
+        yield path
+    elif glob.has_magic(path):
+        yield from (name for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name))
+
+
+def _exists(path: str) -> bool:
+    path = os.path.expanduser(path)
+    return os.path.exists(path) or (glob.has_magic(path) and next(glob.iglob(path, recursive=True), None) is not None)
+
+
+def _content(path: str, *, deep: bool) -> tuple[int | None, str | None]:
+    """The size of what is at ``path``, and its checksum unless it is large. None where nobody can say."""
+    files: list[str] = []
+    for file in _files(path, deep=deep):
+        files.append(file)
+        if len(files) > _COUNTED:
+            return None, None
+    try:
+        size = sum(os.path.getsize(file) for file in files)
+        if size > _SUMMED:
+            return size, None
+        found = hashlib.sha256()
+        for file in files:
+            with open(file, "rb") as opened:
+                found.update(hashlib.file_digest(opened, "sha256").digest())
+        return size, found.hexdigest()
+    except OSError:
+        return None, None
+
+
+def _difference(before: int | None, now: int | None) -> str:
+    if before is None or now is None or before == now:
+        return "its content differs"
+    return f"it had {before:,} bytes and now has {now:,}"
+
+
+def _read(run: Path) -> Mapping[str, _Place]:
+    """The entries of places.json by their absolute paths; none where it cannot be read."""
+    try:
+        found: dict[str, dict[str, Any]] = json.loads((run / PLACES).read_bytes())
+        places = {str(path): _Place(**entry) for path, entry in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+    return {path: place for path, place in places.items() if place.is_plain()}
