@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -13,6 +14,7 @@ import podium
 from podium.cli import main
 from podium.errors import ConfigError, DataError
 from podium.telemetry import metrics
+from podium.telemetry.formatting import percent
 from podium.telemetry.sinks import ConsoleSink
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from tests.integration.training import losses, metrics_rows, tiny
@@ -126,21 +128,42 @@ def test_examples_beyond_the_models_positions_are_refused_before_anything_starts
         SFTTrainer(config, cluster="inline", show=False).fit()
 
 
-def test_several_evaluation_sets_are_scored_by_name(tmp_path: Path) -> None:
+def test_several_evaluation_sets_are_scored_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": "00"}) + "\n" for n in range(9)))
-    places = {"copies": str(tmp_path / "copy.jsonl"), "zeros": str(other)}
+    places = {"copies": str(tmp_path / "copy.jsonl"), "all 0/0": str(other)}
     config = tiny(SFTConfig, tmp_path, data={"eval": places, "holdout": 0.0}, run={"steps": 2}, eval={"items": 6})
     with ConsoleSink(console=Console(file=(out := io.StringIO()), width=100)):
         summary = SFTTrainer(config, cluster="inline", show=False).fit()
     rows = metrics_rows(tmp_path / "runs" / "run", "eval")
     assert [row["step"] for row in rows] == [0, 2]
-    assert all(row["accuracy"] == row["accuracy/copies"] and row["items/zeros"] == 6 for row in rows)
-    assert list(summary.sets) == ["copies", "zeros"]
+    assert all(row["accuracy"] == row["accuracy/copies"] and row["items/all 0/0"] == 6 for row in rows)
+    assert list(summary.sets) == ["copies", "all 0/0"]
     for name, scores in summary.sets.items():
         assert scores["accuracy_before"] == rows[0][f"accuracy/{name}"]
         assert scores["accuracy_after"] == rows[1][f"accuracy/{name}"]
     assert summary.accuracy_after == summary.sets["copies"]["accuracy_after"]
     assert [line.split()[:2] for line in out.getvalue().splitlines() if " accuracy " in line] == [
-        ["0", "copies"], ["0", "zeros"], ["2", "copies"], ["2", "zeros"],
+        ["0", "copies"], ["0", "all"], ["2", "copies"], ["2", "all"],
     ]  # fmt: skip
+
+    kept = pd.read_parquet(tmp_path / "runs" / "run" / "evaluations")
+    shares = kept.groupby(["set", "step"], observed=True)["correct"].mean()
+    assert {key: shares[key] for key in shares.index} == {
+        (name, row["step"]): row[f"accuracy/{name}"] for name in places for row in rows
+    }
+    capsys.readouterr()
+    assert main(["eval", summary.model_path or "", "--backend", "inline"]) == 2, "a model's directory has no data"
+    assert main(["eval", str(tmp_path / "runs" / "run"), "--backend", "inline", "--eval.items", "6"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("set ")][:2] == ["set       copies", "set       all 0/0"]
+    scores = [line.split()[1:3] for line in said if line.startswith("accuracy ")]
+    assert scores == [[percent(row), f"({round(6 * row)}"] for row in (rows[1][f"accuracy/{name}"] for name in places)]
+    assert said.count("set       all 0/0") == 1 + 3, "three samples of each set"
+    assert main(["changes", str(tmp_path / "runs" / "run")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("set ")] == ["set       all 0/0", "set       copies"]
+    assert sum(line.startswith("before    ") and line.endswith("step-000000.parquet") for line in said) == 2
+    assert sum(line.startswith("after     ") and line.endswith("step-000002.parquet") for line in said) == 2
+    assert main(["changes", f"{tmp_path}/runs/run@0", f"{tmp_path}/runs/run@1"]) == 2
+    assert "run evaluated 0, 2" in capsys.readouterr().err

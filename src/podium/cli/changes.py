@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from podium.errors import ConfigError
 
@@ -21,16 +22,25 @@ def run_changes(arguments: Sequence[str]) -> int:
         "names", metavar="RUN", nargs="+", help="a run, for its first and last evaluation; or two of RUN@STEP"
     )
     parser.add_argument(
-        "--show", type=int, default=3, metavar="N", help="show so many prompts of each kind (default 3)"
+        "--show", type=int, default=3, metavar="N", help="show so many prompts of each kind and set (default 3)"
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
     if len(options.names) > 2:
         raise ConfigError("two evaluations are compared: give RUN, or RUN@STEP twice")
-    from podium.telemetry.formatting import percent
-    from podium.trainer.changes import compare_evaluations, find_evaluations
+    from podium.trainer.changes import find_evaluations
 
-    first, second = find_evaluations(options.names)
+    for number, (name, (first, second)) in enumerate(find_evaluations(options.names).items()):
+        sys.stdout.write("\n" * (number > 0) + (f"set       {name}\n" if name else ""))
+        _show(first, second, max(0, options.show))
+    return 0
+
+
+def _show(first: Path, second: Path, count: int) -> None:
+    """Print what changed between the evaluations in two files, and ``count`` prompts of each kind."""
+    from podium.telemetry.formatting import percent
+    from podium.trainer.changes import compare_evaluations
+
     found = compare_evaluations(first, second)
     for name, path, correct in (("before", first, found.correct[0]), ("after", second, found.correct[1])):
         share = percent(correct / found.items)
@@ -38,7 +48,6 @@ def run_changes(arguments: Sequence[str]) -> int:
     for name, changes in (("broke", found.broke), ("mended", found.mended)):
         sys.stdout.write(f"{name:<9} {len(changes)}\n")
     for name, changes in (("broke", found.broke), ("mended", found.mended)):
-        for one in changes[: max(0, options.show)]:
+        for one in changes[:count]:
             sys.stdout.write(f"\n{name:<9} {one.prompt!r}\nbefore    {one.before!r}\nafter     {one.after!r}\n")
             sys.stdout.write(f"expected  {one.expected!r}\n")
-    return 0

@@ -23,7 +23,7 @@ _SCORES: Final = ("data.eval", "data.chat_template", "reward")
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Score a model on held-out prompts and print the result. Returns the exit status."""
+    """Score a model on the held-out prompts of each set and print the results. Returns the exit status."""
     parser = _parser("eval", "Score a model on held-out prompts.")
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
     from podium.telemetry.formatting import percent
@@ -34,14 +34,18 @@ def run_eval(arguments: Sequence[str]) -> int:
         _connect(backend) as cluster,
     ):
         found = evaluate_model(config, cluster)
-    low, high = found.interval()
-    sys.stdout.write(
-        f"accuracy  {percent(found.accuracy)}  ({found.correct} of {found.items}; 95% interval {percent(low)} to "
-        f"{percent(high)})\nreward    {found.reward_mean:.4f}\n"
-    )
-    for sample in found.samples:
-        sys.stdout.write(f"\nprompt    {sample.prompt!r}\nanswer    {sample.completion!r}\n")
-        sys.stdout.write(f"expected  {sample.expected!r}  reward {sample.reward:g}\n")
+    for name, one in found.items():
+        low, high = one.interval()
+        sys.stdout.write(f"set       {name}\n" if name else "")
+        sys.stdout.write(
+            f"accuracy  {percent(one.accuracy)}  ({one.correct} of {one.items}; 95% interval {percent(low)} to "
+            f"{percent(high)})\nreward    {one.reward_mean:.4f}\n"
+        )
+    for name, one in found.items():
+        for sample in one.samples:
+            sys.stdout.write(f"\nset       {name}\n" if name else "\n")
+            sys.stdout.write(f"prompt    {sample.prompt!r}\nanswer    {sample.completion!r}\n")
+            sys.stdout.write(f"expected  {sample.expected!r}  reward {sample.reward:g}\n")
     return 0
 
 

@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from podium.errors import ConfigError
-from podium.trainer.files import step_name, step_of
+from podium.trainer.files import SET, step_of
 
 __all__ = ["Change", "Changes", "compare_evaluations", "find_evaluations"]
 
@@ -42,19 +43,24 @@ class Changes:
     mended: tuple[Change, ...]
 
 
-def find_evaluations(names: list[str]) -> tuple[Path, Path]:
-    """Return the files of two evaluations: ``[RUN]`` means its first and its last, ``[RUN@STEP, RUN@STEP]`` these.
+def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
+    """Return the files of two evaluations of each set, by the name of the set, which is "" where there is only one.
+
+    ``[RUN]`` means the first and the last of the run, ``[RUN@STEP, RUN@STEP]`` these.
 
     Raises:
-        ConfigError: There are no such evaluations. The message lists those of the run.
+        ConfigError: There are no such evaluations, or none of the same set. The message lists those of the run.
     """
     if len(names) == 1:
-        there = _evaluations(Path(names[0]))
-        if len(there) < 2:
-            raise ConfigError(f"{names[0]} has {len(there)} evaluation(s), and two are compared: set eval.every")
-        return there[0], there[-1]
+        found = {name: files for name, files in _evaluations(Path(names[0])).items() if len(files) > 1}
+        if not found:
+            raise ConfigError(f"{names[0]} has fewer than two evaluations, and two are compared: set eval.every")
+        return {name: (files[0], files[-1]) for name, files in found.items()}
     first, second = (_evaluation(name) for name in names)
-    return first, second
+    both = {name: (first[name], second[name]) for name in first if name in second}
+    if not both:
+        raise ConfigError(f"{names[0]} has the set(s) {', '.join(first)}, and {names[1]} {', '.join(second)}")
+    return both
 
 
 def compare_evaluations(first: Path, second: Path) -> Changes:
@@ -79,19 +85,28 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
     return Changes(items=len(both), correct=correct, broke=changes[False], mended=changes[True])
 
 
-def _evaluations(run: Path) -> list[Path]:
+def _evaluations(run: Path) -> dict[str, list[Path]]:
+    """The files of the run's evaluations in the order of their steps, by the name of the set."""
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"no run at {run}: give the directory of a run, such as runs/NAME, or RUN@STEP")
-    return sorted((run / "evaluations").glob("step-*.parquet"), key=lambda path: step_of(path.stem) or 0)
+    folder, found = run / "evaluations", dict[str, list[Path]]()
+    files = (path for path in folder.rglob("step-*.parquet") if step_of(path.stem) is not None)
+    for path in sorted(files, key=lambda path: (path.parent, step_of(path.stem))):
+        name = "" if path.parent == folder else unquote(path.parent.name.removeprefix(SET))
+        found.setdefault(name, []).append(path)
+    return found
 
 
-def _evaluation(name: str) -> Path:
+def _evaluation(name: str) -> dict[str, Path]:
     run, _, step = name.rpartition("@")
     there = _evaluations(Path(run or name))
-    found = Path(run) / "evaluations" / f"{step_name(int(step))}.parquet" if step.isdecimal() and run else None
-    if found not in there:
-        steps = ", ".join(str(step_of(path.stem)) for path in there) or "no step"
-        raise ConfigError(f"{name} is no evaluation: expected RUN@STEP, and {run or name} evaluated {steps}")
+    wanted = int(step) if step.isdecimal() and run else None
+    found = {own: path for own, files in there.items() for path in files if step_of(path.stem) == wanted}
+    if not found:
+        steps = ", ".join(map(str, sorted({step_of(path.stem) or 0 for files in there.values() for path in files})))
+        raise ConfigError(
+            f"{name} is no evaluation: expected RUN@STEP, and {run or name} evaluated {steps or 'no step'}"
+        )
     return found
 
 

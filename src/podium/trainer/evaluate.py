@@ -87,7 +87,7 @@ def score_held_out(
     scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
     scored = scored.graded(grader, reward_model=reward_model)
     if keep is not None:
-        keep.mkdir(exist_ok=True)
+        keep.mkdir(parents=True, exist_ok=True)
         write_completions(keep, scored, None)
     return Evaluation(
         step=step,
@@ -98,8 +98,10 @@ def score_held_out(
     )
 
 
-def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn | None = None) -> Evaluation:
-    """Score a model, without training it, on ``config.eval.items`` held-out prompts.
+def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn | None = None) -> dict[str, Evaluation]:
+    """Score a model, without training it, on ``config.eval.items`` held-out prompts of each evaluation set.
+
+    Returns the evaluations by the names of their sets, the first set first. One set without a name has the name "".
 
     Raises:
         ConfigError: The model, the data or the reward cannot be had, or ``eval.items`` is 0.
@@ -108,12 +110,17 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
         raise ConfigError("eval.items = 0: expected at least 1 to evaluate")
     check_reward(config.reward, given=reward is not None)
     tokenizer = load_tokenizer(config.model.tokenizer_source)
-    held_out = load_held_out(config.data, tokenizer, config.eval.items)
-    if reward is None:
-        check_answers((prompt.example for prompt in held_out), config.reward)
+    sets: dict[str, list[Prompt]] = {}
+    for name, place in config.data.eval_sets.items():
+        sets[name] = load_held_out(replace(config.data, eval=place), tokenizer, config.eval.items)
+        if reward is None:
+            check_answers((prompt.example for prompt in sets[name]), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as (generator, model):
-        return score_held_out(config, generator, held_out, grader, tokenizer, sampling, reward_model=model)
+        return {
+            name: score_held_out(config, generator, prompts, grader, tokenizer, sampling, reward_model=model)
+            for name, prompts in sets.items()
+        }
 
 
 @contextmanager

@@ -12,10 +12,13 @@ from typing import IO, Final
 from podium.errors import ConfigError
 
 __all__ = ["STATE_FILE", "free_name", "lock_directory", "remove", "step_name", "step_of", "sync_folder", "sync_tree"]
-__all__ += ["is_locked", "write_atomically"]
+__all__ += ["SET", "is_locked", "write_atomically"]
 
 STATE_FILE: Final = "trainer.json"
 """The file in a checkpoint that holds the state of the controller."""
+
+SET: Final = "set="
+"""What precedes the name of an evaluation set in the name of the directory of its completions."""
 
 _STEP: Final = re.compile(r"step-(\d+)")
 

@@ -6,7 +6,7 @@
       ledger.jsonl                      what became of each prompt
       metrics.jsonl                     a row for each step and each evaluation
       completions/step-000012.parquet   the completions of a step and their rewards
-      evaluations/step-000012.parquet   the same of an evaluation's completions
+      evaluations/step-000012.parquet   the same of an evaluation's completions; of several sets, in set=NAME/
       trace.json                        for https://ui.perfetto.dev; trace-1.json, … after a resume
       logs/                             controller.log and one file for each worker
       checkpoints/step-000012/          complete, or not there
@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 from uuid import uuid4
 
 from rich.console import Console
@@ -40,7 +41,7 @@ from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
 from podium.trainer.checkpoints import Checkpoints
 from podium.trainer.config import PPOConfig, SFTConfig
-from podium.trainer.files import free_name, lock_directory, remove, step_of, write_atomically
+from podium.trainer.files import SET, free_name, lock_directory, remove, step_of, write_atomically
 from podium.trainer.places import PLACES
 
 __all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "scores_by_set"]
@@ -162,6 +163,10 @@ class RunDirectory:
             self.config_path.rename(free_name(self.config_path, "."))
         write_atomically(self.config_path, text)
 
+    def evaluations_of(self, name: str) -> Path:
+        """The directory of the completions of an evaluation set: ``set=NAME``, so that readers get a column ``set``."""
+        return self.evaluations / f"{SET}{quote(name, safe='')}" if name else self.evaluations
+
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json; what is not finite becomes null."""
         write_atomically(self.summary_path, json.dumps(_json(asdict(summary)), indent=2, allow_nan=False) + "\n")
@@ -261,7 +266,7 @@ class RunDirectory:
         if self.metrics_path.exists():
             kept = itertools.takewhile(lambda row: row.get("step", 0) <= step, read_rows(self.metrics_path))
             write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
-        for file in (*self.completions.glob("step-*.parquet"), *self.evaluations.glob("step-*.parquet")):
+        for file in (*self.completions.glob("step-*.parquet"), *self.evaluations.rglob("step-*.parquet")):
             if (step_of(file.stem) or 0) > step:
                 file.unlink()
 

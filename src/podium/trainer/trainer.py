@@ -346,8 +346,7 @@ class Trainer(ABC, Generic[C, E, R]):
         """Score the held-out prompts with the weights after ``step``. Returns whether that ends the run."""
         if self.held_out is None or self.generators is None:
             return False
-        first = next(iter(self.held_out))
-        sets = {name: self._score(prompts, step, name == first) for name, prompts in self.held_out.items()}
+        sets = {name: self._score(prompts, step, name) for name, prompts in self.held_out.items()}
         (_, found), *_ = sets.items()
         self.state = self.state.after(found)
         event, *others = (EvalFinished(step, e.accuracy, e.items, e.reward_mean, name) for name, e in sets.items())
@@ -357,7 +356,7 @@ class Trainer(ABC, Generic[C, E, R]):
             emit(Note(f"no evaluation was better than that of step {best.step}, {best.accuracy:.1%} (eval.patience)"))
         return self._reached
 
-    def _score(self, prompts: Sequence[Prompt], step: int, kept: bool) -> Evaluation:
+    def _score(self, prompts: Sequence[Prompt], step: int, name: str) -> Evaluation:
         assert self.generators is not None
         return score_held_out(
             self.config,
@@ -368,7 +367,7 @@ class Trainer(ABC, Generic[C, E, R]):
             self.sampling,
             step,
             self.roles.reward,
-            self.directory.evaluations if kept else None,
+            self.directory.evaluations_of(name),
         )
 
     def save(self, step: int) -> None:
