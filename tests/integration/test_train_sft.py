@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,14 @@ def test_examples_beyond_the_models_positions_are_refused_before_anything_starts
         SFTTrainer(config, cluster="inline", show=False).fit()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own imports
 def test_several_evaluation_sets_are_scored_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"prompt": f"{n:02d}=", "answer": "00"}) + "\n" for n in range(9)))
     places = {"copies": str(tmp_path / "copy.jsonl"), "all 0/0": str(other)}
-    config = tiny(SFTConfig, tmp_path, data={"eval": places, "holdout": 0.0}, run={"steps": 2}, eval={"items": 6})
+    run: dict[str, Any] = {"steps": 2, "trackers": ["tensorboard"]}
+    config = tiny(SFTConfig, tmp_path, data={"eval": places, "holdout": 0.0}, run=run, eval={"items": 6})
     with ConsoleSink(console=Console(file=(out := io.StringIO()), width=100)):
         summary = SFTTrainer(config, cluster="inline", show=False).fit()
     rows = metrics_rows(tmp_path / "runs" / "run", "eval")
@@ -151,6 +155,14 @@ def test_several_evaluation_sets_are_scored_by_name(tmp_path: Path, capsys: pyte
     kept: list[dict[str, Any]] = pq.read_table(tmp_path / "runs" / "run" / "evaluations").to_pylist()
     right = {(name, row["step"]): round(6 * row[f"accuracy/{name}"]) for name in places for row in rows}
     assert {key: sum(row["correct"] for row in kept if (row["set"], row["step"]) == key) for key in right} == right
+    tracked = events.EventAccumulator(str(tmp_path / "runs" / "run" / "tensorboard")).Reload()
+    assert [point.value for point in tracked.Scalars("eval/copies/accuracy")] == pytest.approx(
+        [row["accuracy/copies"] for row in rows]
+    )
+    tags = tracked.Tags()
+    assert "eval/copies/samples/1/text_summary" in tags["tensors"]
+    assert ("curve" in tags["images"]) == (find_spec("plotext") is not None)
+    assert tracked.Scalars("summary/steps")[0].value == 2
     capsys.readouterr()
     assert main(["eval", summary.model_path or "", "--backend", "inline"]) == 2, "a model's directory has no data"
     assert main(["eval", str(tmp_path / "runs" / "run"), "--backend", "inline", "--eval.items", "6"]) == 0

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["CallFinished", "CheckpointSaved", "CompletionsSampled", "EvalFinished", "Event", "Note", "PhaseStarted"]
-__all__ += ["PhaseFinished", "Recovered", "Sample", "StageFinished", "Stalled", "StepFinished", "Waiting"]
+__all__ += [
+    "PhaseFinished",
+    "Recovered",
+    "RunSummarized",
+    "Sample",
+    "StageFinished",
+    "Stalled",
+    "StepFinished",
+    "Waiting",
+]
 __all__ += ["WorkerLost", "WorkerStarted"]
 
 
@@ -88,6 +97,18 @@ class PhaseFinished(Event):
 
 
 @dataclass(frozen=True)
+class RunSummarized(Event):
+    """The run ended after ``step``. ``figures`` are numbers and texts of its summary by name; None is not measured.
+
+    ``curve`` is the path of the learning curve's picture; "" where there is none.
+    """
+
+    step: int
+    figures: Mapping[str, float | str | None]
+    curve: str = ""
+
+
+@dataclass(frozen=True)
 class Waiting(Event):
     """The run does ``what`` before its first step: "loading the model". Of ``total`` parts, ``completed`` are done.
 
@@ -126,6 +147,7 @@ class EvalFinished(Event):
     """A held-out evaluation ended: ``accuracy`` in 0..1 over ``items`` prompts.
 
     Where there are several evaluation sets, each has a ``name``. This is the first, and ``others`` are the rest.
+    ``samples`` are the completions of the set's first prompts.
     """
 
     step: int
@@ -134,6 +156,7 @@ class EvalFinished(Event):
     reward_mean: float
     name: str = ""
     others: tuple["EvalFinished", ...] = ()
+    samples: tuple["Sample", ...] = ()
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,10 @@ def report(
     directory: RunDirectory,
     title: str,
     console: Console | None,
-) -> None:
+) -> Path | None:
     """Draw the curve of a run into its directory, and print the report on ``console`` if there is one.
 
-    ``first`` and ``last`` are the run's evaluations, which may be the same one.
+    ``first`` and ``last`` are the run's evaluations, which may be the same one. Returns the picture, if there is one.
     """
     paths: dict[str, Path | str] = {"run": directory.path, "metrics": directory.metrics_path}
     curve = read_curve(directory.metrics_path)
@@ -73,6 +73,7 @@ def report(
         as_text = io.StringIO()
         render(title, summary, first, last, curve, paths, Console(file=as_text, width=100, color_system=None))
         directory.log(as_text.getvalue())
+    return None if curve is None else directory.curve_path
 
 
 def read_curve(metrics_path: Path) -> Curve | None:

@@ -87,6 +87,10 @@ class Summary:
     dropped: Mapping[str, int] = field(default_factory=dict)  # number of prompts that were dropped, by reason
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
+    def figures(self) -> dict[str, float | str | None]:
+        """The numbers and texts by name, as trackers take them: ``tokens_per_s/generate``."""
+        return dict(_leaves(asdict(self)))
+
 
 class RunDirectory:
     """Creates the directory at ``path``, or with ``resume`` opens the existing one. Holds it until ``close()``, which
@@ -227,7 +231,7 @@ class RunDirectory:
         for tracker in config.run.trackers:
             match tracker:
                 case "tensorboard":
-                    yield TensorBoardSink(self.path / "tensorboard")
+                    yield TensorBoardSink(self.path / "tensorboard", config=told["config"])
                 case "wandb":
                     again = {"id": self._tracked_as(), "resume": "allow"}
                     yield WandbSink(folder=self.path, **told, **again, **options.for_wandb())
@@ -311,6 +315,14 @@ def read_rows(metrics_path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
                 yield row
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _json(value: Any) -> Any:

@@ -31,6 +31,7 @@ from podium.telemetry import (
     PhaseFinished,
     PhaseStarted,
     Recovered,
+    RunSummarized,
     Waiting,
     WorkerLost,
     emit,
@@ -349,7 +350,9 @@ class Trainer(ABC, Generic[C, E, R]):
         sets = {name: self._score(prompts, step, name) for name, prompts in self.held_out.items()}
         (_, found), *_ = sets.items()
         self.state = self.state.after(found)
-        event, *others = (EvalFinished(step, e.accuracy, e.items, e.reward_mean, name) for name, e in sets.items())
+        event, *others = (
+            EvalFinished(step, e.accuracy, e.items, e.reward_mean, name, samples=e.samples) for name, e in sets.items()
+        )
         emit(replace(event, others=tuple(others)))
         best = self.state.best
         if self._tired and best is not None:
@@ -417,7 +420,8 @@ class Trainer(ABC, Generic[C, E, R]):
         console = self._console if self._reports else None
         emit(PhaseFinished(self.recipe))
         flush()  # the report reads the metrics, and stands below the rows of the steps, without a bar
-        report(summary, first, last, self.directory, f"{self.recipe}: {summary.task}", console)
+        curve = report(summary, first, last, self.directory, f"{self.recipe}: {summary.task}", console)
+        emit(RunSummarized(done, summary.figures(), str(curve or "")))
         return summary
 
     # -- details ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import math
 import os
 import sqlite3
 import subprocess
@@ -13,28 +15,55 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from PIL import Image
 
 from podium.errors import ConfigError
-from podium.telemetry import CompletionsSampled, EvalFinished, PhaseStarted, Sample, StepFinished, emit
+from podium.telemetry import (
+    CompletionsSampled,
+    EvalFinished,
+    PhaseStarted,
+    RunSummarized,
+    Sample,
+    StepFinished,
+    emit,
+    flush,
+)
 from podium.telemetry.sinks import TensorBoardSink, TrackioSink, WandbSink
 from podium.telemetry.sinks.trackers import TrackerSink
 
+SAMPLES = (Sample("2 + 2?", "4\n<b>", 1.0, "4"),)
 
-def one_run() -> None:
+
+def one_run(curve: Path | None = None) -> None:
+    """Emit the events of a run, and draw its curve in a file of 20 x 10 pixels at ``curve``."""
     emit(PhaseStarted("grpo", 2))
-    emit(EvalFinished(0, 0.4, 500, 0.5))
+    emit(EvalFinished(0, 0.4, 500, 0.5, samples=SAMPLES))
     emit(StepFinished(1, {"reward/mean": 0.25, "policy/kl": float("nan")}))
-    emit(CompletionsSampled(1, (Sample("2 + 2?", "4\n<b>", 1.0, "4"),)))
+    emit(CompletionsSampled(1, SAMPLES))
     emit(StepFinished(2, {"reward/mean": 0.75}))
+    hard = EvalFinished(2, 0.5, 9, 0.5, "hard", samples=SAMPLES)
+    emit(EvalFinished(2, 0.6, 500, 0.7, "easy", (hard,), SAMPLES))
+    if curve is not None:
+        Image.new("RGB", (20, 10), "red").save(curve)
+    figures = {"accuracy_after": 0.6, "task": "sums.jsonl", "finished": True, "best_step": None, "wall_s": math.nan}
+    emit(RunSummarized(2, figures, str(curve or "")))
+
+
+SUMMARY = {"accuracy_after": 0.6, "finished": 1.0}
+CONFIG = {"run": {"seed": 1}, "model": {"lora": None}, "data": {"eval": ["a", "b"]}}
 
 
 class Recorded(TrackerSink):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[int, dict[str, float]]] = []
+        self.summaries: list[tuple[int, dict[str, float | str], str]] = []
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.rows.append((step, dict(values)))
+
+    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
+        self.summaries.append((step, dict(figures), curve))
 
 
 def test_a_second_phase_goes_on_where_the_first_ended() -> None:
@@ -61,46 +90,114 @@ def test_what_is_not_finite_is_left_out() -> None:
     assert sink.rows == [(1, {"c": 1.0})]
 
 
+def test_what_is_of_the_end_comes_at_the_end() -> None:
+    with Recorded() as sink:
+        emit(PhaseStarted("sft", 2))
+        emit(StepFinished(2, {"loss": 2.0}))
+        emit(PhaseStarted("grpo", 2))
+        emit(RunSummarized(1, {"wall_s": math.inf, "best_step": None, "task": "sums"}, "curve.png"))
+    assert sink.summaries == [(3, {"task": "sums"}, "curve.png")]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own imports
 def test_tensorboard_event_files_hold_the_run(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    with TensorBoardSink(tmp_path):
-        one_run()
+    with TensorBoardSink(tmp_path / "tb", CONFIG):
+        one_run(tmp_path / "curve.png")
+    read = read_tensorboard(tmp_path / "tb")
+    assert [(point.step, point.value) for point in read.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+    assert [(point.step, point.value) for point in read.Scalars("eval/accuracy")] == [
+        (0, pytest.approx(0.4)),
+        (2, pytest.approx(0.6)),
+    ]
+    assert [point.step for point in read.Scalars("eval/hard/accuracy")] == [2]
+    for name, step in (("samples", 1), ("eval/samples", 0), ("eval/easy/samples", 2), ("eval/hard/samples", 2)):
+        (text,) = read.Tensors(f"{name}/1/text_summary")
+        assert text.step == step
+        assert text.tensor_proto.string_val[0].endswith(b"    completion\n    4\n    <b>")
+    (text,) = read.Tensors("summary/text_summary")
+    assert text.tensor_proto.string_val[0].endswith(
+        b"| accuracy_after | 0.6 |\n| task | sums.jsonl |\n| finished | True |"
+    )
+    assert {name: read.Scalars(f"summary/{name}")[0].value for name in SUMMARY} == pytest.approx(SUMMARY)
+    (picture,) = read.Images("curve")
+    assert (picture.step, picture.width, picture.height) == (2, 20, 10)
+    messages: Any = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
+    stored = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = messages.HParamsPluginData.FromString(stored).session_start_info.hparams
+    assert found["run.seed"].number_value == 1
+    assert {name: found[name].string_value for name in ("model.lora", "data.eval")} == {
+        "model.lora": "None", "data.eval": "['a', 'b']",
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_does_not_show_the_steps_twice_that_a_killed_run_repeats(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for first, steps in ((1, (1, 2, 3)), (3, (3, 4))):
+        with TensorBoardSink(tmp_path):
+            emit(PhaseStarted("grpo", 4, first))
+            for step in steps:
+                emit(StepFinished(step, {"loss": 10.0 * first + step}))
+    points = read_tensorboard(tmp_path).Scalars("loss")
+    assert [(point.step, point.value) for point in points] == [(1, 11.0), (2, 12.0), (3, 33.0), (4, 34.0)]
+
+
+def read_tensorboard(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    read = EventAccumulator(str(tmp_path)).Reload()
-    assert [(point.step, point.value) for point in read.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
-    assert read.Scalars("eval/accuracy")[0].step == 0
-    (text,) = read.Tensors("samples/1/text_summary")
-    assert b"    4\n    <b>" in text.tensor_proto.string_val[0]
+    return EventAccumulator(str(folder)).Reload()
 
 
 def test_wandb_offline_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    with WandbSink("podium-test", name="a", config={"seed": 1}, folder=tmp_path, mode="offline") as sink:
-        one_run()
+    with WandbSink("podium-test", name="a", config=CONFIG, folder=tmp_path, mode="offline") as sink:
+        one_run(tmp_path / "curve.png")
         emit(StepFinished(3, {"other": 1.0}))  # W&B completes a step when the next one begins
+        flush()
         summary = dict(sink._run.summary)
     assert summary["reward/mean"] == 0.75
-    assert summary["eval/accuracy"] == 0.4
+    assert summary["eval/accuracy"] == 0.6
+    assert {name: summary[f"summary/{name}"] for name in SUMMARY} == SUMMARY
+    assert summary["summary/task"] == "sums.jsonl"
+    for name in ("samples", "eval/samples", "eval/easy/samples", "eval/hard/samples"):
+        assert (summary[name]["_type"], summary[name]["nrows"]) == ("table-file", 1)
+    assert (summary["curve"]["_type"], summary["curve"]["width"]) == ("image-file", 20)
+    (stored,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    row = ["2 + 2?", "4\n<b>", 1.0, "4"]
+    assert json.loads(stored.read_text()) == {"columns": ["prompt", "completion", "reward", "expected"], "data": [row]}
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_trackio_keeps_the_run_on_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     script = """
-from podium.telemetry import EvalFinished, StepFinished, emit
+import sys
+from pathlib import Path
 from podium.telemetry.sinks import TrackioSink
-with TrackioSink("podium-test", name="a", config={"seed": 1}):
-    emit(EvalFinished(0, 0.4, 500, 0.5))
-    emit(StepFinished(1, {"reward/mean": 0.25}))
-    emit(StepFinished(2, {"reward/mean": 0.75}))
+from tests.unit.telemetry.test_trackers import CONFIG, one_run
+with TrackioSink("podium-test", name="a", config=CONFIG):
+    one_run(Path(sys.argv[1]))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "TRACKIO_DIR": str(tmp_path)})
+    command = [sys.executable, "-c", script, str(tmp_path / "curve.png")]
+    subprocess.run(command, check=True, env={**os.environ, "TRACKIO_DIR": str(tmp_path)})
     with contextlib.closing(sqlite3.connect(tmp_path / "podium-test.db")) as database:
         rows = database.execute("select step, metrics from metrics order by step").fetchall()
-    assert [step for step, _ in rows] == [0, 1, 2]
-    assert json.loads(rows[2][1])["reward/mean"] == 0.75
+    found: dict[str, list[Any]] = {}
+    for step, values in rows:
+        for name, value in json.loads(values).items():
+            found.setdefault(name, []).append((step, value))
+    assert found["reward/mean"] == [(1, 0.25), (2, 0.75)]
+    assert found["eval/accuracy"] == [(0, 0.4), (2, 0.6)]
+    assert found["summary/accuracy_after"] == [(2, 0.6)]
+    row = {"prompt": "2 + 2?", "completion": "4\n<b>", "reward": 1.0, "expected": "4"}
+    for name, step in (("samples", 1), ("eval/samples", 0), ("eval/easy/samples", 2), ("eval/hard/samples", 2)):
+        assert found[name] == [(step, {"_type": "trackio.table", "_value": [row]})]
+    ((_, summary),) = found["summary"]
+    assert {"figure": "task", "value": "sums.jsonl"} in summary["_value"]
+    ((_, picture),) = found["curve"]
+    assert picture["_type"] == "trackio.image"
+    assert len(list(tmp_path.glob("media/**/*.png"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,31 @@
 import importlib
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from podium.errors import ConfigError
-from podium.telemetry.events import CompletionsSampled, EvalFinished, Event, PhaseStarted, Sample, StepFinished
+from podium.telemetry.events import (
+    CompletionsSampled,
+    EvalFinished,
+    Event,
+    PhaseStarted,
+    RunSummarized,
+    Sample,
+    StepFinished,
+)
 from podium.telemetry.sinks.base import Sink
 
 __all__ = ["TensorBoardSink", "TrackerSink", "TrackioSink", "WandbSink"]
 
+_COLUMNS: Final = ("prompt", "completion", "reward", "expected")
+_SUMMARY: Final = "summary/"
+
 
 class TrackerSink(Sink):
-    """Scalars over steps. A second phase goes on counting where the first ended, since trackers want one axis."""
+    """Scalars over steps, samples, and at the end a summary. A second phase goes on counting where the first ended,
+    since trackers want one axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,49 +47,90 @@ class TrackerSink(Sink):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record finite `values` at `step`."""
 
-    def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
-        """Record completions at `step`; a tracker without tables leaves them out."""
+    def log_samples(self, name: str, step: int, samples: tuple[Sample, ...]) -> None:
+        """Record completions at `step` as `name`; a tracker without tables leaves them out."""
+
+    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
+        """Record the figures of a run that ended after `step`, and the picture at the path `curve` unless it is ""."""
+
+    def begin(self, first_step: int) -> None:
+        """Get ready for steps from `first_step`. A resumed run may have recorded it before it was killed."""
 
     def handle(self, event: Event) -> None:
         match event:
             case PhaseStarted(first_step=first):
                 # The last step of the phase before; 0 for the first phase, also in a run that is resumed.
                 self._offset = self._last if first == 1 else self._offset
+                self.begin(self._offset + first)
             case StepFinished(step=step, metrics=values):
                 self._last = self._offset + step
                 self.log(self._last, {name: float(value) for name, value in values.items() if math.isfinite(value)})
-            case EvalFinished(step=step, accuracy=accuracy, reward_mean=reward):
-                values = {"eval/accuracy": accuracy, "eval/reward_mean": reward}
-                for one in (event, *event.others) if event.name else ():
-                    values |= {
-                        f"eval/{one.name}/accuracy": one.accuracy,
-                        f"eval/{one.name}/reward_mean": one.reward_mean,
-                    }
-                self.log(self._offset + step, values)
+            case EvalFinished():
+                self._evaluated(event)
             case CompletionsSampled(step=step, samples=samples):
-                self.log_samples(self._offset + step, samples)
+                self.log_samples("samples", self._offset + step, samples)
+            case RunSummarized(step=step, figures=figures, curve=curve):
+                found = {name: value for name, value in figures.items() if value is not None and _is_finite(value)}
+                self.log_summary(self._offset + step, found, curve)
             case _:
                 pass
 
+    def _evaluated(self, event: EvalFinished) -> None:
+        step = self._offset + event.step
+        values = {"eval/accuracy": event.accuracy, "eval/reward_mean": event.reward_mean}
+        sets = {f"eval/{one.name}" if one.name else "eval": one for one in (event, *event.others)}
+        for name, one in sets.items():
+            values |= {f"{name}/accuracy": one.accuracy, f"{name}/reward_mean": one.reward_mean}
+        self.log(step, values)
+        for name, one in sets.items():
+            if one.samples:
+                self.log_samples(f"{name}/samples", step, one.samples)
+
 
 class TensorBoardSink(TrackerSink):
-    """Event files in `folder`: ``tensorboard --logdir FOLDER``."""
+    """Event files in `folder`: ``tensorboard --logdir FOLDER``. `config` are the hyperparameters, nested."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self._require("tensorboard", "tensorboard")
-        writer = self._require("torch.utils.tensorboard", "tensorboard")
-        self._writer = writer.SummaryWriter(str(folder), flush_secs=10)
+        self._make = self._require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._folder, self._config = str(folder), dict(_leaves(config or {}))
+        self._made: Any = None
+
+    def begin(self, first_step: int) -> None:
+        if self._made is None and first_step > 1:  # what a killed run wrote of these steps is not shown
+            self._made = self._make(self._folder, flush_secs=10, purge_step=first_step)
+
+    @property
+    def _writer(self) -> Any:
+        if self._made is None:
+            self._made = self._make(self._folder, flush_secs=10)
+        return self._made
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
+    def log_samples(self, name: str, step: int, samples: tuple[Sample, ...]) -> None:
         for number, sample in enumerate(samples, 1):
-            shown = f"reward\n{sample.reward:g}\nprompt\n{sample.prompt}\ncompletion\n{sample.completion}"
+            expected = "" if sample.expected is None else f"expected\n{sample.expected}\n"
+            shown = f"reward\n{sample.reward:g}\n{expected}prompt\n{sample.prompt}\ncompletion\n{sample.completion}"
             lines = [f"    {line}" for line in shown.splitlines()]  # four spaces make a line of Markdown verbatim
-            self._writer.add_text(f"samples/{number}", "\n".join(lines), step)
+            self._writer.add_text(f"{name}/{number}", "\n".join(lines), step)
+
+    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
+        table = "\n".join(f"| {name} | {value} |".replace("\n", " ") for name, value in figures.items())
+        self._writer.add_text("summary", f"| figure | value |\n|---|---|\n{table}", step)
+        numbers = {_SUMMARY + name: float(one) for name, one in figures.items() if isinstance(one, int | float)}
+        plain = {
+            name: one if isinstance(one, bool | int | float | str) else str(one) for name, one in self._config.items()
+        }
+        self._writer.add_hparams(plain, numbers, run_name=".", global_step=step)
+        if curve:
+            from PIL import Image  # matplotlib, which drew the picture, needs it too
+
+            with Image.open(curve) as picture:
+                self._writer.add_image("curve", _pixels(picture.convert("RGB")), step, dataformats="HWC")
 
     def finish(self) -> None:
         self._writer.close()
@@ -98,6 +151,18 @@ class _RunSink(TrackerSink):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
+    @abstractmethod
+    def table(self, rows: list[dict[str, Any]]) -> Any:
+        """Make a table of the tracker's own of rows that all have the same columns."""
+
+    def log_samples(self, name: str, step: int, samples: tuple[Sample, ...]) -> None:
+        rows = [{column: getattr(sample, column) for column in _COLUMNS} for sample in samples]
+        self._run.log({name: self.table(rows)}, step=step)
+
+    def _log_curve(self, step: int, curve: str) -> None:
+        if curve:
+            self._run.log({"curve": self._module.Image(curve)}, step=step)
+
 
 class WandbSink(_RunSink):
     """A Weights & Biases run in `folder`; `options` go to ``wandb.init``: ``mode="offline"``, ``id``, ``resume``, …"""
@@ -109,10 +174,12 @@ class WandbSink(_RunSink):
             options["dir"] = str(folder)
         super().__init__(project, **options)
 
-    def log_samples(self, step: int, samples: tuple[Sample, ...]) -> None:
-        rows = [[sample.prompt, sample.completion, sample.reward, sample.expected] for sample in samples]
-        table = self._module.Table(columns=["prompt", "completion", "reward", "expected"], data=rows)
-        self._run.log({"samples": table}, step=step)
+    def table(self, rows: list[dict[str, Any]]) -> Any:
+        return self._module.Table(columns=list(_COLUMNS), data=[list(row.values()) for row in rows])
+
+    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
+        self._log_curve(step, curve)
+        self._run.summary.update({_SUMMARY + name: value for name, value in figures.items()})
 
     def finish(self) -> None:
         self._run.finish()
@@ -123,6 +190,34 @@ class TrackioSink(_RunSink):
 
     package = "trackio"
 
+    def table(self, rows: list[dict[str, Any]]) -> Any:
+        return self._module.Table(data=rows)
+
+    def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
+        rows = [{"figure": name, "value": str(value)} for name, value in figures.items()]
+        numbers = {_SUMMARY + name: float(one) for name, one in figures.items() if isinstance(one, int | float)}
+        self._run.log({**numbers, "summary": self.table(rows)}, step=step)
+        self._log_curve(step, curve)
+
     def finish(self) -> None:
         # The module's own: a finished run that Trackio still holds is finished again at exit.
         self._module.finish()
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values by the dotted paths of their keys."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _is_finite(value: float | str) -> bool:
+    return isinstance(value, str) or math.isfinite(value)
+
+
+def _pixels(picture: Any) -> Any:
+    import numpy as np
+
+    return np.asarray(picture)
