@@ -1,12 +1,14 @@
-"""Packages whose public names are imported on first use, so that importing a light module imports nothing heavy."""
+"""Imports that take little time: public names of packages on first use, and heavy modules without the collector."""
 
 import ast
+import gc
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["lazy_exports"]
+__all__ = ["lazy_exports", "uncollected"]
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -40,3 +42,21 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         return value
 
     return get, lambda: sorted({*vars(module), *homes}), list(homes)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Leave the garbage collector out during the block, and have it ignore for good what there is at the end.
+
+    Importing torch and transformers makes half a million objects that stay. To look for garbage among them, again and
+    again, takes a fifth of the time of the imports, and at the end of the process most of its time to exit.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

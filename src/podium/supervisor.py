@@ -64,7 +64,6 @@ class Supervisor:
         """Call this once, after the imports. It spares the processes that they started, and keeps the memory of what
         they loaded shared with forks."""
         self._spared = set(children_of(os.getpid()))
-        gc.collect()
         gc.freeze()
 
     def fork(self, run: Callable[[], int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import podium
+from podium.lazy import uncollected
 
 SOURCE = Path(podium.__file__).parent
 PACKAGES = sorted(
@@ -36,3 +38,20 @@ def test_importing_the_packages_imports_nothing_heavy() -> None:
     script = f"import sys, {', '.join(PACKAGES)}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_collector_is_out_for_a_block_and_ignores_what_came_of_it() -> None:
+    try:
+        before = gc.get_freeze_count()
+        with uncollected():
+            assert not gc.isenabled()
+            kept = [[number] for number in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(kept)
+        gc.disable()  # somebody else's wish
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from podium.errors import ConfigError
+from podium.lazy import uncollected
 from podium.runtime.messages import Node, ProcessSpec
 
 __all__ = ["MEMORY", "THREAD_VARIABLES", "Surroundings", "accelerators", "command", "environment_of", "interface_of"]
@@ -108,9 +109,10 @@ class Surroundings(NamedTuple):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         keep_freed_memory()
         random.seed()
-        for module in self.preload:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
+        with uncollected():
+            for module in self.preload:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module)
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(self.threads)
 

@@ -12,6 +12,7 @@ from importlib import import_module
 
 import podium
 from podium.errors import PodiumError
+from podium.lazy import uncollected
 
 __all__ = ["main"]
 
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         return _no_command(command)
     try:
-        module = import_module(f"podium.cli.{COMMANDS[command][0]}")
+        with uncollected():
+            module = import_module(f"podium.cli.{COMMANDS[command][0]}")
         status: int = getattr(module, f"run_{command}")(rest)
         return status
     except BrokenPipeError:  # the reader, such as `head`, has had enough

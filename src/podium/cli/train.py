@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
+from podium.lazy import uncollected
 from podium.runtime.connecting import backend_class
 from podium.telemetry import Note, Waiting, emit, flush
 from podium.telemetry.sinks.console import ConsoleSink
@@ -64,7 +65,8 @@ def _opened(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "PP
         emit(Note(_headline(config, recipe)))
         emit(Waiting("importing torch and transformers"))
         flush()
-        return _trainer(config, backend)
+        with uncollected():
+            return _trainer(config, backend)
 
 
 def _headline(config: PPOConfig | SFTConfig, recipe: str) -> str:

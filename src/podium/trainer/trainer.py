@@ -39,6 +39,7 @@ from podium.telemetry import (
     subscribe,
 )
 from podium.telemetry.sinks.console import terminal
+from podium.trainer.ahead import LATER, importing
 from podium.trainer.checkpoints import Saver, TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import Evaluation, score_held_out
@@ -234,6 +235,8 @@ class Trainer(ABC, Generic[C, E, R]):
             log_path = self.directory.logs / "reward.log"
             self.grader = self._whole.enter_context(Grader(config.reward, reward=self._reward, log_path=log_path))
             self.grader.start()
+            if self._cluster.capabilities.processes:  # elsewhere nobody waits for workers: they load in this process
+                self._whole.enter_context(importing(LATER))
             self._began_at = self.stream.state()
         self.stream.restore(self._began_at)
         # Closed after the workers: their end is what ends a call that a thread still waits for.

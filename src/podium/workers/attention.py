@@ -4,17 +4,19 @@ Layers give their attention function query, key, value and a mask, and further k
 transformers ignores keywords that it does not know, such as a soft cap under ``sdpa``, without a word.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import TransformersKwargs
 
 from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["choose_attention", "unknown_keywords"]
 
@@ -62,6 +64,9 @@ def choose_attention(model: PreTrainedModel, wish: str) -> bool:
 
 
 def _left_out_by_sdpa(model: PreTrainedModel) -> str:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     ids, unknown = torch.arange(2, device=model.device)[None], dict[str, None]()
     # A whole mask is taken as it is; without one, transformers looks for packed rows in the positions' values.
     own = {"attention_mask": torch.zeros(1, 1, 2, 2, device="meta")} if model.device.type == "meta" else {}

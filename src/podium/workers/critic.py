@@ -1,12 +1,13 @@
 """The critic: a language model's body with a scalar head, which estimates the value of each state."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from podium.algorithms import LossInputs, TokenLoss, explained_variance, value_loss, value_moments
 from podium.data import Batch, Jagged, fields
@@ -18,6 +19,9 @@ from podium.workers.models import plain_model
 from podium.workers.scoring import run_model
 from podium.workers.shards import load_parallel
 from podium.workers.weight_files import replaced_heads, stored_value_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Critic"]
 

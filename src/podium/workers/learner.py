@@ -1,18 +1,17 @@
 """The base of the workers that are trained: a model, its optimizer, and checkpoints of both."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
@@ -26,6 +25,9 @@ from podium.workers.manifest import check_manifest, write_manifest
 from podium.workers.shards import load_parallel
 from podium.workers.state_copy import StateCopy
 from podium.workers.texts import sampled_counts
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 __all__ = ["Learner", "Progress"]
 
@@ -158,6 +160,8 @@ class Learner(Worker):
             CheckpointError: There is no finished checkpoint, it is damaged, or it is one of another model, or of
                 adapters of another base.
         """
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
         check_manifest(Path(path), part=self.ctx.rank, parts=self.ctx.world_size)
         reader = HuggingFaceStorageReader(path)
         try:
@@ -168,6 +172,9 @@ class Learner(Worker):
             self._read(path, reader, stored)
 
     def _read(self, path: str, reader: HuggingFaceStorageReader, stored: Mapping[str, Any]) -> None:
+        from torch.distributed.checkpoint import state_dict_loader
+        from torch.distributed.checkpoint.api import CheckpointException
+
         state = self._state(whole=BASE not in stored)  # checkpoints of adapters once held the base too
         absent = sorted(name for name in state if name not in stored and not name.startswith(_RANDOM))
         extra = sorted(name for name in stored if name not in state and not name.startswith(_RANDOM))

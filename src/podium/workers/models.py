@@ -1,30 +1,24 @@
 """Models: loaded from a directory or the hub, or made from scratch; adapters; and Hugging Face's format to save."""
 
+from __future__ import annotations
+
 import difflib
 import functools
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from podium.devices import parse_dtype
@@ -34,6 +28,9 @@ from podium.workers.attention import choose_attention
 from podium.workers.config import LoraConfig, ModelConfig
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_files import stored_tensors, stored_value_head
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "attention_implementation",
@@ -91,7 +88,7 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
     """
     _look_at(path)
     try:
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         if settings.num_labels != 1:
             raise ConfigError(
                 f"reward.path = {path!r} has {settings.num_labels} outputs (num_labels in config.json): expected a "
@@ -100,9 +97,9 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
         if str(device) == "meta":
             with torch.device("meta"):
                 dtype = getattr(settings, "dtype", None) or torch.float32
-                return AutoModelForSequenceClassification.from_config(settings, dtype=dtype)
+                return transformers.AutoModelForSequenceClassification.from_config(settings, dtype=dtype)
         with _quiet(), torch.random.fork_rng(devices=[]):
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False
             )
     except ConfigError:
@@ -142,8 +139,8 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
         _check_adapters(config, (Path(config.path) / "adapter_config.json").exists())
         untied = _untied(config, spared)
         try:
-            outline = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(config.path, trust_remote_code=False, **untied),
+            outline = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False, **untied),
                 dtype=parse_dtype(config.dtype),
                 attn_implementation=config.attention_implementation,
             )
@@ -190,13 +187,36 @@ def vocabulary_size(config: ModelConfig) -> int:
 
 
 def _settings(config: ModelConfig) -> PretrainedConfig:
-    if config.config:
-        return _architecture(config)
-    _look_at(config.path)
+    with _undocumented():
+        if config.config:
+            return _architecture(config)
+        _look_at(config.path)
+        try:
+            return transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+        except Exception as error:
+            raise _unreadable(config, "its configuration cannot be read", error) from error
+
+
+@contextmanager
+def _undocumented() -> Iterator[None]:
+    """Let transformers import configurations without writing their docstrings during the block.
+
+    To write one, transformers imports generation and with it most of what models need, which takes longer than torch.
+    """
+    writer: Any = sys.modules.get("transformers.utils.auto_docstring")
+    usual = getattr(writer, "auto_class_docstring", None)
+    if usual is None:  # another version of transformers: right, and slower
+        yield
+        return
+    writer.auto_class_docstring = _as_it_is
     try:
-        return AutoConfig.from_pretrained(config.path, trust_remote_code=False)
-    except Exception as error:
-        raise _unreadable(config, "its configuration cannot be read", error) from error
+        yield
+    finally:
+        writer.auto_class_docstring = usual
+
+
+def _as_it_is(cls: type, **_: object) -> type:
+    return cls
 
 
 def rotary_turn(settings: PretrainedConfig) -> int | None:
@@ -218,7 +238,7 @@ def rotary_turn(settings: PretrainedConfig) -> int | None:
 def plain_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model itself, without peft's wrapper."""
     inner = cast(Any, model)
-    return cast(PreTrainedModel, inner.get_base_model() if hasattr(inner, "peft_config") else inner)
+    return cast("PreTrainedModel", inner.get_base_model() if hasattr(inner, "peft_config") else inner)
 
 
 def save_pretrained(
@@ -287,7 +307,7 @@ def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # for tensors that are allowed to be missing
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype=parse_dtype(config.dtype),
                 attn_implementation=config.attention_implementation,
@@ -403,7 +423,7 @@ def _from_scratch(config: ModelConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         try:
-            return AutoModelForCausalLM.from_config(
+            return transformers.AutoModelForCausalLM.from_config(
                 settings, dtype=parse_dtype(config.dtype), attn_implementation=config.attention_implementation
             )
         except Exception as error:
@@ -413,9 +433,10 @@ def _from_scratch(config: ModelConfig) -> PreTrainedModel:
 def _architecture(config: ModelConfig) -> PretrainedConfig:
     fields = dict(config.config)
     kind = fields.pop("model_type", None)
-    if kind not in CONFIG_MAPPING:
+    known_kinds = transformers.CONFIG_MAPPING
+    if kind not in known_kinds:
         raise ConfigError(
-            f"model.config.model_type={kind!r} is none that transformers knows{_nearest(str(kind), CONFIG_MAPPING)}"
+            f"model.config.model_type={kind!r} is none that transformers knows{_nearest(str(kind), known_kinds)}"
         )
     tokenizer = load_tokenizer(config.tokenizer_source)
     known = {"bos_token_id", "eos_token_id", "pad_token_id"}
@@ -425,12 +446,12 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
         **fields,
     }
     _check_layers(fields, "model.config.")
-    defaults = CONFIG_MAPPING[kind]()
+    defaults = known_kinds[kind]()
     for name in fields:
         if not hasattr(defaults, name):
             raise ConfigError(f"model.config.{name} is no field of {kind!r}{_nearest(name, defaults.to_dict())}")
     try:
-        settings = AutoConfig.for_model(kind, **fields)
+        settings = transformers.AutoConfig.for_model(kind, **fields)
     except Exception as error:
         raise ConfigError(f"model.config does not fit {kind!r}: {_reason(error)}") from error
     for name in ("vocab_size", "hidden_size", "num_attention_heads"):  # transformers gives every kind these names
@@ -470,7 +491,7 @@ def with_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTra
         warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # peft's own patterns, for experts
         torch.manual_seed(seed)
         try:
-            return cast(PreTrainedModel, peft.get_peft_model(model, settings))
+            return cast("PreTrainedModel", peft.get_peft_model(model, settings))
         except ValueError as error:
             raise ConfigError(f"model.lora: {error}") from error
 
@@ -481,6 +502,8 @@ def _check_targets(model: PreTrainedModel, targets: Iterable[str]) -> None:
     Raises:
         ConfigError: It cannot; names the layer.
     """
+    from transformers.pytorch_utils import Conv1D
+
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)

@@ -11,8 +11,6 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from podium.errors import ConfigError
 from podium.workers.config import ParallelConfig
@@ -121,6 +119,8 @@ def check_collectives() -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether :func:`shard_model` has sharded the model."""
+    from torch.distributed.fsdp import FSDPModule
+
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -132,6 +132,9 @@ def shard_model(model: nn.Module, world_size: int, device: torch.device, precisi
     Raises:
         ConfigError: see :func:`check_collectives`.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     check_collectives()
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)

@@ -6,15 +6,17 @@
 Shards are rows, and the rows of a tensor lie side by side in its file, so that a rank reads one stretch of each.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
 
 from podium.devices import compute_dtype, return_large_blocks
 from podium.errors import ConfigError
@@ -24,6 +26,9 @@ from podium.workers.models import checkpoint_layers, lay_out, load_model, plain_
 from podium.workers.parallel import check_collectives, shard_model
 from podium.workers.tensor_places import Place, Source, digest, find_sources, places, read
 from podium.workers.weight_files import stored_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["load_parallel"]
 
@@ -177,7 +182,7 @@ def _read_shards(
     names = [next(name for name in names if name in sources) for names, _ in _wanted(model)]
     model.config.name_or_path = config.path
     with contextlib.suppress(OSError):  # the model's own configuration says enough where the file is absent
-        model.generation_config = GenerationConfig.from_pretrained(config.path)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(config.path)
     if config.gradient_checkpointing:
         checkpoint_layers(model)
     shard_model(model, dist.get_world_size(), device, compute_dtype(device, parallel.precision))

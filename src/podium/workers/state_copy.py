@@ -7,20 +7,23 @@ The files are safetensors. They go to the disk from the copies themselves, and a
 torch.distributed.checkpoint's own reader of safetensors expects them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
 
 from podium.errors import CheckpointError
 from podium.workers.manifest import explain
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
 
 __all__ = ["StateCopy"]
 
@@ -58,6 +61,8 @@ class StateCopy:
         rank: int,
         gather: Callable[[SavePlan], list[SavePlan]],
     ) -> None:
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=rank == 0)
         plans, _ = planner.create_global_plan(gather(planner.create_local_plan()))

@@ -6,19 +6,23 @@
 Rows of a fused tensor are whole experts, so that a stretch of rows needs the files' tensors of these experts only.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Place", "Source", "digest", "find_sources", "places", "read"]
 

@@ -3,13 +3,18 @@
 Text is a column of UTF-8 bytes, laid out like tokens, so that it can stay with the worker that made it.
 """
 
+from __future__ import annotations
+
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["completion_texts", "decode_sampled", "sampled_counts", "sampled_tokens", "text_column"]
 

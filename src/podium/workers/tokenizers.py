@@ -1,14 +1,19 @@
 """Tokenizers: those that transformers loads, and a small one of Podium with one token a character."""
 
+from __future__ import annotations
+
 import os
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import tokenizers
+import transformers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from podium.errors import ConfigError
 from podium.hub import look_for_hub
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 __all__ = ["CHARACTERS_PREFIX", "char_tokenizer", "load_tokenizer"]
 
@@ -32,13 +37,14 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         )
     look_for_hub(source)
     try:
-        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source, trust_remote_code=False))
+        found = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         place = (
             f"in the directory {source}" if os.path.isdir(source) else f"on the hub at {source!r}, no directory here"
         )
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(f"no tokenizer {place}: {reason}; set model.tokenizer") from error
+    tokenizer = cast("PreTrainedTokenizerBase", found)
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -70,7 +76,7 @@ def char_tokenizer(alphabet: str, *, chat_template: str | None = None) -> PreTra
     core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
     core.pre_tokenizer = cast(Any, pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated"))
     core.decoder = cast(Any, decoders.Fuse())
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core, clean_up_tokenization_spaces=False, padding_side="right", **special
     )
     tokenizer.chat_template = chat_template

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from podium.errors import ConfigError
 from podium.workers.attention import unknown_keywords
@@ -45,6 +44,7 @@ def packed_attention(model: nn.Module, rows: PackedRows | SharedPrompts) -> Iter
     The caller passes ``position_ids``, ``use_cache=False`` and no attention mask: with a mask, transformers silently
     takes the packed rows for a single one.
     """
+    _register()
     config: Any = plain_model(model).config
     own: str = config._attn_implementation
     if isinstance(rows, SharedPrompts):
@@ -182,5 +182,10 @@ def _local_size(*, local_size: int | None = None, use_vmap: bool = False, **_: A
     return local_size
 
 
-AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _local_size)
+@cache
+def _register() -> None:
+    """Make the implementation known to transformers, whose attention is imported with its model classes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _local_size)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from podium.backends.local import child
 from podium.backends.process import command, keep_freed_memory
+from podium.lazy import uncollected
 from podium.supervisor import Supervisor
 
 __all__ = ["main"]
@@ -33,11 +34,12 @@ def main(fd: int, preload: list[str], private: str) -> None:
     connection = socket.socket(fileno=fd)
     supervisor = Supervisor(connection)
     keep_freed_memory()
-    for name in preload:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - any import may raise anything; the worker that needs it will say so
-            sys.stderr.write(f"preload of {name} failed: {type(error).__name__}: {error}\n")
+    with uncollected():
+        for name in preload:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001 - an import may raise anything; the worker that needs it says so
+                sys.stderr.write(f"preload of {name} failed: {type(error).__name__}: {error}\n")
     supervisor.settle()
     try:
         _serve(supervisor, connection)
