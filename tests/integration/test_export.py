@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from podium.telemetry.formatting import percent
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import save_pretrained
+from tests.integration.hub_server import TOKEN, hub_server
 from tests.integration.training import MODEL, tiny
 
 TOKENS = [[4, 5, 6, 14, 7, 8]]
@@ -148,6 +152,59 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(command) == 2
         assert "is damaged" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+PUSHES = """
+import os, sys
+from huggingface_hub import constants
+from podium.cli import main
+
+run, adapters = sys.argv[1:]
+main(["export", run, "--merge", "--push", "me/whole"])
+main(["export", run, "--merge", "--push", "me/whole", "--private"])
+main(["export", adapters, "--push", "adapters"])
+main(["export", adapters, "--push", "other/closed"])
+os.environ["HF_TOKEN"] = "hf_of_a_stranger"
+main(["export", adapters, "--push", "me/whole"])
+constants.ENDPOINT = "http://127.0.0.1:9"
+main(["export", adapters, "--push", "me/whole"])
+"""
+
+
+def test_models_are_pushed_by_the_hubs_own_client(tmp_path: Path) -> None:
+    """Small files are in the commit itself and large ones are uploaded by LFS. Xet, which has a store of its own, is
+    switched off."""
+    train(tmp_path, eval={"items": 0}, model=base(tmp_path))
+    run = f"{tmp_path}/runs/run"
+    with hub_server() as hub:
+        hub.refused = ["PUT /lfs/", "POST /api/models/other/closed/commit/"]
+        asked = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", PUSHES, run, f"{run}@1"]
+        done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    whole, adapters = hub.files["me/whole"], hub.files["me/adapters"]
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= whole.keys()
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= adapters.keys()
+    assert hub.by_lfs >= {"model.safetensors", "adapter_model.safetensors"}
+    assert "config.json" not in hub.by_lfs
+    assert hub.settings["me/whole"].get("visibility") is None, "the repository was made by the push that failed"
+    for files, name in ((whole, "whole"), (adapters, "adapters")):
+        for path, content in files.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / path).write_bytes(content)
+    words = ["--merge", "--to", str(tmp_path / "out")]
+    assert main(["export", run, *words]) == 0
+    local, pushed = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "whole"))
+    assert torch.equal(logits(local), logits(pushed))
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "adapters"))
+
+    assert f"pushed to {hub.url}/me/whole\n" in done.stdout
+    assert f"adapters of {run}/checkpoints/step-000001 pushed to {hub.url}/me/adapters\n" in done.stdout
+    _, *errors = (part.splitlines()[0] for part in done.stderr.split("podium export: --push"))
+    said = ["Error while uploading 'model.safetensors' to the Hub. 403 ", "403 Forbidden", "401", "onnect"]
+    for error, part in zip(errors, said, strict=True):
+        assert part in error
+        assert error.endswith("and push again: files that were uploaded are not uploaded twice")
+    assert "Traceback" not in done.stderr
 
 
 def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

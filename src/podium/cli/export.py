@@ -74,13 +74,15 @@ def _check_name(name: str) -> None:
 def _push(folder: str, name: str, *, private: bool) -> str:
     """Upload the files in ``folder``. Returns the repository's address."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi()
     try:
         repository = api.create_repo(name, private=private or None, exist_ok=True)
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload from podium export")
-    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
-        reason = " ".join(str(error).split())
-        raise PodiumError(f"--push {name}: {reason}; log in by `hf auth login`, and check the name") from error
+    except Exception as error:  # of the hub, of whichever HTTP library huggingface_hub uses, and of its uploads
+        reasons = dict.fromkeys(" ".join(str(one).split()) for one in (error, error.__cause__) if one is not None)
+        raise PodiumError(
+            f"--push {name}: {' '.join(reasons)}; check the connection, the name and your rights there (`hf auth "
+            "login`), and push again: files that were uploaded are not uploaded twice"
+        ) from error
     return str(repository)
