@@ -36,6 +36,7 @@ __all__ = ["CompletionsLog", "ScoredBatch", "version_range", "write_completions"
 _GRADED_TOKENS: Final = 1 << 19  # of the rows whose texts are here together: enough to keep all graders busy
 _WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be written; prompts count, too
 _NO_VERSION: Final = -1
+_MISMATCH_STEP: Final = 1e-5  # nats
 _NEEDED: Final = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.FINISH_REASON)  # to write a row
 _IF_THERE: Final = (fields.ROLLOUT_LOGPROBS, fields.KEPT_SIZES)
 
@@ -326,7 +327,8 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
 def _token_values(batch: Batch) -> dict[str, Tensor]:
     """What is known of each sampled token, by the name of its column: int32 or float32 ``[K]``.
 
-    Floats are rounded to eight bits of precision. Fewer of them differ then, and the file is smaller.
+    Floats are rounded to eight bits of precision, and the mismatch before that to multiples of 1e-5 nats: what is less
+    is a rounding error of float32. Fewer values differ then, and the file is smaller.
     """
     mask_N = batch.jagged(fields.LOSS_MASK).values.bool()
 
@@ -338,7 +340,8 @@ def _token_values(batch: Batch) -> dict[str, Tensor]:
         found["token_advantages"] = sampled(fields.ADVANTAGES).bfloat16().float()
     if fields.OLD_LOGPROBS in batch and fields.ROLLOUT_LOGPROBS in batch:
         apart_K = sampled(fields.ROLLOUT_LOGPROBS).float() - sampled(fields.OLD_LOGPROBS).float()
-        found["token_mismatch"] = apart_K.bfloat16().float()
+        steps_K = (apart_K / _MISMATCH_STEP).round() + 0.0  # no minus zero
+        found["token_mismatch"] = (steps_K * _MISMATCH_STEP).bfloat16().float()
     if fields.KEPT_SIZES in batch:
         found["token_kept"] = sampled(fields.KEPT_SIZES).int()
     return found
