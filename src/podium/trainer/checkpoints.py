@@ -209,7 +209,10 @@ def _commit(aside: Path, final: Path) -> None:
     link = final.with_name(".latest.tmp")
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
-    link.replace(final.with_name("latest"))
+    latest = final.with_name("latest")
+    if latest.is_dir() and not latest.is_symlink():  # a run that was copied with what its links led to
+        remove(latest)
+    link.replace(latest)
     sync_folder(final.parent)
     remove(replaced)
 

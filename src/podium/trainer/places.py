@@ -75,6 +75,7 @@ def record(config: Any, run: Path) -> tuple[str, str]:
         run: The run's directory. Entries that its places.json has already are kept.
     """
     values, known = config_to_dict(config), _read(run)
+    values["run"]["resume"] = ""  # whoever begins another run with this file means no resume
     sets = config.data.eval_sets
     if not isinstance(config.data.eval, str) and list(sets) == list(config.data.eval):
         values["data"]["eval"] = dict(sets)  # names that are paths stay the names when the paths become absolute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -83,6 +84,16 @@ def test_a_checkpoint_of_the_same_step_is_replaced(checkpoints: Checkpoints) -> 
     final = save(checkpoints, 10, text="new")
     assert (final / "model" / "weights.bin").read_text() == "new"
     assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["latest", "step-000010"]
+
+
+def test_a_folder_in_place_of_latest_is_replaced(checkpoints: Checkpoints) -> None:
+    """As in a run that was copied by ``cp -rL``, or through a store that knows no links."""
+    first = save(checkpoints, 5)
+    (checkpoints.folder / "latest").unlink()
+    shutil.copytree(first, checkpoints.folder / "latest")
+    assert checkpoints.latest() == first
+    assert save(checkpoints, 10) == checkpoints.latest()
+    assert (checkpoints.folder / "latest").is_symlink()
 
 
 def test_latest_survives_its_deletion(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
