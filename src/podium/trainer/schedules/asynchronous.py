@@ -16,7 +16,7 @@ learned in their order, and a step waits for its longest one. The failure of a l
 from collections import deque
 from concurrent.futures import Future
 
-from podium.trainer.schedules.steps import Rollout, Steps, first_of
+from podium.trainer.schedules.steps import Rollout, Steps
 
 __all__ = ["asynchronous"]
 
@@ -29,5 +29,5 @@ def asynchronous(steps: Steps) -> None:
         while following <= min(step + steps.max_staleness, steps.last):
             coming.append(steps.collect_ahead(following))
             following += 1
-        steps.learn(first_of(coming))
+        steps.learn(steps.first_of(coming))
         coming.popleft()

@@ -26,7 +26,7 @@ from podium.telemetry import StageFinished, StepFinished, emit, metrics as names
 if TYPE_CHECKING:
     from podium.trainer.trainer import StopRequest, Trainer
 
-__all__ = ["Rollout", "StageClock", "Steps", "first_of", "named_stage"]
+__all__ = ["Rollout", "StageClock", "Steps", "named_stage"]
 
 
 @contextmanager
@@ -91,16 +91,6 @@ class Rollout(Protocol):
 
     @property
     def step(self) -> int: ...
-
-
-def first_of(coming: Sequence[Future[Rollout]]) -> Rollout:
-    """Wait for the first of ``coming``. The failure of a later one is raised at once: the first one may never come."""
-    pending = {*coming}
-    while not coming[0].done():
-        over, pending = wait(pending, return_when=FIRST_COMPLETED)
-        for one in over:
-            one.result()
-    return coming[0].result()
 
 
 class Steps:
@@ -197,6 +187,18 @@ class Steps:
         """
         self._check_exists(step)
         return self._threads.submit(self.collect, step)
+
+    def first_of(self, coming: Sequence[Future[Rollout]]) -> Rollout:
+        """Wait for the first of several ``collect_ahead``.
+
+        The failure of a later one is raised at once, since the first may never come.
+        """
+        pending = {*coming}
+        while not coming[0].done():
+            over, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for one in over:
+                one.result()
+        return coming[0].result()
 
     def learn(self, rollout: Rollout) -> None:
         """Train on ``rollout`` and send the new weights to the generator. Raises what a stage raises."""
