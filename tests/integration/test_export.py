@@ -146,7 +146,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ]:
         assert main(["export", *words]) == 2
         assert said in capsys.readouterr().err
-    weights = next((Path(run) / "checkpoints" / "step-000001" / "policy").glob("*.safetensors"))
+    weights = next((Path(run) / "checkpoints" / "step-000001" / "policy" / "resume").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     for command in (["export", f"{run}@1", "--merge", *to], ["sample", f"{run}@1", "--prompt", "12="]):
         assert main(command) == 2

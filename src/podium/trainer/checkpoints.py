@@ -4,8 +4,10 @@ A checkpoint is data: reading one runs no code, whoever wrote it. A file that is
 
 checkpoints/step-000012/
   trainer.json      step, place in the data, coefficients, evaluations so far, time spent
-  policy/ critic/   model, optimizer, step count and random state, written by their workers as safetensors
-  manifest.json     the size and checksum of each file, here and in each of these directories
+  policy/ critic/   the model with its tokenizer, as transformers loads it (adapters: as peft loads them)
+    resume/         optimizer, step count and random state
+    manifest.json   the size and checksum of each file in this directory
+  manifest.json     those of trainer.json
 checkpoints/latest  a link to the newest
 
 The state is copied first, in the memory of the workers, while nothing updates it. The rest runs beside the next steps:
@@ -223,10 +225,14 @@ class Saver:
     Args:
         checkpoints: Where they go.
         config: Which of them are kept.
+        texts: Files that belong into the directory of the policy beside those of its workers, by name.
         beside: Whether they are written beside the next steps; otherwise a save returns when it is complete.
     """
 
-    def __init__(self, checkpoints: Checkpoints, config: SaveConfig, *, beside: bool) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, config: SaveConfig, texts: Mapping[str, str] | None = None, *, beside: bool
+    ) -> None:
+        self._texts = texts or {}
         self._checkpoints, self._config, self._beside = checkpoints, config, beside
         self._thread = ThreadPoolExecutor(1, "save")
         self._writing: Future[None] | None = None
@@ -276,7 +282,7 @@ class Saver:
                 named_stage("save", step),
                 self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as folder,
             ):
-                _write_learners(folder.absolute(), roles)  # a worker has a working directory of its own
+                _write_learners(folder.absolute(), roles, self._texts)  # a worker has a working directory of its own
                 (folder / STATE_FILE).write_text(text, encoding="utf-8")
                 write_manifest(folder, [file_sums([folder / STATE_FILE])])
         except (OSError, CheckpointError, EndpointError) as error:
@@ -289,7 +295,7 @@ class Saver:
             ) from error
 
 
-def _write_learners(folder: Path, roles: Roles) -> None:
+def _write_learners(folder: Path, roles: Roles, texts: Mapping[str, str]) -> None:
     """Have all learners write what they copied into ``folder``. All have ended when this returns or raises."""
     calls: dict[str, Call[list[dict[str, Any]]]] = {}
     failed: PodiumError | None = None
@@ -300,7 +306,12 @@ def _write_learners(folder: Path, roles: Roles) -> None:
             failed = failed or error
     for name, call in calls.items():
         try:
-            write_manifest(folder / name, call.result())
+            sums = call.result()
+            if name == "policy":
+                for file, text in texts.items():
+                    (folder / name / file).write_text(text, encoding="utf-8")
+                sums = [*sums, file_sums(folder / name / file for file in texts)]
+            write_manifest(folder / name, sums)
         except PodiumError as error:
             failed = failed or error
     if failed is not None:

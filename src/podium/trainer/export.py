@@ -26,6 +26,7 @@ __all__ = ["StoredModel", "export_model", "find_model", "opened_model"]
 
 _CARD: Final = "README.md"
 _MAKES_MODEL: Final = ("model", "data.chat_template")  # what a checkpoint is exported with
+_POLICY: Final = "policy"
 _TOLD: Final = (
     *("algorithm.advantage", "algorithm.loss", "algorithm.kl_coef", "optim.lr", "batch.prompts", "batch.examples"),
     *("sampling.n", "sampling.max_new_tokens", "model.lora.rank", "reward.name", "run.schedule", "run.seed"),
@@ -153,9 +154,20 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
 
 @contextmanager
 def opened_model(found: StoredModel) -> Iterator[Path]:
-    """Give a directory that holds the whole model during the block, which may be a copy beside the run."""
+    """Give a directory that holds the whole model during the block: the checkpoint's own, or a merged one beside the
+    run where adapters were trained.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
     if found.checkpoint is None:
         yield found.run / "model"
+        return
+    if _is_model(found.checkpoint / _POLICY):
+        from podium.workers.manifest import check_manifest
+
+        check_manifest(found.checkpoint / _POLICY)
+        yield found.checkpoint / _POLICY
         return
     with tempfile.TemporaryDirectory(prefix=".model-", dir=found.run) as folder:  # other nodes see it there too
         _write_checkpoint(found, Path(folder) / "model", merge=True)
@@ -168,16 +180,28 @@ def _parts(name: str) -> tuple[Path, str]:
     return (Path(run), which) if sign and not Path(name).exists() else (Path(name), "")
 
 
+def _is_model(policy: Path) -> bool:
+    """Whether the directory of a checkpoint's policy is itself what transformers loads."""
+    return (policy / "config.json").is_file()
+
+
 def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
     from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
     from podium.rollout.tasks.writer import chat_template
+    from podium.workers.manifest import MANIFEST, check_manifest
+    from podium.workers.model_files import RESUME
     from podium.workers.stored_policy import load_stored, write_adapters, write_whole
     from podium.workers.tokenizers import load_tokenizer
 
     assert found.checkpoint is not None
     config: ModelConfig = found.config.model
-    model = load_stored(found.checkpoint / "policy", config)
+    policy = found.checkpoint / _POLICY
+    if _is_model(policy):
+        check_manifest(policy)
+        shutil.copytree(policy, to, ignore=shutil.ignore_patterns(MANIFEST, RESUME))
+        return
+    model = load_stored(policy, config)  # which checks that the base of adapters is still the same
     (write_adapters if found.adapted and not merge else write_whole)(model, config, to)
     template = chat_template(load_tokenizer(config.tokenizer_source), found.config.data)
     if template is not None:
@@ -196,7 +220,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     origin = f"`{base}`" if base else "random weights"
     what = "Adapters (LoRA) of" if adapters else "A model that began as"
     lines = ["---", *head, "tags: [podium]", "---", "", f"# {found.run.absolute().name}", ""]
-    lines.append(f"{what} {origin}, trained by [Podium](https://pypi.org/project/podium/) for {step} steps.")
+    lines.append(f"{what} {origin}, trained by Podium for {step} steps.")
     if last is not None:
         lines += ["", "| held-out prompts | accuracy | 95 % interval | mean reward |", "|---|---|---|---|"]
         for name, one in (("before training", first), (f"after step {last.step}", last)):

@@ -242,7 +242,9 @@ class Trainer(ABC, Generic[C, E, R]):
         # Closed after the workers: their end is what ends a call that a thread still waits for.
         ahead = 1 + config.run.max_staleness if config.run.schedule == "asynchronous" else 1
         self._threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
-        self.saver = Saver(self.directory.checkpoints, config.save, beside=self._cluster.capabilities.concurrent)
+        texts = {} if self._template is None else {CHAT_TEMPLATE_FILE: self._template}
+        beside = self._cluster.capabilities.concurrent
+        self.saver = Saver(self.directory.checkpoints, config.save, texts, beside=beside)
         stack.callback(self.saver.close)
         stack.callback(self.grader.drop)
         self.roles = stack.enter_context(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -21,7 +22,8 @@ from podium.runtime import Worker, endpoint, first, nothing
 from podium.workers.adapter_base import BASE, base_checksum
 from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig, check_dropout
 from podium.workers.engine import TrainEngine
-from podium.workers.manifest import check_manifest, write_manifest
+from podium.workers.manifest import check_manifest, explain, write_manifest
+from podium.workers.model_files import RESUME, ModelCopy, ModelLayout, model_layout, read_layout, read_model
 from podium.workers.shards import load_parallel
 from podium.workers.state_copy import StateCopy
 from podium.workers.texts import sampled_counts
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Learner", "Progress"]
 
-_RANDOM = "random."
+_MODEL, _RANDOM = "model.", "random."
 _FILE_BYTES = 1 << 30  # a copy is let go of file by file
 
 
@@ -46,10 +48,11 @@ class Progress(NamedTuple):
 class Learner(Worker):
     """A model, its optimizer, and its checkpoints on all ranks of the group.
 
-    A checkpoint has parameters, optimizer state, step counts and each rank's random state in safetensors files, with a
-    manifest of their checksums. Where adapters are trained, it has a checksum of their base in place of the base.
-    torch.distributed.checkpoint reads it, and no code of whoever wrote it runs. It can be read on another number of
-    ranks than it was written on, replicated or sharded.
+    A checkpoint is the directory of a model, as transformers loads it, or as peft loads adapters. Its directory
+    ``resume`` has what training needs beside the model: optimizer state, step counts and each rank's random state, and
+    of adapters a checksum of their base. All are safetensors files, with a manifest of their checksums, so that no code
+    of whoever wrote them runs. A checkpoint can be read on another number of ranks than it was written on, replicated
+    or sharded.
 
     Args:
         model: The model to train.
@@ -83,7 +86,7 @@ class Learner(Worker):
             dropout=not self.algorithm.reinforces if model.dropout is None else model.dropout,
         )
         torch.manual_seed(self.ctx.seed)  # dropout draws from what torch seeds by chance
-        self._copied: StateCopy | None = None
+        self._copied: tuple[StateCopy, ModelCopy | None] | None = None
         self._base: Tensor | None = None
 
     @property
@@ -121,9 +124,15 @@ class Learner(Worker):
     def copy_state(self) -> None:
         """Copy the state to host memory, for :meth:`write_state`. The ranks together hold one copy of it."""
         with self.engine.awake():
-            state, parallel = self._state(), self.engine.parallel
-            files = self._files(state)
-            self._copied = StateCopy(state, files, self.ctx.rank, parallel.gather_objects)
+            rank, ranks, gather = self.ctx.rank, self.ctx.world_size, self.engine.parallel.gather_objects
+            state, layout = self._state(), self._layout
+            adapted = self.config.lora is not None and not self.config.config
+            model: ModelCopy | None = None
+            if layout is not None or adapted:
+                model = ModelCopy(self.model, layout, self.config, rank=rank, ranks=ranks, file_bytes=_FILE_BYTES)
+            if layout is not None:
+                state = {name: value for name, value in state.items() if not name.startswith(_MODEL)}
+            self._copied = StateCopy(state, self._files(state), rank, gather), model
 
     @endpoint(concurrent=True)
     def write_state(self, path: str) -> dict[str, Any]:
@@ -138,7 +147,14 @@ class Learner(Worker):
         copied, self._copied = self._copied, None
         if copied is None:
             raise CheckpointError(f"nothing was copied for {path}: call copy_state before each write_state")
-        return copied.write(path)
+        state, model = copied
+        folder = Path(path)
+        try:
+            (folder / RESUME).mkdir(parents=True, exist_ok=True)
+            sums = {} if model is None else model.write(folder)
+            return sums | {f"{RESUME}/{name}": one for name, one in state.write(folder / RESUME).items()}
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {explain(error)}") from error
 
     @endpoint(collect=nothing())
     def save(self, path: str) -> None:
@@ -162,20 +178,26 @@ class Learner(Worker):
         """
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-        check_manifest(Path(path), part=self.ctx.rank, parts=self.ctx.world_size)
-        reader = HuggingFaceStorageReader(path)
+        folder = Path(path)
+        check_manifest(folder, part=self.ctx.rank, parts=self.ctx.world_size)
+        layout = read_layout(folder)
+        reader = HuggingFaceStorageReader(str(folder / RESUME if (folder / RESUME).is_dir() else folder))
         try:
             stored = cast(Mapping[str, Any], reader.read_metadata().state_dict_metadata)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the checkpoint {path}: {type(error).__name__}: {error}") from error
         with self.engine.awake():
-            self._read(path, reader, stored)
+            if layout is not None:
+                read_model(self.model, layout, folder)
+            self._read(path, reader, stored, weights=layout is None)
 
-    def _read(self, path: str, reader: HuggingFaceStorageReader, stored: Mapping[str, Any]) -> None:
+    def _read(self, path: str, reader: HuggingFaceStorageReader, stored: Mapping[str, Any], *, weights: bool) -> None:
+        """Read what ``reader`` has, of which ``stored`` says the shapes; ``weights``: the model is among it."""
         from torch.distributed.checkpoint import state_dict_loader
         from torch.distributed.checkpoint.api import CheckpointException
 
         state = self._state(whole=BASE not in stored)  # checkpoints of adapters once held the base too
+        state = {name: value for name, value in state.items() if weights or not name.startswith(_MODEL)}
         absent = sorted(name for name in state if name not in stored and not name.startswith(_RANDOM))
         extra = sorted(name for name in stored if name not in state and not name.startswith(_RANDOM))
         if absent or extra:
@@ -237,7 +259,7 @@ class Learner(Worker):
         """
         adapted = self.config.lora is not None and not whole
         named = {name: one for name, one in self.model.named_parameters() if one.requires_grad or not adapted}
-        state = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        state = {f"{_MODEL}{name}": parameter.detach() for name, parameter in named.items()}
         if self.engine.optimizer is not None:
             for name, parameter in named.items():
                 for key, value in self.engine.optimizer.state.get(parameter, {}).items():
@@ -248,6 +270,11 @@ class Learner(Worker):
             state[BASE] = self._base.clone()
         state["counts"] = torch.tensor([self.engine.step_count, self.engine.skipped_count])
         return state | {name: random_state(device) for name, device in self._random_names().items()}
+
+    @cached_property
+    def _layout(self) -> ModelLayout | None:
+        """How the weights lie in a checkpoint's files of the model; None where they are among the rest."""
+        return None if self.config.lora is not None else model_layout(self.model)
 
     def _random_names(self) -> dict[str, torch.device]:
         """Return this rank's generators of random numbers, by the names of their states."""

@@ -1,4 +1,4 @@
-"""The manifest of a directory: the size and the SHA-256 checksum of each file in it.
+"""The manifest of a directory: the size and the SHA-256 checksum of each file in it and in its own directories.
 
 A reader that checks the manifest first never takes a flipped bit, a half-written file or a file of somebody else's for
 what was written.
@@ -7,7 +7,7 @@ what was written.
 import errno
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,8 @@ from podium.errors import CheckpointError
 __all__ = ["MANIFEST", "check_manifest", "explain", "file_sums", "is_refusal", "write_manifest"]
 
 MANIFEST: Final = "manifest.json"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
+_READ: Final = (1, 2)  # in 1, the weights of a model had the form in which they are resumed
 _REMEDIES: Final = {
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room, or ask for a larger quota",
@@ -73,16 +74,17 @@ def check_manifest(folder: Path, *, part: int = 0, parts: int = 1, others: Itera
     try:
         content: Any = json.loads((folder / MANIFEST).read_bytes())
         sums: dict[str, Any] = {str(name): (one["bytes"], one["sha256"]) for name, one in content["files"].items()}
-        there = {entry.name for entry in folder.iterdir()} - {MANIFEST, *others}
+        there = {*_names(folder, {MANIFEST, *others})}
     except FileNotFoundError:
         raise CheckpointError(
             f"no finished checkpoint at {folder}: it has no {MANIFEST}, which every checkpoint of this version has"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
-    if content.get("format") != _FORMAT:
+    if content.get("format") not in _READ:
         raise CheckpointError(
-            f"{folder / MANIFEST} has format {content.get('format')!r}, and this version of Podium reads {_FORMAT}"
+            f"{folder / MANIFEST} has format {content.get('format')!r}, and this version of Podium reads formats up to "
+            f"{_FORMAT}"
         )
     if there != sums.keys():
         lost, extra = sorted(sums.keys() - there), sorted(there - sums.keys())
@@ -96,6 +98,17 @@ def check_manifest(folder: Path, *, part: int = 0, parts: int = 1, others: Itera
             raise CheckpointError(
                 f"{file} is damaged: its content is not what was written; resume from another checkpoint"
             )
+
+
+def _names(folder: Path, others: Set[str]) -> Iterator[str]:
+    """The names of the files in ``folder``, and those of the directories in it, as ``directory/file``."""
+    for entry in folder.iterdir():
+        if entry.name in others:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from (f"{entry.name}/{within.name}" for within in entry.iterdir())
+        else:
+            yield entry.name
 
 
 def _sha256(file: Path) -> str:

@@ -30,7 +30,7 @@ from podium.workers.weight_files import stored_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["load_parallel"]
+__all__ = ["load_parallel", "read_rows"]
 
 _log = logging.getLogger("podium")
 _LARGE: Final = 1 << 30  # bytes of parameters, from which on the memory of a rank is worth a line in the log
@@ -190,12 +190,12 @@ def _read_shards(
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
         for name in names:
-            _read_rows(sources[name], tensors[name])
+            read_rows(sources[name], tensors[name])
     return model.eval()
 
 
-def _read_rows(source: Source, tensor: Tensor) -> None:
-    """Read this rank's rows of a tensor."""
+def read_rows(source: Source, tensor: Tensor) -> None:
+    """Read this rank's rows of ``tensor``, or all of them where it is whole."""
     own, first = tensor, 0
     if hasattr(tensor, "to_local"):
         own = cast(Tensor, cast(Any, tensor).to_local())

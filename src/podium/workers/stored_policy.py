@@ -1,4 +1,7 @@
-"""The model of a policy's checkpoint: read without the optimizer, written in the formats of transformers and peft."""
+"""The model of a policy's checkpoint whose directory is no model itself: of adapters, and of an old or odd one.
+
+It is read without the optimizer, and written in the formats of transformers and peft.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -14,9 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from podium.errors import CheckpointError, ConfigError
-from podium.workers.adapter_base import BASE, base_checksum
+from podium.workers.adapter_base import BASE, base_checksum, name_base
 from podium.workers.config import ModelConfig
 from podium.workers.manifest import check_manifest
+from podium.workers.model_files import RESUME
 from podium.workers.models import load_model, save_pretrained
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_sync.gather import full_weights
@@ -39,7 +43,7 @@ def load_stored(folder: Path, config: ModelConfig) -> nn.Module:
     """
     check_manifest(folder)
     model = load_model(replace(config, gradient_checkpointing=False))
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = HuggingFaceStorageReader(str(folder / RESUME if (folder / RESUME).is_dir() else folder))
     try:
         stored = cast(Mapping[str, Any], reader.read_metadata().state_dict_metadata)
         adapters = BASE in stored  # and their base is the run's, by its checksum
@@ -85,9 +89,7 @@ def write_adapters(model: nn.Module, config: ModelConfig, to: Path) -> None:
     """
     if config.config:
         raise ConfigError("the adapters are of a base with random weights (model.config): write the whole with --merge")
-    peft_config: Any = next(iter(cast(Any, model).peft_config.values()))
-    local = Path(config.path).expanduser()
-    peft_config.base_model_name_or_path = str(local.absolute()) if local.is_dir() else config.path
+    name_base(model, config)
     try:
         cast(Any, model).save_pretrained(str(to), save_embedding_layers=False)
         load_tokenizer(config.tokenizer_source).save_pretrained(str(to))

@@ -190,7 +190,7 @@ class Elsewhere(Policy):
 
 def test_a_checkpoint_on_a_disk_that_is_not_shared_is_no_checkpoint(tmp_path: Path) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
-    expected = r"step 1 is not written: \S+ lacks \S+, written on another machine.* set run\.dir to one"
+    expected = r"step 1 is not written: \S+ lacks config\.json, .*, written on another machine.* set run\.dir to one"
     with pytest.raises(CheckpointError, match=expected):
         PPOTrainer(config, cluster="inline", workers={"policy": Elsewhere}, show=False).fit()
     assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))

@@ -256,7 +256,7 @@ def test_a_checkpoint_of_adapters_holds_a_checksum_of_their_base(tmp_path: Path)
     policy, batch = Policy(ADAPTED, OPTIM), recorded()
     policy.update(batch)
     policy.save(str(tmp_path / "policy"))
-    names = {name for file in (tmp_path / "policy").glob("*.safetensors") for name in load_file(file)}
+    names = {name for file in (tmp_path / "policy" / "resume").glob("*.safetensors") for name in load_file(file)}
     assert {name for name in names if "lora" not in name} == {"base", "counts", "random.0.cpu"}
     former = Former(ADAPTED, OPTIM)
     former.update(batch)
@@ -288,6 +288,16 @@ class Exploit:
         return Path.touch, (self.mark,)
 
 
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def describe(folder: Path) -> None:
+    """Write the manifest that fits what is there now."""
+    there = [file for file in files_of(folder) if file.name != "manifest.json"]
+    write_manifest(folder, [{str(file.relative_to(folder)): file_sums([file])[file.name]} for file in there])
+
+
 def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
     """Exploits stand in every file that the checkpoint has, and in the files that torch's own reader unpickles."""
     folder, mark = tmp_path / "policy", tmp_path / "code was run"
@@ -300,16 +310,17 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path: Path) -> None:
     torch.save(Exploit(mark), buffer)
     exploits = pickle.dumps(Exploit(mark)), buffer.getvalue()
     for exploit in exploits:
-        for name in (".metadata", "__0_0.distcp"):
+        for name in (".metadata", "__0_0.distcp", "pytorch_model.bin"):
             (folder / name).write_bytes(exploit)
-        write_manifest(folder, [file_sums(file for file in folder.iterdir() if file.name != "manifest.json")])
+            (folder / "resume" / name).write_bytes(exploit)
+        describe(folder)
         policy.load(str(folder))
     for exploit in exploits:
-        for file in folder.iterdir():
+        for file in files_of(folder):
             file.write_bytes(exploit)
         with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
             policy.load(str(folder))
-        write_manifest(folder, [file_sums(file for file in folder.iterdir() if file.name != "manifest.json")])
+        describe(folder)
         with pytest.raises(CheckpointError, match=f"cannot read the checkpoint {folder}"):
             policy.load(str(folder))
     assert not mark.exists()
@@ -321,7 +332,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     policy = Policy(TINY, OPTIM)
     policy.update(recorded())
     policy.save(str(folder))
-    files = sorted(folder.iterdir())
+    files = files_of(folder)
     for _ in range(100):
         file = random.choice(files)
         content = file.read_bytes()
