@@ -23,7 +23,15 @@ from podium.workers.adapter_base import BASE, base_checksum
 from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig, check_dropout
 from podium.workers.engine import TrainEngine
 from podium.workers.manifest import check_manifest, explain, write_manifest
-from podium.workers.model_files import RESUME, ModelCopy, ModelLayout, model_layout, read_layout, read_model
+from podium.workers.model_files import (
+    RESUME,
+    ModelCopy,
+    ModelLayout,
+    model_layout,
+    model_texts,
+    read_layout,
+    read_model,
+)
 from podium.workers.shards import load_parallel
 from podium.workers.state_copy import StateCopy
 from podium.workers.texts import sampled_counts
@@ -129,7 +137,7 @@ class Learner(Worker):
             adapted = self.config.lora is not None and not self.config.config
             model: ModelCopy | None = None
             if layout is not None or adapted:
-                model = ModelCopy(self.model, layout, self.config, rank=rank, ranks=ranks, file_bytes=_FILE_BYTES)
+                model = ModelCopy(self.model, layout, self._texts, rank=rank, ranks=ranks, file_bytes=_FILE_BYTES)
             if layout is not None:
                 state = {name: value for name, value in state.items() if not name.startswith(_MODEL)}
             self._copied = StateCopy(state, self._files(state), rank, gather), model
@@ -275,6 +283,11 @@ class Learner(Worker):
     def _layout(self) -> ModelLayout | None:
         """How the weights lie in a checkpoint's files of the model; None where they are among the rest."""
         return None if self.config.lora is not None else model_layout(self.model)
+
+    @cached_property
+    def _texts(self) -> Mapping[str, bytes]:
+        """The model's configurations and tokenizer as files, on the rank that writes them."""
+        return model_texts(self.model, self.config) if self.ctx.rank == 0 else {}
 
     def _random_names(self) -> dict[str, torch.device]:
         """Return this rank's generators of random numbers, by the names of their states."""

@@ -36,7 +36,7 @@ from podium.workers.weight_sync.gather import WholeWeights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RESUME", "ModelCopy", "ModelLayout", "Stored", "model_layout", "read_layout", "read_model"]
+__all__ = ["RESUME", "ModelCopy", "ModelLayout", "Stored", "model_layout", "model_texts", "read_layout", "read_model"]
 
 _INDEX: Final = "model.safetensors.index.json"
 _ADAPTERS: Final = "adapter_model.safetensors"
@@ -120,7 +120,7 @@ class ModelCopy:
     Args:
         model: The model, or peft's wrapper of one, of which the adapters are copied.
         layout: That of the model; None for adapters.
-        config: The model's.
+        texts: The files beside the weights, of :func:`model_texts`, which rank 0 writes.
         rank: Place of this rank.
         ranks: The number of ranks.
         file_bytes: About as many bytes are in a file.
@@ -130,14 +130,14 @@ class ModelCopy:
         self,
         model: nn.Module,
         layout: ModelLayout | None,
-        config: ModelConfig,
+        texts: Mapping[str, bytes],
         *,
         rank: int,
         ranks: int,
         file_bytes: int,
     ) -> None:
         self._tensors: dict[str, list[Part]] = {}
-        self._texts = _face(model, config) if rank == 0 else {}
+        self._texts = dict(texts) if rank == 0 else {}
         if layout is None:
             self._tensors |= _copied_adapters(model, rank)
             return
@@ -242,8 +242,11 @@ def _stored(folder: Path) -> dict[str, Place]:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
 
 
-def _face(model: nn.Module, config: ModelConfig) -> dict[str, bytes]:
-    """Return the files of a model's directory beside its weights, by name: configurations and the tokenizer."""
+def model_texts(model: nn.Module, config: ModelConfig) -> dict[str, bytes]:
+    """Return the files of a model's directory beside its weights, by name: configurations and the tokenizer.
+
+    They stay the same while the model is trained.
+    """
     with tempfile.TemporaryDirectory() as made:
         if hasattr(model, "peft_config"):
             name_base(model, config).save_pretrained(made)

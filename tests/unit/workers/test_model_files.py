@@ -18,7 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from podium.errors import CheckpointError
 from podium.workers import Critic, Policy
 from podium.workers.manifest import file_sums, write_manifest
-from podium.workers.model_files import RESUME, ModelCopy, ModelLayout, model_layout, read_layout, read_model
+from podium.workers.model_files import (
+    RESUME,
+    ModelCopy,
+    ModelLayout,
+    model_layout,
+    model_texts,
+    read_layout,
+    read_model,
+)
 from podium.workers.models import load_model
 from tests.unit.workers.families import APART, MIXING, make
 from tests.unit.workers.test_workers import ADAPTED, OPTIM, TINY, recorded
@@ -32,7 +40,7 @@ def stored(model: nn.Module, folder: Path, *, ranks: int = 1, file_bytes: int = 
             copied = ModelCopy(
                 model,
                 layout,
-                TINY,
+                model_texts(model, TINY),
                 rank=rank,
                 ranks=ranks,
                 file_bytes=file_bytes,
