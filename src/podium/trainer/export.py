@@ -195,12 +195,12 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
     from podium.workers.tokenizers import load_tokenizer
 
     assert found.checkpoint is not None
-    config: ModelConfig = found.config.model
     policy = found.checkpoint / _POLICY
     if _is_model(policy):
         check_manifest(policy)
         shutil.copytree(policy, to, ignore=shutil.ignore_patterns(MANIFEST, RESUME))
         return
+    config: ModelConfig = found.config.model
     model = load_stored(policy, config)  # which checks that the base of adapters is still the same
     (write_adapters if found.adapted and not merge else write_whole)(model, config, to)
     template = chat_template(load_tokenizer(config.tokenizer_source), found.config.data)
