@@ -81,6 +81,8 @@ def test_a_run_and_its_files_are_moved(
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["path"] == str(new / "models" / "base")
     assert yaml.safe_load((run / "config.1.yaml").read_text())["model"]["path"] == str(old / "models" / "base")
 
+    assert json.loads((run / "summary.json").read_text())["task"] == "copy.jsonl"
+
     # Without its base, a checkpoint of adapters says which key gives it.
     (new / "models").rename(tmp_path / "elsewhere")
     for command in (["export", f"{run}@1"], ["export", f"{run}@1", "--merge"]):

@@ -19,6 +19,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
+from podium.config import config_to_dict
 from podium.errors import ConfigError, PodiumError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
@@ -46,7 +47,7 @@ from podium.trainer.evaluate import Evaluation, score_held_out
 from podium.trainer.files import remove, step_of
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.ledger import Ledger
-from podium.trainer.places import record, remarks
+from podium.trainer.places import as_given, record, remarks
 from podium.trainer.preflight import (
     check_answers,
     check_given,
@@ -404,7 +405,7 @@ class Trainer(ABC, Generic[C, E, R]):
         flush()
         sets = [name for name in self.config.data.eval_sets if name]
         summary = Summary(
-            task=self.config.data.train,
+            task=as_given(config_to_dict(self.config), self.directory.path)["data"]["train"],
             seed=self.config.run.seed,
             steps=done,
             wall_s=self.state.wall_s,

@@ -182,7 +182,9 @@ def test_auto_takes_a_copy_of_run_and_data_for_the_same_unless_the_data_differ(
 ) -> None:
     copy = shutil.copytree(project, tmp_path / "copy")
     monkeypatch.chdir(copy)
-    assert resolve_resume(asked(run={"resume": "auto"})).run.resume == "runs/one"
+    config = resolve_resume(asked(run={"resume": "auto"}))
+    assert config.run.resume == "runs/one"
+    assert remarks(config, Path("runs/one")) == []
     (copy / "data" / "train.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"cannot be resumed with other settings:\n  data\.train = "):
         resolve_resume(asked(run={"resume": "auto"}))

@@ -266,6 +266,20 @@ def test_paths_that_name_nothing(made: Path, path: str) -> None:
         Run(made, "").answer(path)
 
 
+@pytest.mark.parametrize(
+    ("places", "shown"),
+    [
+        ({"/home/me/sums.jsonl": {"given": "sums.jsonl"}}, "sums.jsonl"),
+        ({"/home/me/sums.jsonl": 1}, "/home/me/sums.jsonl"),
+        ([], "/home/me/sums.jsonl"),
+    ],
+)
+def test_paths_are_shown_as_the_user_wrote_them(tmp_path: Path, places: Any, shown: str) -> None:
+    (tmp_path / "config.yaml").write_text("data: {train: /home/me/sums.jsonl}")
+    (tmp_path / "places.json").write_text(json.dumps(places))
+    assert Run(tmp_path, "").answer("about")["data"] == shown
+
+
 def test_links_and_pipes_in_a_run_are_not_opened(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text('{"kind": "step", "step": 1, "loss": 7}\n')
