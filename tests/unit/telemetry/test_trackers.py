@@ -62,6 +62,9 @@ class Recorded(TrackerSink):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.rows.append((step, dict(values)))
 
+    def log_samples(self, name: str, step: int, samples: tuple[Sample, ...]) -> None:
+        self.rows.append((step, {name: len(samples)}))
+
     def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
         self.summaries.append((step, dict(figures), curve))
 
@@ -82,6 +85,18 @@ def test_a_resumed_phase_keeps_its_steps() -> None:
         emit(PhaseStarted("grpo", 9, first_step=8))
         emit(StepFinished(8, {"reward/mean": 0.3}))
     assert sink.rows == [(8, {"reward/mean": 0.3})]
+
+
+def test_steps_are_in_order_where_completions_are_drawn_ahead() -> None:
+    """W&B leaves out what belongs to an earlier step than what it has."""
+    with Recorded() as sink:
+        emit(PhaseStarted("grpo", 3))
+        for drawn, trained in ((1, 0), (2, 1), (3, 2)):
+            emit(CompletionsSampled(drawn, SAMPLES))
+            emit(StepFinished(trained, {"loss": 1.0}))
+        emit(RunSummarized(2, {"steps": 2}))  # step 3 was not trained
+    names = [(step, name) for step, values in sink.rows for name in values]
+    assert names == [(0, "loss"), (1, "loss"), (1, "samples"), (2, "loss"), (2, "samples")]
 
 
 def test_what_is_not_finite_is_left_out() -> None:

@@ -33,6 +33,7 @@ class TrackerSink(Sink):
         super().__init__()
         self._offset = 0
         self._last = 0
+        self._drawn: dict[int, tuple[Sample, ...]] = {}  # ahead of the steps that are trained; W&B takes steps in order
 
     def _require(self, module: str, package: str) -> Any:
         try:
@@ -65,15 +66,21 @@ class TrackerSink(Sink):
             case StepFinished(step=step, metrics=values):
                 self._last = self._offset + step
                 self.log(self._last, {name: float(value) for name, value in values.items() if math.isfinite(value)})
+                self._log_drawn()
             case EvalFinished():
                 self._evaluated(event)
             case CompletionsSampled(step=step, samples=samples):
-                self.log_samples("samples", self._offset + step, samples)
+                self._drawn[self._offset + step] = samples
+                self._log_drawn()
             case RunSummarized(step=step, figures=figures, curve=curve):
                 found = {name: value for name, value in figures.items() if value is not None and _is_finite(value)}
                 self.log_summary(self._offset + step, found, curve)
             case _:
                 pass
+
+    def _log_drawn(self) -> None:
+        for step in [step for step in self._drawn if step <= self._last]:
+            self.log_samples("samples", step, self._drawn.pop(step))
 
     def _evaluated(self, event: EvalFinished) -> None:
         step = self._offset + event.step
@@ -119,7 +126,7 @@ class TensorBoardSink(TrackerSink):
             self._writer.add_text(f"{name}/{number}", "\n".join(lines), step)
 
     def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
-        table = "\n".join(f"| {name} | {value} |".replace("\n", " ") for name, value in figures.items())
+        table = "\n".join(f"| {name} | {_shown(value)} |".replace("\n", " ") for name, value in figures.items())
         self._writer.add_text("summary", f"| figure | value |\n|---|---|\n{table}", step)
         numbers = {_SUMMARY + name: float(one) for name, one in figures.items() if isinstance(one, int | float)}
         plain = {
@@ -194,7 +201,7 @@ class TrackioSink(_RunSink):
         return self._module.Table(data=rows)
 
     def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
-        rows = [{"figure": name, "value": str(value)} for name, value in figures.items()]
+        rows = [{"figure": name, "value": _shown(value)} for name, value in figures.items()]
         numbers = {_SUMMARY + name: float(one) for name, one in figures.items() if isinstance(one, int | float)}
         self._run.log({**numbers, "summary": self.table(rows)}, step=step)
         self._log_curve(step, curve)
@@ -215,6 +222,10 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _is_finite(value: float | str) -> bool:
     return isinstance(value, str) or math.isfinite(value)
+
+
+def _shown(value: float | str) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _pixels(picture: Any) -> Any:
