@@ -13,7 +13,7 @@ from podium.lazy import lazy_exports
 if sys.platform == "win32":
     raise ImportError(
         "Podium does not run on Windows, because its workers and graders need processes and sockets of Linux: run it "
-        "in WSL (wsl --install, and then pip install podium in the Linux that it starts)"
+        "in WSL (wsl --install), and install podium in the Linux that it starts"
     )
 
 if TYPE_CHECKING:
