@@ -72,7 +72,10 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027 - most backends have nothing to prepare
     def prepare(cls, preload: Sequence[str]) -> None:
-        """Begin, without waiting, what the next backend of this class needs if its option ``preload`` is this one."""
+        """Begin, without waiting, what the next backend of this class needs if its option ``preload`` is this one.
+
+        It may be called several times, or not at all. What no backend takes over ends with this process.
+        """
 
     @abstractmethod
     def nodes(self) -> Sequence[Node]:

@@ -39,6 +39,7 @@ from podium.runtime.endpoints import Returns, endpoints_of
 from podium.runtime.messages import Failure
 from podium.runtime.profiling import Profile, Recorded
 from podium.runtime.worker import Bound, Worker, WorkerContext, current_context
+from podium.telemetry import Event, WorkerLoading, subscribe
 
 if TYPE_CHECKING:
     from podium.data import TensorStore, Usage
@@ -157,6 +158,7 @@ class WorkerProcess:
         self._recorded: dict[tuple[str, str], Recorded] = {}
         self._owns_process_group = False
         self._record: Any = None
+        self._loaded: tuple[int, int] | None = None
         self._outbox = Outbox(self._keep)
         if ships_exceptions:
             Outbox.here = self._outbox
@@ -298,11 +300,15 @@ class WorkerProcess:
             self._join(context, collectives_s, share_devices=share_devices)
         context = replace(context, colocated=MappingProxyType(self.workers), address=self._address)
         token = current_context.set(context)
+        unsubscribe = subscribe(self._on_event) if self._ships_exceptions else None  # else the controller hears it
         _log.debug("%s of %s begins on rank %d", bound.cls.__name__, name, context.rank)
         try:
             self.workers[name] = bound.cls(*bound.args, **bound.kwargs)
         finally:
             current_context.reset(token)
+            if unsubscribe is not None:
+                unsubscribe()
+            self._loaded = None
         _log.debug("%s of %s is made on rank %d", bound.cls.__name__, name, context.rank)
         if profile is None or context.rank not in profile.ranks:
             return
@@ -397,6 +403,14 @@ class WorkerProcess:
             if request.thread != mine and request.label != "take_call"
         ]
         return "; ".join(map(partial(_status, frames), running)) or "idle: the request is queued or lost"
+
+    def do_loading(self) -> tuple[int, int] | None:
+        """How many tensors of how many the constructor has read that runs here; None if it reads none, or none runs."""
+        return self._loaded
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, WorkerLoading):
+            self._loaded = event.completed, event.total
 
     def do_cancel(self, cancelled: int) -> bool:
         """Drop request ``cancelled`` if it is queued; cancel it if it is an async endpoint that runs. Returns False if

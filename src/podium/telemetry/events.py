@@ -18,7 +18,7 @@ __all__ += [
     "StepFinished",
     "Waiting",
 ]
-__all__ += ["WorkerLost", "WorkerStarted"]
+__all__ += ["WorkerLoading", "WorkerLost", "WorkerStarted"]
 
 
 class Event:
@@ -51,6 +51,16 @@ class WorkerStarted(Event):
     rank: int
     node: str
     pid: int
+
+
+@dataclass(frozen=True)
+class WorkerLoading(Event):
+    """The constructor of a worker on ``rank`` has read ``completed`` of the ``total`` tensors of its model."""
+
+    role: str
+    rank: int
+    completed: int
+    total: int
 
 
 @dataclass(frozen=True)

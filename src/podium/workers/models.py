@@ -26,6 +26,7 @@ from podium.errors import CheckpointError, ConfigError
 from podium.hub import look_for_hub
 from podium.workers.attention import choose_attention
 from podium.workers.config import LoraConfig, ModelConfig
+from podium.workers.loading import counting_transformers
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_files import stored_tensors, stored_value_head
 
@@ -98,7 +99,7 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
             with torch.device("meta"):
                 dtype = getattr(settings, "dtype", None) or torch.float32
                 return transformers.AutoModelForSequenceClassification.from_config(settings, dtype=dtype)
-        with _quiet(), torch.random.fork_rng(devices=[]):
+        with _quiet(), counting_transformers(), torch.random.fork_rng(devices=[]):
             loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False
             )
@@ -304,7 +305,7 @@ def attention_implementation(config: Any, name: str) -> Iterator[None]:
 def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
     _look_at(config.path)
     untied = _untied(config, spared)
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with _quiet(), counting_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # for tensors that are allowed to be missing
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(

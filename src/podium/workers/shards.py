@@ -22,6 +22,7 @@ from podium.devices import compute_dtype, return_large_blocks
 from podium.errors import ConfigError
 from podium.workers.attention import choose_attention
 from podium.workers.config import ModelConfig, ParallelConfig
+from podium.workers.loading import counted
 from podium.workers.models import checkpoint_layers, lay_out, load_model, plain_model
 from podium.workers.parallel import check_collectives, shard_model
 from podium.workers.tensor_places import Place, Source, digest, find_sources, places, read
@@ -189,7 +190,7 @@ def _read_shards(
     cast(Any, model)._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
-        for name in names:
+        for name in counted(names):
             read_rows(sources[name], tensors[name])
     return model.eval()
 

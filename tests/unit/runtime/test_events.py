@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import podium
 from podium import Cluster, telemetry
 from podium.errors import EndpointError
+from podium.runtime import Worker
 from podium.testing.workers import Probe, Sleeper
 
 
@@ -78,3 +80,33 @@ def test_a_stall_names_who_waits_for_whom(
     (stalled, *_) = [event for event in events if isinstance(event, telemetry.Stalled)]
     assert (stalled.role, stalled.method, stalled.waiting_for) == ("slow", "sleep", (0, 1))
     assert "slow.sleep has waited" in caplog.text
+
+
+class Reader(Worker):
+    """Has read three tensors of seven until there is a file."""
+
+    def __init__(self, goes_on: str) -> None:
+        telemetry.emit(telemetry.WorkerLoading("any", self.ctx.rank, 3, 7))
+        while not Path(goes_on).exists():
+            time.sleep(0.01)
+
+
+def test_workers_of_other_processes_tell_how_far_they_are_with_loading(
+    tmp_path: Path, events: list[telemetry.Event]
+) -> None:
+    goes_on = tmp_path / "go"
+    wanted = {telemetry.WorkerLoading("reader", rank, 3, 7) for rank in range(2)}
+
+    def let_go_on(event: telemetry.Event) -> None:
+        if wanted <= {event for event in events if isinstance(event, telemetry.WorkerLoading)}:
+            goes_on.touch()
+
+    unsubscribe = telemetry.subscribe(let_go_on)
+    try:
+        with podium.connect("local", preload=()) as cluster:
+            reader = cluster.start(Reader.bind(str(goes_on)), cluster.pool([2]), start_timeout_s=60)
+            (one, other) = reader.group.run(lambda worker: telemetry.active())
+    finally:
+        unsubscribe()
+    assert not one  # nobody listens in a worker that is made
+    assert not other

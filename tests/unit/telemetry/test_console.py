@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from podium.telemetry import (
+    CallFinished,
     CheckpointSaved,
     CompletionsSampled,
     EvalFinished,
@@ -24,6 +25,7 @@ from podium.telemetry import (
     Stalled,
     StepFinished,
     Waiting,
+    WorkerLoading,
     WorkerLost,
     WorkerStarted,
     emit,
@@ -404,4 +406,20 @@ def test_a_bar_says_how_much_is_tokenized() -> None:
         during = drawn(out, "1/4")
     assert "tokenizing [500] prompts" in during[-1]
     assert "1/4" in during[-1]
+    assert not [line for line in screen(out.getvalue()) if line]
+
+
+def test_a_bar_says_how_many_tensors_of_a_model_are_read() -> None:
+    console, out = on_terminal()
+    with ConsoleSink(console=console):
+        emit(Waiting("loading a model for policy, generator", 0, 4))
+        emit(WorkerLoading("policy", 0, 30, 100))
+        emit(WorkerLoading("policy", 1, 20, 100))
+        assert "0/4 workers  50 of 200 tensors" in drawn(out, "50 of 200 tensors")[-1]
+        emit(CallFinished("policy", "construct", 0, "node-0", 1, 0, 0, 1, ok=True))
+        assert "1/4 workers  20 of 100 tensors" in drawn(out, "20 of 100 tensors")[-1]
+        emit(CallFinished("policy", "construct", 1, "node-0", 1, 0, 0, 1, ok=True))
+        made = drawn(out, "2/4 workers")[-1]
+        assert "tensors" not in made
+        assert made.count("━") > 0
     assert not [line for line in screen(out.getvalue()) if line]

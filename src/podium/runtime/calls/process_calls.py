@@ -42,6 +42,7 @@ BREAK_S = 0.2
 SETTLE_S = 1.0
 STATUS_S = 1.0
 STALL_S, REPORT_S = 60.0, 2.0
+LOADING_S = 0.5  # before the processes of a start are asked how far they are
 SHOWN = 5  # calls that wait behind another one
 COLLECTIVES_LATER_S = 5.0  # for a deadline to find the ranks in their collectives, and to say who waits for whom
 LONGEST_S = 365 * 86400.0  # that torch is told to wait
@@ -87,6 +88,7 @@ class InFlight:
     breaking: bool = False  # a rank that raised is destroying its process groups
     next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
     reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
+    asked: set[int] = field(default_factory=set[int])  # the ranks that have yet to say how far they are with loading
 
 
 class ProcessCalls:
@@ -393,6 +395,8 @@ class ProcessCalls:
             if call.done():
                 continue
             waited = now - flight.submitted_ns / 1e9
+            if flight.method == "construct" and waited > LOADING_S and telemetry.active():
+                self._ask_for_loading(flight)
             if now >= call.deadline and not flight.expired:
                 flight.expired = True
                 _later(0.0, self._expire, flight)
@@ -406,6 +410,24 @@ class ProcessCalls:
                 telemetry.emit(
                     telemetry.Stalled(role=self.name, method=flight.method, waiting_for=ranks, seconds=waited)
                 )
+
+    def _ask_for_loading(self, flight: InFlight) -> None:
+        """Ask each rank whose worker is being made how much of its model it has read. Each answer is an event."""
+        if not (self._backend.capabilities.processes and self._backend.capabilities.concurrent):
+            return  # in this process the worker's own events are heard
+        role = flight.split.shared["name"]
+
+        def heard(rank: int, number: int, reply: Reply) -> None:
+            _free_numbers.append(number)
+            flight.asked.discard(rank)
+            if reply.status == "ok" and (found := self._backend.unpack(reply.payload)) and not flight.call.done():
+                telemetry.emit(telemetry.WorkerLoading(role, rank, *found))
+
+        for rank in sorted(flight.open - flight.asked - self.lost.keys()):
+            flight.asked.add(rank)
+            number = _take_number()
+            request = Request(number, "", "loading", self._backend.pack({}, 1), None, True, True)
+            self.handles[rank].invoke(request, partial(heard, rank, number))
 
     def _report(self, flight: InFlight, waited_s: float) -> None:
         """Say where a call is that has used half of its time."""

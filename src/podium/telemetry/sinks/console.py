@@ -149,6 +149,8 @@ class ConsoleSink(Sink):
         self._first_set = ""
         self._workers: Counter[str] = Counter()
         self._waiting = ""
+        self._made = 0  # workers, of those that the run waits for
+        self._read: dict[int, tuple[int, int]] = {}  # by rank, tensors that the worker that is being made has read
         self._breakpointhook: Callable[..., Any] | None = None
 
     def attach(self) -> ConsoleSink:
@@ -182,8 +184,8 @@ class ConsoleSink(Sink):
                 self._samples(event)
             case events.WorkerStarted(role=role):
                 self._workers[role] += 1
-                if self._waiting and self._progress is not None:
-                    self._progress.advance(self._progress.task_ids[0])
+            case events.WorkerLoading() | events.CallFinished(method="construct", ok=True):
+                self._load(event)
             case _:
                 self._remark(event)
 
@@ -241,13 +243,16 @@ class ConsoleSink(Sink):
         """Show what the run waits for before its first step: a bar or a spinner on a terminal, else one line."""
         if event.what != self._waiting:
             self._stop_bar()
-            self._waiting = event.what
+            self._waiting, self._made = event.what, event.completed
             if self._log is not None:
                 self._log(event.what)
             if not self._live:
                 self.console.print(Text(event.what), soft_wrap=True)
             else:
-                counted = (BarColumn(bar_width=30, style="grey23", complete_style="cyan"), MofNCompleteColumn())
+                counted = (
+                    BarColumn(bar_width=30, style="grey23", complete_style="cyan"),
+                    TextColumn("[dim]{task.fields[state]}"),
+                )
                 self._progress = Progress(
                     SpinnerColumn(style="cyan"),
                     TextColumn("[dim]{task.description}", markup=True),
@@ -257,13 +262,31 @@ class ConsoleSink(Sink):
                     transient=True,
                     refresh_per_second=8,
                 )
-                self._progress.add_task(escape(visible(event.what)), total=event.total or None)
+                self._progress.add_task(escape(visible(event.what)), total=event.total or None, state="")
                 self._progress.start()
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=event.completed)
+            state = f"{event.completed}/{event.total}"
+            self._progress.update(self._progress.task_ids[0], completed=event.completed, state=state)
+
+    def _load(self, event: events.WorkerLoading | events.CallFinished) -> None:
+        """Show how many workers are made, and how many tensors those have read that are being made."""
+        if isinstance(event, events.WorkerLoading):
+            self._read[event.rank] = event.completed, event.total
+        else:
+            self._read.pop(event.rank, None)
+            self._made += 1
+        if not self._waiting or self._progress is None:
+            return
+        (task,) = self._progress.tasks
+        done, total = (sum(counts) for counts in zip(*self._read.values(), strict=True)) if self._read else (0, 0)
+        parts = self._made + sum(read / of for read, of in self._read.values() if of)
+        tensors = f"  {done:,} of {total:,} tensors" if total else ""
+        state = f"{self._made}/{task.total:.0f} workers{tensors}" if task.total else ""
+        self._progress.update(task.id, completed=parts, state=state)
 
     def _stop_bar(self) -> None:
         self._waiting = ""
+        self._read.clear()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

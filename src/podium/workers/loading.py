@@ -1,0 +1,50 @@
+"""How far a worker is with the tensors of its model.
+
+Each tensor that was read is an event. In a process of its own the worker's constructor has one listener,
+``WorkerProcess``, which answers the controller's questions (podium.runtime.calls).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+from transformers.utils import logging as transformers_logging
+
+from podium.runtime.worker import WorkerContext, current_context
+from podium.telemetry import WorkerLoading, emit
+
+__all__ = ["counted", "counting_transformers"]
+
+T = TypeVar("T")
+
+_BAR: Final = "Loading weights"  # transformers' name of the progress bar over the tensors that it reads
+
+
+def counted(tensors: Collection[T]) -> Iterator[T]:
+    """Yield each of ``tensors``, and tell of each once it was used."""
+    context = current_context.get() or WorkerContext()
+    for done, tensor in enumerate(tensors, start=1):
+        yield tensor
+        emit(WorkerLoading(context.role, context.rank, done, len(tensors)))
+
+
+@contextmanager
+def counting_transformers() -> Iterator[None]:
+    """Tell of each tensor that transformers reads during the block, in the place of its progress bar."""
+    set_hook: Any = getattr(transformers_logging, "set_tqdm_hook", None)
+    if set_hook is None:  # an older transformers
+        yield
+        return
+    before = set_hook(_bar)
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+def _bar(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("desc") == _BAR and args and isinstance(args[0], Collection):
+        return counted(args[0])  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return make(*args, **kwargs)
