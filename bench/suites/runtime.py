@@ -21,6 +21,7 @@ from bench.groups import peer_calls, peer_clusters, peer_groups, peer_processes,
 from bench.measure import Row, Subjects, alternate, compare, median_call_s
 from bench.peer import PeerClient
 from bench.probe import Probe
+from bench.suites.training_start import two_steps
 from podium import Batch, Handle
 
 MIB = 1 << 20
@@ -154,7 +155,9 @@ def broadcast(context: Context) -> Iterator[Row]:
 
 
 def startup(context: Context) -> Iterator[Row]:
-    """From nothing (cold) or a connected cluster (warm) to eight workers' first answers, torch imported in each."""
+    """From nothing (cold) or a connected cluster (warm) to eight workers' first answers, torch imported in each; and a
+    whole run of two steps."""
+    yield from two_steps(context)
     workers = 8
     repetitions = context.repetitions(5, 2)
     with peer_processes(context, ("ray",)) as peers:
