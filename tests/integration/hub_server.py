@@ -72,6 +72,16 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer({}, 404)
 
+    def do_GET(self) -> None:
+        path = self._begun()  # the client asks for other things as well, and needs no answer to that
+        if path is None:
+            return
+        name = path.removeprefix("/api/models/")
+        if name not in self.hub.settings:
+            return self._answer({"error": "Repository not found"}, 404)
+        private = self.hub.settings[name].get("visibility") == "private"
+        self._answer({"id": name, "private": private, "tags": [], "siblings": []})
+
     def do_PUT(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"]))
         path = self._begun(signed=True)

@@ -160,9 +160,10 @@ from huggingface_hub import constants
 from podium.cli import main
 
 run, adapters = sys.argv[1:]
-main(["export", run, "--merge", "--push", "me/whole"])
+main(["export", run, "--merge", "--push", "me/whole", "--private"])
 main(["export", run, "--merge", "--push", "me/whole", "--private"])
 main(["export", adapters, "--push", "adapters"])
+main(["export", adapters, "--push", "me/adapters", "--private"])
 main(["export", adapters, "--push", "other/closed"])
 os.environ["HF_TOKEN"] = "hf_of_a_stranger"
 main(["export", adapters, "--push", "me/whole"])
@@ -182,11 +183,11 @@ def test_models_are_pushed_by_the_hubs_own_client(tmp_path: Path) -> None:
         command = [sys.executable, "-c", PUSHES, run, f"{run}@1"]
         done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
     whole, adapters = hub.files["me/whole"], hub.files["me/adapters"]
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= whole.keys()
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= whole.keys(), done.stderr
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= adapters.keys()
     assert hub.by_lfs >= {"model.safetensors", "adapter_model.safetensors"}
     assert "config.json" not in hub.by_lfs
-    assert hub.settings["me/whole"].get("visibility") is None, "the repository was made by the push that failed"
+    assert [hub.settings[name].get("visibility") for name in ("me/whole", "me/adapters")] == ["private", None]
     for files, name in ((whole, "whole"), (adapters, "adapters")):
         for path, content in files.items():
             (tmp_path / name).mkdir(exist_ok=True)
@@ -200,10 +201,10 @@ def test_models_are_pushed_by_the_hubs_own_client(tmp_path: Path) -> None:
     assert f"pushed to {hub.url}/me/whole\n" in done.stdout
     assert f"adapters of {run}/checkpoints/step-000001 pushed to {hub.url}/me/adapters\n" in done.stdout
     _, *errors = (part.splitlines()[0] for part in done.stderr.split("podium export: --push"))
-    said = ["Error while uploading 'model.safetensors' to the Hub. 403 ", "403 Forbidden", "401", "onnect"]
+    said = ["Error while uploading '", "is public", "403 Forbidden", "401", "onnect"]
     for error, part in zip(errors, said, strict=True):
         assert part in error
-        assert error.endswith("and push again: files that were uploaded are not uploaded twice")
+        assert error.endswith("and push again: files that were uploaded are not uploaded twice") or part == "is public"
     assert "Traceback" not in done.stderr
 
 

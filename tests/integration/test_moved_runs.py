@@ -73,7 +73,8 @@ def test_a_run_and_its_files_are_moved(
     assert f"reward.name, with which the run was begun, is gone: it was looked for at {old}/" in capsys.readouterr().err
     reward = ["--reward.name", f"{new}/graders.py:score"]
     assert main(["train", "grpo", "--resume", str(run), "--dry-run", *reward, *STEPS]) == 0
-    assert f"train: {new / 'copy.jsonl'}" in capsys.readouterr().out
+    assert f"train: {new / 'copy.jsonl'}" in (plan := capsys.readouterr().out)
+    assert f"note         found in {new} what was in {old}: model.path, data.train, " in plan
     assert main(["train", "grpo", "--resume", str(run), *reward, *STEPS]) == 0
     log = (run / "logs" / "controller.log").read_text()
     assert f"found in {new} what was in {old}: model.path, data.train, data.chat_template, data.eval\n" in log

@@ -72,13 +72,25 @@ def _check_name(name: str) -> None:
 
 
 def _push(folder: str, name: str, *, private: bool) -> str:
-    """Upload the files in ``folder``. Returns the repository's address."""
+    """Upload the files in ``folder``. Returns the repository's address.
+
+    Raises:
+        ConfigError: The repository was there before, and everybody can read it although ``private`` is True.
+        PodiumError: The hub cannot be reached, or refuses.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
         repository = api.create_repo(name, private=private or None, exist_ok=True)
+        if private and not api.model_info(repository.repo_id).private:
+            raise ConfigError(
+                f"--push {name}: the repository is there already, and is public: make it private in its settings, or "
+                "choose another name"
+            )
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload from podium export")
+    except ConfigError:
+        raise
     except Exception as error:  # of the hub, of whichever HTTP library huggingface_hub uses, and of its uploads
         reasons = dict.fromkeys(" ".join(str(one).split()) for one in (error, error.__cause__) if one is not None)
         raise PodiumError(

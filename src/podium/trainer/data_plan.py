@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from podium.rollout.tasks import EncodedPairs
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.formatting import visible
 from podium.trainer.config import SFTConfig
+from podium.trainer.places import remarks
 from podium.trainer.prompts import Prompts
 from podium.trainer.trainer import Trainer
 
@@ -31,7 +33,8 @@ def describe_data(trainer: Trainer[Any, Any, Any]) -> str:
     Raises:
         ConfigError, DataError: The run would be refused for its data. The message names the place and the remedy.
     """
-    notes: list[str] = []
+    resume = trainer.config.run.resume
+    notes = [] if resume in ("", "auto") else remarks(trainer.config, Path(resume))
 
     def hear(event: Event) -> None:
         if isinstance(event, Note):
