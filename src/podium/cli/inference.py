@@ -107,6 +107,7 @@ def inference_config(
     Raises:
         ConfigError: The run has neither a final model nor the checkpoint, the directory is neither run nor model,
             settings are wrong, or a file that the run was begun with is gone and ``needs`` has its key or section.
+            Or the reward is code in the run's directory.
     """
     from podium.trainer.export import find_model
 
@@ -129,7 +130,12 @@ def inference_config(
         needs = _with_train(needs, isinstance(data, dict) and bool(data.get("eval")))
         if gone := [f"{line}; give its place with --{key}" for key, line in missing.items() if is_needed(key, needs)]:
             raise ConfigError("\n".join(gone))
-    return build_config(InferenceConfig, values)
+    config = build_config(InferenceConfig, values)
+    if found is not None and "reward" in needs:
+        from podium.trainer.preflight import refuse_code_of
+
+        refuse_code_of(found.run, config)
+    return config
 
 
 def _with_train(needs: Sequence[str], held_out: bool) -> Sequence[str]:

@@ -25,7 +25,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runtime import Bound
 from podium.telemetry import Note, emit
-from podium.trainer.config import SCHEDULES, PPOConfig, SFTConfig
+from podium.trainer.config import SCHEDULES, InferenceConfig, PPOConfig, SFTConfig
 from podium.workers import ModelConfig
 from podium.workers.weight_files import stored_tensors
 
@@ -46,6 +46,7 @@ __all__ = [
     "check_tokens",
     "load_schedule",
     "names_of_given",
+    "refuse_code_of",
     "with_stop_tokens",
 ]
 
@@ -73,7 +74,7 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
         DataError: A file of the data is missing.
     """
     if config.run.resume:
-        _refuse_code_of(Path(config.run.resume), config)
+        refuse_code_of(Path(config.run.resume), config)
     check_data(config.data)
     name = config.reward.name
     if reward and name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
@@ -97,9 +98,13 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
             stored_tensors(path, key)
 
 
-def _refuse_code_of(run: Path, config: PPOConfig | SFTConfig) -> None:
-    """Refuse functions in files of the run: a user who resumes the run of a stranger takes only data from there.
-    Refuse those of Python's own library too, such as ``builtins:exec``, which runs as code what it should grade."""
+def refuse_code_of(run: Path, config: InferenceConfig) -> None:
+    """Refuse functions in files of ``run``: a user who resumes or evaluates the run of a stranger takes only data from
+    there. Refuse those of Python's own library too, such as ``builtins:exec``, which runs as code what it should grade.
+
+    Raises:
+        ConfigError: A function is there. The message says what to do.
+    """
     names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
     if isinstance(config, PPOConfig):
         names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
@@ -110,11 +115,11 @@ def _refuse_code_of(run: Path, config: PPOConfig | SFTConfig) -> None:
         if own or file in ("built-in", "frozen"):
             raise ConfigError(
                 f"{key} = {name!r} is a function of Python's own library, which runs as no part of a run that is "
-                f"resumed: give another one with --{key}"
+                f"there already: give another one with --{key}"
             )
         if file and path.is_relative_to(run.resolve()):
             raise ConfigError(
-                f"{key} = {name!r} is code in the directory of the run that is resumed, and nothing there is run as "
+                f"{key} = {name!r} is code in the directory of the run itself, and nothing there is run as "
                 f"code: read {file}, move it elsewhere, and give its new place with --{key}"
             )
 

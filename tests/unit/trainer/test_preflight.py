@@ -12,6 +12,7 @@ from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import CheckpointError, ConfigError
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from podium.trainer.places import record
 from podium.trainer.preflight import check_given, check_lengths, names_of_given
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import longest_text
@@ -129,11 +130,11 @@ def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:
         longest_text(ModelConfig(path=str(tmp_path / "absent")))
 
 
-def test_code_in_the_directory_of_a_resumed_run_is_not_run(
+def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "runs" / "run"
-    run.mkdir(parents=True)
+    (run / "model").mkdir(parents=True)
     (run / "code.py").write_text(f"open({str(tmp_path / 'code was run')!r}, 'w')\ndef score(text, row): return 1.0\n")
     for key in ("reward.name", "algorithm.loss", "algorithm.advantage", "run.schedule"):
         section, _, field = key.partition(".")
@@ -142,7 +143,7 @@ def test_code_in_the_directory_of_a_resumed_run_is_not_run(
         (run / "config.yaml").write_text(config_to_yaml(config))
         assert main(["train", "grpo", "--resume", str(run), "--backend", "inline"]) == 2
         assert f"{key} = " in (said := capsys.readouterr().err)
-        assert "is code in the directory of the run that is resumed" in " ".join(said.split())
+        assert "is code in the directory of the run itself" in " ".join(said.split())
         assert main(["train", "grpo", "--resume", str(run), "--dry-run"]) == 2
     monkeypatch.syspath_prepend(str(run))  # as for a user who works in that directory
     (run / "code.py").rename(run / "sneaky.py")
@@ -150,6 +151,13 @@ def test_code_in_the_directory_of_a_resumed_run_is_not_run(
     whys = {"sneaky:score": "is code in the directory of the run", "builtins:exec": own, "runpy:run_path": own}
     for name, why in whys.items():
         (run / "config.yaml").write_text(config_to_yaml(tiny(GRPOConfig, tmp_path, reward={"name": name})))
-        assert main(["train", "grpo", "--resume", str(run), "--dry-run"]) == 2
-        assert why in " ".join(capsys.readouterr().err.split())
+        for command in (["train", "grpo", "--resume", str(run), "--dry-run"], ["eval", str(run)]):
+            assert main(command) == 2
+            assert why in " ".join(capsys.readouterr().err.split())
+    config = tiny(GRPOConfig, tmp_path, reward={"name": f"{run}/sneaky.py:score"})
+    text, places = record(config, run)
+    (run / "config.yaml").write_text(text.replace(str(run), "/elsewhere"))
+    (run / "places.json").write_text(places.replace(f'"{run}', '"/elsewhere'))  # found again, beside the configuration
+    assert main(["eval", str(run)]) == 2
+    assert "is code in the directory of the run itself" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "code was run").exists()
