@@ -17,7 +17,6 @@ from podium.errors import ConfigError
 from podium.lazy import uncollected
 from podium.runtime.connecting import backend_class
 from podium.telemetry import Note, Waiting, emit, flush
-from podium.telemetry.sinks.console import ConsoleSink
 from podium.trainer.config import RECIPES, PPOConfig, SFTConfig
 from podium.trainer.preload import PRELOAD
 from podium.trainer.run_path import resolve_resume
@@ -61,6 +60,8 @@ def _opened(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "PP
     The backend's processes begin to import what they need before this one does, so that nobody waits for both.
     """
     backend_class(backend.name, backend.options).prepare(PRELOAD)
+    from podium.telemetry.sinks.console import ConsoleSink  # rich with it, for which those processes need not wait
+
     with ConsoleSink():
         emit(Note(_headline(config, recipe)))
         emit(Waiting("importing torch and transformers"))
