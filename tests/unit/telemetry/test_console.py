@@ -418,6 +418,8 @@ def test_a_bar_says_how_many_tensors_of_a_model_are_read() -> None:
         assert "0/4 workers  50 of 200 tensors" in drawn(out, "50 of 200 tensors")[-1]
         emit(CallFinished("policy", "construct", 0, "node-0", 1, 0, 0, 1, ok=True))
         assert "1/4 workers  20 of 100 tensors" in drawn(out, "20 of 100 tensors")[-1]
+        emit(WorkerLoading("policy", 1, 100, 100))
+        assert "1/4 workers  100 tensors read, preparing" in drawn(out, "preparing")[-1]
         emit(CallFinished("policy", "construct", 1, "node-0", 1, 0, 0, 1, ok=True))
         made = drawn(out, "2/4 workers")[-1]
         assert "tensors" not in made

@@ -280,7 +280,8 @@ class ConsoleSink(Sink):
         (task,) = self._progress.tasks
         done, total = (sum(counts) for counts in zip(*self._read.values(), strict=True)) if self._read else (0, 0)
         parts = self._made + sum(read / of for read, of in self._read.values() if of)
-        tensors = f"  {done:,} of {total:,} tensors" if total else ""
+        tensors = f"  {done:,} of {total:,} tensors" if done < total else f"  {total:,} tensors read, preparing"
+        tensors *= total > 0  # what follows the last tensor, such as a first forward pass, may take longer
         state = f"{self._made}/{task.total:.0f} workers{tensors}" if task.total else ""
         self._progress.update(task.id, completed=parts, state=state)
 
