@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,13 @@ def test_a_kernel_of_the_hub_is_not_fetched(tmp_path: Path, name: str, value: An
         load_model(ModelConfig(path=str(tmp_path), tokenizer="chars:0123"))
     with pytest.raises(ConfigError, match="names a kernel of the hub"):
         load_scorer(str(tmp_path))
+
+
+def test_a_configuration_that_is_read_without_docstrings_leaves_transformers_as_it_was() -> None:
+    writer: Any = sys.modules["transformers.utils.auto_docstring"]  # whose function has the module's name
+    usual = writer.auto_class_docstring
+    assert longest_text(TINY) == TINY.config["max_position_embeddings"]
+    assert writer.auto_class_docstring is usual
+    with pytest.raises(ConfigError, match="model_type='none'"):
+        longest_text(replace(TINY, config={"model_type": "none"}))
+    assert writer.auto_class_docstring is usual
