@@ -36,10 +36,10 @@ from podium.cli.inference import inference_config
 from podium.config import config_to_yaml, load_config
 from podium.errors import PodiumError
 from podium.rollout.tasks import DataConfig, encode_pairs, encode_prompts, load_examples
-from podium.trainer.checkpoints import TrainerState
 from podium.trainer.config import RECIPES
 from podium.trainer.preflight import check_settings, with_stop_tokens
-from podium.trainer.run_dir import RunDirectory
+from podium.trainer.runs.checkpoints import TrainerState
+from podium.trainer.runs.directory import RunDirectory
 from podium.workers import char_tokenizer, load_tokenizer
 from podium.workers.manifest import check_manifest, file_sums, write_manifest
 from podium.workers.models import longest_text

@@ -19,7 +19,7 @@ from podium import Cluster
 from podium.cli import main
 from podium.telemetry import WorkerStarted, subscribe
 from podium.trainer import PRELOAD, GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, config_to_yaml
-from podium.trainer.ledger import read_ledger
+from podium.trainer.runs.ledger import read_ledger
 from tests.integration.processes import all_gone, wait_for
 from tests.integration.training import losses, metrics_rows, tiny
 

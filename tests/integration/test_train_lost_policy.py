@@ -14,7 +14,7 @@ from podium.data import Batch
 from podium.runtime import Cluster, concat, endpoint, shard
 from podium.telemetry import Event, Note, Recovered, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.ledger import read_ledger
+from podium.trainer.runs.ledger import read_ledger
 from podium.workers import Generator
 from tests.integration.training import losses, tiny
 

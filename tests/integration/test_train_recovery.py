@@ -25,8 +25,8 @@ from podium.runtime import Cluster, concat, endpoint, first, shard
 from podium.telemetry import EvalFinished, Event, Note, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
-from podium.trainer.ledger import read_ledger
 from podium.trainer.prompts import Prompt, completion_seeds
+from podium.trainer.runs.ledger import read_ledger
 from podium.workers import Generator, Policy
 from tests.integration.processes import all_gone
 from tests.integration.training import MODEL, losses, tiny

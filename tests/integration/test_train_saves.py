@@ -19,7 +19,7 @@ from podium.errors import CheckpointError
 from podium.runtime import Cluster, endpoint
 from podium.telemetry import CheckpointSaved, Event, Note, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.ledger import read_ledger
+from podium.trainer.runs.ledger import read_ledger
 from podium.workers import Policy
 from tests.integration.training import losses, tiny
 

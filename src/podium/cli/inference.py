@@ -14,7 +14,7 @@ from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import build_config, read_values
 from podium.errors import ConfigError
 from podium.trainer.config import InferenceConfig
-from podium.trainer.places import found_values, is_needed, remarks
+from podium.trainer.runs.places import found_values, is_needed, remarks
 
 __all__ = ["inference_config", "opened_config", "run_eval", "run_sample"]
 
@@ -83,7 +83,7 @@ def opened_config(
         ConfigError: As :func:`inference_config`.
         CheckpointError: The checkpoint is damaged.
     """
-    from podium.trainer.export import find_model, opened_model
+    from podium.trainer.runs.export import find_model, opened_model
 
     config = inference_config(model, path, overrides, needs)
     found = find_model(model)
@@ -109,7 +109,7 @@ def inference_config(
             settings are wrong, or a file that the run was begun with is gone and ``needs`` has its key or section.
             Or the reward is code in the run's directory.
     """
-    from podium.trainer.export import find_model
+    from podium.trainer.runs.export import find_model
 
     values: dict[str, Any] = {}
     found = find_model(model)

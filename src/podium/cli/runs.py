@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
-    from podium.trainer.comparison import RunRecord
+    from podium.trainer.runs.comparison import RunRecord
 
 __all__ = ["run_runs"]
 
@@ -33,7 +33,7 @@ def run_runs(arguments: Sequence[str]) -> int:
     parser = _parser("podium runs", "List runs, or show one.", epilog=_EPILOG)
     parser.add_argument("paths", nargs="*", default=["runs"], help="runs, or directories of runs (default: runs)")
     paths = [Path(path) for path in parser.parse_args(arguments).paths]
-    from podium.trainer.comparison import find_runs
+    from podium.trainer.runs.comparison import find_runs
 
     found = [run for path in paths for run in find_runs(path)]
     if len(found) == 1 and found[0].path == paths[0]:
@@ -76,7 +76,7 @@ def _show(run: RunRecord) -> None:
 
 def _said(run: RunRecord) -> str:
     """A run in a line: its state, its accuracy, and the states of its prompts."""
-    from podium.trainer.ledger import read_ledger
+    from podium.trainer.runs.ledger import read_ledger
 
     told = [f"{run.state} at step {run.step}"]
     if run.accuracy is not None:
@@ -93,7 +93,7 @@ def _draw(run: RunRecord) -> None:
     from importlib.util import find_spec
 
     from podium.telemetry.sinks.console import terminal
-    from podium.trainer.report import draw_curve, read_curve
+    from podium.trainer.runs.report import draw_curve, read_curve
 
     curve = read_curve(run.path / "metrics.jsonl")
     if curve is None or len(curve.steps) < 2:
@@ -114,7 +114,7 @@ def _compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
     from podium.telemetry import metrics
-    from podium.trainer.comparison import differing, find_runs, groups_of, plot_runs
+    from podium.trainer.runs.comparison import differing, find_runs, groups_of, plot_runs
 
     runs = [run for path in options.paths for run in find_runs(Path(path))]
     if len(runs) < 2:
@@ -142,8 +142,8 @@ def _clean(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", help="runs to remove; default: those below runs/ that ended before a step")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
-    from podium.trainer.comparison import RunRecord, find_runs
     from podium.trainer.files import remove
+    from podium.trainer.runs.comparison import RunRecord, find_runs
 
     named = [RunRecord(Path(path)) for path in options.paths]
     for run in named:

@@ -19,7 +19,7 @@ from podium.runtime.connecting import backend_class
 from podium.telemetry import Note, Waiting, emit, flush
 from podium.trainer.config import RECIPES, PPOConfig, SFTConfig
 from podium.trainer.preload import PRELOAD
-from podium.trainer.run_path import resolve_resume
+from podium.trainer.runs.path import resolve_resume
 
 if TYPE_CHECKING:
     from podium.trainer import PPOTrainer, SFTTrainer

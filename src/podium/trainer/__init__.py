@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from podium.trainer.plan import describe_plan as describe_plan
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
     from podium.trainer.preload import PRELOAD as PRELOAD
-    from podium.trainer.run_dir import Summary as Summary
+    from podium.trainer.runs.directory import Summary as Summary
     from podium.trainer.sft import SFTTrainer as SFTTrainer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -16,8 +16,8 @@ from podium.rollout.tasks import EncodedPairs
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.formatting import visible
 from podium.trainer.config import SFTConfig
-from podium.trainer.places import remarks
 from podium.trainer.prompts import Prompts
+from podium.trainer.runs.places import remarks
 from podium.trainer.trainer import Trainer
 
 __all__ = ["describe_data"]

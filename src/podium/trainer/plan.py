@@ -14,7 +14,7 @@ from podium.runtime import Node, backend_class
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.placement import check_placement, sharing
 from podium.trainer.preflight import check_settings
-from podium.trainer.run_path import resolve_resume
+from podium.trainer.runs.path import resolve_resume
 from podium.workers import ModelConfig
 from podium.workers.weight_files import replaced_heads
 

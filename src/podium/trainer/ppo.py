@@ -24,12 +24,12 @@ from podium.rollout.tasks import PromptStream, load_examples
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.formatting import percent
-from podium.trainer.checkpoints import TrainerState
 from podium.trainer.completions import CompletionsLog, ScoredBatch, version_range, write_completions
 from podium.trainer.config import PPOConfig
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preflight import check_answers, check_columns, check_lengths, check_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
+from podium.trainer.runs.checkpoints import TrainerState
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
 

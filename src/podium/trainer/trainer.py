@@ -41,13 +41,10 @@ from podium.telemetry import (
 )
 from podium.telemetry.sinks.console import terminal
 from podium.trainer.ahead import LATER, importing
-from podium.trainer.checkpoints import Saver, TrainerState, load_checkpoint
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.evaluate import Evaluation, score_held_out
 from podium.trainer.files import remove, step_of
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.ledger import Ledger
-from podium.trainer.places import as_given, record, remarks
 from podium.trainer.preflight import (
     check_answers,
     check_given,
@@ -61,10 +58,13 @@ from podium.trainer.preflight import (
 from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import Prompt, load_held_out
 from podium.trainer.recovery import Losses, LostTooOften, RunLost
-from podium.trainer.report import report
 from podium.trainer.roles import Roles, RoleWorkers, started_roles
-from podium.trainer.run_dir import RunDirectory, Summary, scores_by_set
-from podium.trainer.run_path import resolve_resume, run_path
+from podium.trainer.runs.checkpoints import Saver, TrainerState, load_checkpoint
+from podium.trainer.runs.directory import RunDirectory, Summary, scores_by_set
+from podium.trainer.runs.ledger import Ledger
+from podium.trainer.runs.path import resolve_resume, run_path
+from podium.trainer.runs.places import as_given, record, remarks
+from podium.trainer.runs.report import report
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
 from podium.workers import load_tokenizer
 from podium.workers.manifest import explain, is_refusal

@@ -23,7 +23,7 @@ from podium.cli.inference import inference_config
 from podium.errors import ConfigError
 from podium.trainer import SFTConfig, SFTTrainer
 from podium.trainer.preload import PRELOAD
-from podium.trainer.run_dir import RunDirectory
+from podium.trainer.runs.directory import RunDirectory
 from tests.integration.training import MODEL, tiny, write_copy_task
 
 

@@ -12,8 +12,8 @@ from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import CheckpointError, ConfigError
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.places import record
 from podium.trainer.preflight import check_given, check_lengths, names_of_given
+from podium.trainer.runs.places import record
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import longest_text
 from tests.integration.rewards import longer_is_better

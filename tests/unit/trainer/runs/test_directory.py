@@ -24,8 +24,8 @@ from podium.telemetry import EvalFinished, Event, PhaseStarted, StepFinished, em
 from podium.telemetry.sinks import JsonlSink, Sink
 from podium.trainer import GRPOConfig, config_to_yaml
 from podium.trainer.completions import CompletionsLog
-from podium.trainer.run_dir import RunDirectory, Summary, library_versions
-from podium.trainer.run_path import resolve_resume, run_path
+from podium.trainer.runs.directory import RunDirectory, Summary, library_versions
+from podium.trainer.runs.path import resolve_resume, run_path
 from tests.integration.training import tiny
 from tests.unit.trainer.test_completions import rollouts, scored
 
@@ -117,7 +117,7 @@ def test_what_a_failed_start_left_is_no_obstacle(tmp_path: Path) -> None:
 OTHER_WRITER = """
 import sys
 from podium.errors import ConfigError
-from podium.trainer.run_dir import RunDirectory
+from podium.trainer.runs.directory import RunDirectory
 try:
     RunDirectory(sys.argv[1], resume=True)
 except ConfigError as error:
@@ -229,7 +229,7 @@ def test_the_controllers_log_is_kept(run: RunDirectory) -> None:
 def test_the_examples_of_the_documentation_run(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "runs.md").read_text()
     run.write_summary(Summary(task="copy", seed=0, steps=2, wall_s=1.0, tokens_per_s={"generate": 1000.0}))
     with JsonlSink(run.metrics_path):
         for step in (1, 2):
@@ -247,7 +247,7 @@ def test_the_examples_of_the_documentation_run(
 
 
 def test_every_metric_of_the_documentation_exists_and_the_other_way_round() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "runs.md").read_text()
     table = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
     cells = [row.split("|")[1] for row in table.strip().splitlines()]
     documented = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
@@ -269,7 +269,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, mo
         def handle(self, event: Event) -> None:
             pass
 
-    monkeypatch.setattr("podium.trainer.run_dir.WandbSink", Recorded)
+    monkeypatch.setattr("podium.trainer.runs.directory.WandbSink", Recorded)
     asked = {"trackers": ["wandb"], "tracker_options": {"project": "sums", "group": "a", "tags": ["x"]}}
     config = tiny(GRPOConfig, tmp_path, run=asked)
     for resume in (False, True):

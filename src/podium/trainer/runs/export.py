@@ -16,7 +16,7 @@ from podium.errors import CheckpointError, ConfigError
 from podium.telemetry.formatting import percent
 from podium.trainer.config import InferenceConfig
 from podium.trainer.files import STATE_FILE, remove, step_of
-from podium.trainer.places import as_given, found_values, is_needed, remarks
+from podium.trainer.runs.places import as_given, found_values, is_needed, remarks
 from podium.workers.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -99,7 +99,9 @@ def find_model(name: str, *, final: bool = True) -> StoredModel | None:
         return None
     if final and not which and (run / "model").is_dir():
         return StoredModel(run=run, checkpoint=None)
-    from podium.trainer.checkpoints import StoredCheckpoints  # only here: a wrong key is answered without transformers
+    from podium.trainer.runs.checkpoints import (
+        StoredCheckpoints,  # only here: a wrong key is answered without transformers
+    )
 
     stored = StoredCheckpoints(run / "checkpoints")
     there = f"{run} has {', '.join(path.name for path in stored.all()) or 'no checkpoint yet'}"
@@ -237,7 +239,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
 
 def _figures(found: StoredModel) -> tuple[Evaluation | None, Evaluation | None, int]:
     """The first evaluation, the last one, and the step of the model."""
-    from podium.trainer.checkpoints import StoredCheckpoints, TrainerState
+    from podium.trainer.runs.checkpoints import StoredCheckpoints, TrainerState
 
     checkpoint = found.checkpoint
     if checkpoint is None:

@@ -10,7 +10,7 @@ from podium.config import config_to_dict, load_config
 from podium.errors import ConfigError
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.files import free_name
-from podium.trainer.places import aligned, find_again
+from podium.trainer.runs.places import aligned, find_again
 
 __all__ = ["resolve_resume", "run_path"]
 

@@ -39,10 +39,10 @@ from podium.config import config_to_dict
 from podium.errors import ConfigError
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
-from podium.trainer.checkpoints import Checkpoints
 from podium.trainer.config import PPOConfig, SFTConfig
 from podium.trainer.files import SET, free_name, lock_directory, remove, step_of, write_atomically
-from podium.trainer.places import PLACES
+from podium.trainer.runs.checkpoints import Checkpoints
+from podium.trainer.runs.places import PLACES
 
 __all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "scores_by_set"]
 

@@ -12,8 +12,8 @@ import pytest
 from podium.config import build_config, config_to_dict, load_config
 from podium.errors import ConfigError
 from podium.trainer import GRPOConfig, SFTConfig
-from podium.trainer.places import PLACES, as_given, find_again, record, remarks
-from podium.trainer.run_path import resolve_resume
+from podium.trainer.runs.path import resolve_resume
+from podium.trainer.runs.places import PLACES, as_given, find_again, record, remarks
 
 REWARD = "def score(completion, row):\n    return 1.0\n"
 

@@ -16,8 +16,8 @@ import yaml
 
 from podium.errors import ConfigError
 from podium.trainer.files import is_locked
-from podium.trainer.places import as_given
-from podium.trainer.run_dir import read_rows
+from podium.trainer.runs.directory import read_rows
+from podium.trainer.runs.places import as_given
 
 __all__ = ["RunRecord", "differing", "find_runs", "groups_of", "plot_runs"]
 
@@ -137,7 +137,7 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    from podium.trainer.report import smoothed
+    from podium.trainer.runs.report import smoothed
 
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)

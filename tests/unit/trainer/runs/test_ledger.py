@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from podium.errors import CheckpointError, PodiumError
-from podium.trainer.ledger import Ledger, read_ledger
+from podium.trainer.runs.ledger import Ledger, read_ledger
 
 
 def lines(path: Path) -> list[dict[str, object]]:

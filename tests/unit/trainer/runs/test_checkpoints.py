@@ -16,8 +16,8 @@ from podium.errors import CheckpointError
 from podium.runtime import endpoint
 from podium.telemetry import CheckpointSaved, Event, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.checkpoints import Checkpoints, TrainerState, load_checkpoint
 from podium.trainer.evaluate import Evaluation
+from podium.trainer.runs.checkpoints import Checkpoints, TrainerState, load_checkpoint
 from podium.workers import Policy
 from podium.workers.manifest import file_sums, write_manifest
 from tests.integration.training import tiny
@@ -120,7 +120,7 @@ KILLED_IN = {
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from podium.trainer.checkpoints import Checkpoints
+from podium.trainer.runs.checkpoints import Checkpoints
 
 def write(folder, function, count):
     checkpoints = Checkpoints(Path(folder))

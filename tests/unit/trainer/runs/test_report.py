@@ -17,8 +17,8 @@ from rich.console import Console
 from podium.telemetry import EvalFinished, Note, PhaseStarted, Sample, StepFinished, emit, metrics, subscribe
 from podium.telemetry.sinks import JsonlSink
 from podium.trainer.evaluate import Evaluation
-from podium.trainer.report import Curve, draw_curve, plot_curve, read_curve, render, report, smoothed
-from podium.trainer.run_dir import RunDirectory, Summary
+from podium.trainer.runs.directory import RunDirectory, Summary
+from podium.trainer.runs.report import Curve, draw_curve, plot_curve, read_curve, render, report, smoothed
 
 
 def evaluation(step: int, correct: int, items: int = 100, samples: tuple[Sample, ...] = ()) -> Evaluation:

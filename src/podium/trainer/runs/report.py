@@ -18,7 +18,7 @@ from rich.text import Text
 from podium.telemetry import Note, Sample, emit, metrics
 from podium.telemetry.formatting import duration, percent, plain, visible
 from podium.trainer.evaluate import Evaluation, gain_interval
-from podium.trainer.run_dir import RunDirectory, Summary, read_rows
+from podium.trainer.runs.directory import RunDirectory, Summary, read_rows
 
 __all__ = ["Curve", "draw_curve", "plot_curve", "read_curve", "render", "report", "smoothed"]
 
