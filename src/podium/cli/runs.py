@@ -142,14 +142,18 @@ def _clean(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", help="runs to remove; default: those below runs/ that ended before a step")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
-    from podium.trainer.files import remove
+    from podium.trainer.files import lock_directory, remove
     from podium.trainer.runs.comparison import RunRecord, find_runs
 
     named = [RunRecord(Path(path)) for path in options.paths]
     for run in named:
         if not (run.path / "config.yaml").exists():
             raise ConfigError(f"{run.path} is no run: it has no config.yaml")
-    found = named or [run for run in find_runs(Path("runs")) if run.step == 0 and not run.summary]
+        if not run.is_own:
+            raise ConfigError(
+                f"{run.path} is no run, or holds others, although it has a config.yaml: name the runs in it"
+            )
+    found = named or [run for run in find_runs(Path("runs")) if run.is_own and run.is_empty]
     if held := [run for run in found if run.is_held()]:
         if named:
             raise ConfigError(f"{held[0].path} is being written to: stop the run first")
@@ -162,7 +166,8 @@ def _clean(arguments: Sequence[str]) -> int:
         sys.stdout.write("nothing was removed\n")
         return 0
     for run in found:
-        remove(run.path)
+        with lock_directory(run.path):  # somebody may have resumed the run while the question was open
+            remove(run.path)
     sys.stdout.write(f"removed {len(found)} run{'s' * (len(found) != 1)}\n")
     return 0
 

@@ -12,6 +12,7 @@ import yaml
 
 from podium.cli import main
 from podium.trainer.files import lock_directory
+from podium.trainer.runs.export import find_model
 
 
 def make_run(
@@ -19,6 +20,7 @@ def make_run(
 ) -> Path:
     """The files of a run with ``steps`` rows."""
     path.mkdir(parents=True)
+    (path / ".lock").touch()
     config = {"run": {"name": path.name, "seed": seed, "steps": 3}, "optim": {"lr": lr}, "data": {"train": "a.jsonl"}}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [
@@ -98,3 +100,59 @@ def test_what_ended_before_a_step_is_removed_and_nothing_that_is_written(
     assert not (tmp_path / "runs/good").exists()
     (tmp_path / "other").mkdir()
     assert main(["runs", "clean", "other", "--yes"]) == 2
+
+
+def test_a_directory_that_holds_runs_or_a_project_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs/good")
+    (make_run(tmp_path / "runs/saved", steps=0) / "checkpoints/step-000001").mkdir(parents=True)
+    for place in ("runs", "."):
+        (tmp_path / place / "config.yaml").write_text("run: {steps: 3}\n")
+    assert main(["runs", "clean", "--yes"]) == 0
+    assert capsys.readouterr().out == "nothing to remove\n"
+    (tmp_path / "runs/metrics.jsonl").touch()
+    for place in ("runs", "."):
+        assert main(["runs", "clean", place, "--yes"]) == 2, place
+        assert "name the runs in it" in capsys.readouterr().err
+    assert (tmp_path / "runs/good/metrics.jsonl").exists()
+
+
+def test_a_run_that_was_resumed_and_killed_is_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", finished=True)
+    (run / "summary.json").write_text(json.dumps({"steps": 2, "finished": True}))
+    assert main(["runs", str(run)]) == 0
+    assert "unfinished at step 3" in capsys.readouterr().out
+
+
+def test_a_metric_of_evaluations_alone_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pictures: list[bytes] = []
+    for offset in (0.0, 0.5):
+        runs = [make_run(tmp_path / f"{offset}" / name) for name in "ab"]
+        for run in runs:
+            rows = [{"kind": "eval", "step": step, "accuracy": offset * step} for step in (1, 2)]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        out = tmp_path / f"{offset}.png"
+        assert main(["runs", "compare", *map(str, runs), "--metric", "accuracy", "--out", str(out)]) == 0
+        pictures.append(out.read_bytes())
+    assert pictures[0] != pictures[1], "the curve is in the picture"
+
+
+@pytest.mark.parametrize(
+    "summary", [{"steps": 2, "finished": True, "model_path": "model"}, {"steps": 3, "model_path": None}]
+)
+def test_the_model_of_an_earlier_end_is_not_the_runs(tmp_path: Path, summary: dict[str, Any]) -> None:
+    """A run that ended after step 2 was resumed, and was killed or stopped after the checkpoint of step 3."""
+    run = make_run(tmp_path / "run", finished=True)
+    (run / "model").mkdir()
+    (run / "checkpoints/step-000003").mkdir(parents=True)
+    (run / "summary.json").write_text(json.dumps(summary))
+    found = find_model(str(run))
+    assert found is not None
+    assert found.checkpoint == run / "checkpoints/step-000003"
+    (run / "summary.json").write_text(json.dumps({"steps": 3, "finished": True, "model_path": "model"}))
+    found = find_model(str(run))
+    assert found is not None
+    assert found.checkpoint is None

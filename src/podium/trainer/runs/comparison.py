@@ -15,9 +15,9 @@ from typing import Any, Final
 import yaml
 
 from podium.errors import ConfigError
-from podium.trainer.files import is_locked
+from podium.trainer.files import is_locked, step_of
 from podium.trainer.runs.directory import read_rows
-from podium.trainer.runs.places import as_given
+from podium.trainer.runs.places import PLACES, as_given
 
 __all__ = ["RunRecord", "differing", "find_runs", "groups_of", "plot_runs"]
 
@@ -71,7 +71,32 @@ class RunRecord:
         """ "running", "finished", "stopped" by somebody, or "unfinished": it was killed or has failed."""
         if self.is_held():
             return "running"
-        return "finished" if self.summary.get("finished") else "stopped" if self.summary else "unfinished"
+        if not self.summary or self.went_on:
+            return "unfinished"
+        return "finished" if self.summary.get("finished") else "stopped"
+
+    @property
+    def went_on(self) -> bool:
+        """Whether there are steps after the end that summary.json tells of: the run was resumed, and was killed."""
+        steps = self.summary.get("steps")
+        return isinstance(steps, int) and max([self.step, *self.checkpoints]) > steps
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps of the checkpoints."""
+        found = (step_of(path.name) for path in (self.path / "checkpoints").glob("step-*"))
+        return [step for step in found if step is not None]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the run ended before it had a step, a checkpoint or a result."""
+        return self.step == 0 and not self.summary and not self.checkpoints
+
+    @property
+    def is_own(self) -> bool:
+        """Whether all in the directory is this run's. A directory with a config.yaml may be anybody's, or hold runs."""
+        made = any((self.path / name).exists() for name in (".lock", PLACES, "metrics.jsonl"))
+        return made and not any(self.path.glob("*/config.yaml"))
 
     def is_held(self) -> bool:
         """Whether a process writes to the run."""
@@ -167,7 +192,12 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
 
 
 def _curve(run: RunRecord, metric: str) -> dict[int, float]:
-    return {row["step"]: row[metric] for row in run.rows if row["kind"] == "step" and row.get(metric) is not None}
+    """The values of ``metric`` by step: of the steps, or of the evaluations where steps have no such metric."""
+    kinds = {
+        kind: {row["step"]: row[metric] for row in run.rows if row["kind"] == kind and row.get(metric) is not None}
+        for kind in ("step", "eval")
+    }
+    return kinds["step"] or kinds["eval"]
 
 
 def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:

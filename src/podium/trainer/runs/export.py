@@ -16,6 +16,7 @@ from podium.errors import CheckpointError, ConfigError
 from podium.telemetry.formatting import percent
 from podium.trainer.config import InferenceConfig
 from podium.trainer.files import STATE_FILE, remove, step_of
+from podium.trainer.runs.comparison import RunRecord
 from podium.trainer.runs.places import as_given, found_values, is_needed, remarks
 from podium.workers.config import ModelConfig
 
@@ -97,7 +98,7 @@ def find_model(name: str, *, final: bool = True) -> StoredModel | None:
         return StoredModel(run=path.parent.parent, checkpoint=path)
     if not (run / "config.yaml").is_file():
         return None
-    if final and not which and (run / "model").is_dir():
+    if final and not which and (run / "model").is_dir() and not _is_old(RunRecord(run)):
         return StoredModel(run=run, checkpoint=None)
     from podium.trainer.runs.checkpoints import (
         StoredCheckpoints,  # only here: a wrong key is answered without transformers
@@ -180,6 +181,11 @@ def _parts(name: str) -> tuple[Path, str]:
     """The run and what stands after the last ``@``. A directory of that very name is a run itself."""
     run, sign, which = name.rpartition("@")
     return (Path(run), which) if sign and not Path(name).exists() else (Path(name), "")
+
+
+def _is_old(run: RunRecord) -> bool:
+    """Whether the final model is of an earlier end of the run, which was resumed and has not written a model since."""
+    return run.went_on or not run.summary.get("model_path", True)
 
 
 def _is_model(policy: Path) -> bool:
