@@ -1,5 +1,6 @@
 """The rewards that have names, and the search for the function that a configuration names."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
@@ -29,6 +30,14 @@ NAMED_REWARDS: Final[Mapping[str, str]] = {
 READS_ANSWER: Final = frozenset({"exact", "fraction", "gsm8k", "math"})
 """Those of Podium's rewards that compare with the row's answer as text."""
 
+_NO_COMPLETION: Final = frozenset({"prompt", "question", "row", "answer", "ground_truth"})
+"""Names of a first parameter that expects something else than the completion, which would score it without an error."""
+
+_NO_ROW: Final = frozenset(
+    {"completion", "response", "answer", "prompt", "ground_truth", "solution", "target", "label", "reference"}
+)
+"""Names of a second parameter that expects one column, and not the row."""
+
 
 def resolve_reward(spec: str) -> RewardFn:
     """Return the reward that ``spec`` names: one of ``NAMED_REWARDS``, or a form of :func:`load_function`.
@@ -45,6 +54,9 @@ def item_reward(reward: RewardFn) -> ItemReward:
     if takes_lists(reward):
         return of_one(reward)
     by_item = cast("ItemReward", reward)
+    name = getattr(reward, "__name__", type(reward).__name__)
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+        raise ConfigError(f"the reward {name} is a coroutine function: write one that returns its score")
     try:
         signature = signature_of(reward)
     except (TypeError, ValueError):  # Some functions that are not written in Python have no signature.
@@ -52,9 +64,14 @@ def item_reward(reward: RewardFn) -> ItemReward:
     try:
         signature.bind("", {})
     except TypeError as error:
-        name = getattr(reward, "__qualname__", type(reward).__name__)
         raise ConfigError(
             f"the reward {name} is called with two positional arguments, (completion, row), and its signature is "
             f"{signature}: {error}"
         ) from None
+    first, second = [*signature.parameters, "", ""][:2]
+    if first in _NO_COMPLETION or second in _NO_ROW:
+        raise ConfigError(
+            f"the reward {name} has the signature {signature} and is called as {name}(completion, row), where row is a "
+            f'mapping of the columns: write `def {name}(completion, row)`, and read row["answer"] in it'
+        )
     return by_item
