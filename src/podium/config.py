@@ -372,7 +372,7 @@ def _translate(root: type, prefix: str, path: str) -> str:
     if found is None:
         return ""
     if not found.key:
-        return f": there is none, and it needs none: {found.remark}"
+        return f": {'Podium has none' if found.missing else 'there is none, and it needs none'}: {found.remark}"
     paths = tuple(_paths(root, ""))
     if prefix or found.key.startswith(paths):
         return f": did you mean {found.key}? {found.remark}".rstrip()

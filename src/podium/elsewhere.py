@@ -16,11 +16,13 @@ class Here(NamedTuple):
         key: The key that means the same. It is empty where no single key does.
         remark: A sentence on what differs. It is empty where nothing does.
         otherwise: The key in a configuration that lacks ``key``, such as that of supervised fine-tuning.
+        missing: Whether Podium lacks what the name does. ``key`` is empty then.
     """
 
     key: str
     remark: str = ""
     otherwise: str = ""
+    missing: bool = False
 
 
 _KL = Here("algorithm.kl_coef", "set algorithm.kl_in to loss as well: without it no reference policy takes part")
@@ -33,6 +35,11 @@ _ROWS = Here(
 _MINIBATCH = Here("algorithm.minibatches", "it says how many optimizer steps an epoch has, not how large one is")
 _BETAS = Here("optim.betas", "it holds both: --optim.betas '[0.9, 0.999]'")
 _CAP = Here("algorithm.importance_cap", "weights are per token, and the cap alone turns them on")
+_BEST = Here("save.keep_best", "podium export runs/NAME@best writes the model of the best evaluation")
+_PUSH = Here("", "podium export runs/NAME --to DIR --push OWNER/NAME uploads the model after the run")
+_DRAWN = Here("", "tokens are drawn by sampling.temperature, sampling.top_k and sampling.top_p", missing=True)
+_FROZEN = Here("", "the reference stays the model that the run began with", missing=True)
+_QUANTIZED = Here("", "adapters (model.lora.rank) train over weights in bfloat16 or float32", missing=True)
 _NAME = Here("reward.name", "a name, module:function or path/file.py:function; a function of TRL's form runs as it is")
 
 NAMES: Final[Mapping[str, Here]] = {
@@ -74,6 +81,8 @@ NAMES: Final[Mapping[str, Here]] = {
     "vllm_importance_sampling_correction": _CAP,
     "vllm_importance_sampling_clip_max": _CAP,
     "vllm_importance_sampling_cap": _CAP,
+    "min_p": _DRAWN,
+    "repetition_penalty": _DRAWN,
     # the algorithm
     "beta": _KL,
     "epsilon": Here("algorithm.clip_low", "algorithm.clip_high is the upper bound, 0.28 by default"),
@@ -90,6 +99,13 @@ NAMES: Final[Mapping[str, Here]] = {
     "reward_weights": Here(
         "reward.name", "one function returns all parts, and their weighted sum as score: {'score': ..., 'format': ...}"
     ),
+    "mask_truncated_completions": Here(
+        "", "an advantage of your own (algorithm.advantage) sees truncated_B and can give those 0", missing=True
+    ),
+    "top_entropy_quantile": Here("", "a loss of your own (algorithm.loss) can choose its tokens", missing=True),
+    "sync_ref_model": _FROZEN,
+    "ref_model_sync_steps": _FROZEN,
+    "ref_model_mixup_alpha": _FROZEN,
     "disable_dropout": Here("model.dropout", "it is off already in reinforcement learning"),
     # the model and its memory
     "model_name_or_path": Here("model.path"),
@@ -106,12 +122,19 @@ NAMES: Final[Mapping[str, Here]] = {
     "lora_alpha": Here("model.lora.alpha"),
     "lora_dropout": Here("model.lora.dropout"),
     "lora_target_modules": Here("model.lora.targets"),
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
     # data, evaluation, files
     "dataset_name": Here("data.train", "a hub dataset or a file"),
     "dataset_train_split": Here("data.train_split"),
     "dataset_test_split": Here("data.eval_split"),
     "eval_steps": Here("eval.every"),
     "eval_strategy": Here("eval.every", "it counts steps; 0 evaluates before the first and after the last only"),
+    "eval_on_start": Here("", "held-out prompts are evaluated before the first step anyway; eval.items 0 turns it off"),
+    "load_best_model_at_end": _BEST,
+    "metric_for_best_model": _BEST,
+    "push_to_hub": _PUSH,
+    "hub_model_id": _PUSH,
     "save_steps": Here("save.every"),
     "save_strategy": Here("save.every", "it counts steps; save.minutes saves by time as well"),
     "save_total_limit": Here("save.keep"),
@@ -119,7 +142,9 @@ NAMES: Final[Mapping[str, Here]] = {
     "run_name": Here("run.name"),
     "report_to": Here("run.trackers", "a list: --run.trackers '[wandb]'"),
     "resume_from_checkpoint": Here("run.resume", "podium train grpo --resume runs/NAME is the short form"),
-    "logging_steps": Here("", "every step is a row of metrics.jsonl and of the table in the terminal"),
+    "logging_steps": Here(
+        "", "every step is a row of metrics.jsonl, and the table in the terminal has at most one row a second"
+    ),
     "log_completions": Here("run.show_samples", "a number; runs/NAME/completions has all of them in any case"),
     "num_completions_to_print": Here("run.show_samples"),
     "remove_unused_columns": Here("", "a reward always gets every column of its row"),

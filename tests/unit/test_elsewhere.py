@@ -21,7 +21,9 @@ TRL = (
     "per_device_train_batch_size gradient_accumulation_steps num_iterations steps_per_generation scale_rewards "
     "reward_funcs reward_weights use_vllm vllm_mode max_steps num_train_epochs lr_scheduler_type warmup_ratio "
     "max_grad_norm output_dir run_name report_to save_steps eval_steps logging_steps bf16 gradient_checkpointing "
-    "model_name_or_path dataset_name lora_r lora_alpha lora_target_modules use_peft seed temperature"
+    "model_name_or_path dataset_name lora_r lora_alpha lora_target_modules use_peft seed temperature "
+    "push_to_hub hub_model_id load_best_model_at_end metric_for_best_model eval_on_start mask_truncated_completions "
+    "load_in_4bit repetition_penalty min_p sync_ref_model ref_model_sync_steps top_entropy_quantile"
 )
 
 
@@ -31,6 +33,7 @@ def test_every_answer_is_a_key_of_a_recipe() -> None:
         assert not here.key or here.key.startswith(known), name
         assert not here.otherwise or here.otherwise in known, name
         assert here.key or here.remark, name
+        assert not (here.key and here.missing), name
         assert here.key.rpartition(".")[2] != here.remark
 
 
@@ -39,7 +42,8 @@ def test_a_name_of_trl_is_answered(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(GRPOConfig, None, [f"--{name}", "1"])
     here = NAMES[name]
-    assert f"did you mean {here.key}?" in str(caught.value) if here.key else "there is none" in str(caught.value)
+    answer = f"did you mean {here.key}?" if here.key else "Podium has none" if here.missing else "it needs none"
+    assert answer in str(caught.value)
     assert here.remark in str(caught.value)
 
 
@@ -52,6 +56,16 @@ def test_the_answer_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == said
     page = Path(__file__).parents[2] / "docs" / "coming-from-trl.md"
     assert f"```\npodium train grpo --learning_rate 1e-6 --num_generations 8\n{said}```" in page.read_text()
+
+
+def test_what_podium_lacks_is_not_called_needless() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(GRPOConfig, None, ["--load_in_4bit", "true", "--push_to_hub", "true"])
+    lacking, needless = str(caught.value).splitlines()
+    assert lacking.startswith(
+        "unknown key load_in_4bit (value True): Podium has none: adapters (model.lora.rank) train"
+    )
+    assert needless.startswith("unknown key push_to_hub (value True): there is none, and it needs none: podium export ")
 
 
 def test_the_answers_to_a_file_of_trl(tmp_path: Path) -> None:
