@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,11 @@ def copying(cluster: podium.Cluster, seed: int, out: Path) -> Summary:
     return PPOTrainer(config, cluster=cluster).fit()
 
 
+def podium_command() -> str:
+    """Return podium by name if that is on the path of the shell, and otherwise by its place beside this Python."""
+    return "podium" if shutil.which("podium") else os.path.relpath(Path(sys.executable).with_name("podium"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="the same path in under a minute")
@@ -130,7 +137,8 @@ def main() -> None:
     shutil.copy(out / "grpo" / "summary.json", out / "summary.json")
     shutil.copy(out / "grpo" / "curve.png", out / "curve.png")
     print(f"\n  summary  {out / 'summary.json'}")
-    print(f"  try it   podium sample {out / 'grpo'} --prompt '{'123 =' if arguments.smoke else '27 + 48 ='}'")
+    prompt = "123 =" if arguments.smoke else "27 + 48 ="
+    print(f"  try it   {podium_command()} sample {out / 'grpo'} --prompt '{prompt}'")
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         print(f"  gained   {100 * (summary.accuracy_after - summary.accuracy_before):.1f} points")
 

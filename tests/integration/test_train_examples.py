@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,5 @@ def test_smoke_learns_to_copy_from_nothing(tmp_path: Path, backend: str) -> None
     assert summary["accuracy_after"] > 0.9
     assert "held-out accuracy" in out
     assert (tmp_path / "out" / "curve.png").stat().st_size > 10_000
+    command = out.partition("try it")[2].split()[0]  # the environment of `make quickstart` is on no path
+    assert shutil.which("podium") if command == "podium" else (tmp_path / command).exists()
