@@ -108,8 +108,8 @@ def load_examples(
         return examples
     if not held_out and not config.eval and config.holdout > 0 and not source.startswith(gym.PREFIX):
         raise DataError(
-            f"{source} holds no examples to train on with data.holdout = {config.holdout:g}: all of them are held out, "
-            "or there are none; set data.eval to held-out data, or lower data.holdout"
+            f"{source} holds no examples to train on with data.holdout = {config.holdout:g}: all of them are held out; "
+            "set data.eval to held-out data, or lower data.holdout"
         )
     if held_out and not config.eval:
         raise DataError(
@@ -161,6 +161,8 @@ def _stored(spec: str, config: DataConfig, held_out: bool, limit: int | None) ->
     if not shared:
         return _choice(list(examples), limit) if held_out else list(islice(examples, limit))
     everything = list(examples)
+    if not everything:
+        raise DataError(f"{spec} holds no examples")
     mine = [e for e in everything if _is_held_out(_text(e.prompt), config.holdout) == held_out]
     if held_out:
         return _choice(mine, limit)

@@ -140,6 +140,7 @@ class RunDirectory:
                     raise ConfigError(f"{file} is a link, or no regular file: remove it to resume")
             return
         if is_run:
+            lock_directory(self.path).close()  # of a run that goes on, the process is named
             state = "a finished run" if self.summary_path.exists() else "an unfinished run"
             raise ConfigError(
                 f"{self.path} holds {state}: resume it (--resume {self.path}), or choose another run.name"

@@ -155,8 +155,10 @@ def test_nothing_to_evaluate_on_is_said_with_the_remedy(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[:5])
     with pytest.raises(DataError, match=r"no held-out examples with data\.holdout = 0; set data\.eval"):
         load(path, "test")
-    with pytest.raises(DataError, match="holds no examples to train on"):
-        load(write_jsonl(tmp_path / "empty.jsonl", []))
+    with pytest.raises(DataError, match=r"no examples to train on with data\.holdout = 0\.99: all"):
+        load(path, holdout=0.99)
+    with pytest.raises(DataError, match=r"empty\.jsonl holds no examples$"):
+        load(write_jsonl(tmp_path / "empty.jsonl", []), holdout=0.3)
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------

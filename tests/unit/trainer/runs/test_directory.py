@@ -49,6 +49,9 @@ def test_a_new_run_has_its_folders(tmp_path: Path) -> None:
 
 
 def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
+    run.write_config("run: {}")
+    with pytest.raises(ConfigError, match=f"is being written to by process {os.getpid()}: "):
+        RunDirectory(run.path)
     run.close()
     with pytest.raises(ConfigError, match=r"an unfinished run: resume it \(--resume .*\), or choose another"):
         RunDirectory(run.path)
