@@ -82,6 +82,7 @@ NAMES: Final[Mapping[str, Here]] = {
     "vllm_importance_sampling_clip_max": _CAP,
     "vllm_importance_sampling_cap": _CAP,
     "min_p": _DRAWN,
+    "generation_kwargs": _DRAWN,
     "repetition_penalty": _DRAWN,
     # the algorithm
     "beta": _KL,
@@ -114,6 +115,9 @@ NAMES: Final[Mapping[str, Here]] = {
     "bf16": Here("parallel.precision", "bfloat16 is the default on accelerators, with parameters in float32"),
     "fp16": Here("parallel.precision", "set it to float16"),
     "dtype": Here("model.dtype"),
+    "model_init_kwargs": Here("", "model.dtype, model.attention and the others of the section model say it"),
+    "use_liger_kernel": Here("", "the output layer is computed in chunks anyway, which saves the same memory"),
+    "packing": Here("parallel.batching", "rows that share a forward pass do not see one another"),
     "torch_compile": Here("parallel.compile"),
     "fsdp": Here("parallel.strategy", "set it to fsdp2"),
     "deepspeed": Here("parallel.strategy", "set it to fsdp2, which shards parameters, gradients and optimizer"),
@@ -147,6 +151,8 @@ NAMES: Final[Mapping[str, Here]] = {
     ),
     "log_completions": Here("run.show_samples", "a number; runs/NAME/completions has all of them in any case"),
     "num_completions_to_print": Here("run.show_samples"),
+    "logging_dir": Here("run.dir", "a run's metrics, logs and trackers' files are in its own directory below it"),
+    "shuffle_dataset": Here("", "each pass over the data has an order of its own, which run.seed decides"),
     "remove_unused_columns": Here("", "a reward always gets every column of its row"),
     # verl, by the end of its path
     "actor.optim.lr": Here("optim.lr"),

@@ -73,7 +73,7 @@ def test_the_reward_of_the_readme_is_one() -> None:
     block = re.findall(r"```python\n# reward.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     names: dict[str, Any] = {}
     exec(block, names)
-    assert names["reward"](" 4 ", {"answer": "4"}) == 1.0
+    assert [names["reward"](" 4 ", {"answer": answer}) for answer in ("4", 4, 5)] == [1.0, 1.0, 0.0]
     assert parse_overrides(RECIPES["grpo"], ["--reward.name", "reward.py:reward"]) == [
         ("reward.name", "reward.py:reward")
     ]
@@ -96,3 +96,9 @@ def test_continuous_integration_runs_the_same_as_here_on_the_oldest_and_the_newe
     assert job["strategy"]["matrix"]["python"] == [named[0], named[-1]]
     for template in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
         assert yaml.safe_load(template.read_text())
+
+
+def test_the_rewards_of_the_pages_know_an_answer_that_is_a_number() -> None:
+    """Data may hold text or a number as the answer; a comparison with a number would score 0 without an error."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r'== (row|example)\["(answer|solution)"\]', page.read_text()), page
