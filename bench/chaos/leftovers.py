@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from podium.supervisor import children_of
 
@@ -48,6 +48,9 @@ def segments() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir() if "podium" in entry.name}
 
 
+_TORCHS: Final = "torchinductor_"  # the directory of torch's own cache, which all programs of a user share
+
+
 def leftovers(had: Iterable[Process], temporary: Path, before: set[str], within_s: float) -> list[str]:
     """Say what is still there after ``within_s`` seconds.
 
@@ -63,7 +66,7 @@ def leftovers(had: Iterable[Process], temporary: Path, before: set[str], within_
     while True:
         found = [f"process {one.pid} is left: {_command(one.pid)}" for one in sorted(had) if alive(one)]
         found += [f"{name} is left in shared memory" for name in sorted(segments() - before)]
-        found += [f"{path} is left" for path in sorted(temporary.iterdir())]
+        found += [f"{path} is left" for path in sorted(temporary.iterdir()) if not path.name.startswith(_TORCHS)]
         if not found or time.monotonic() > until:
             return found
         time.sleep(0.02)

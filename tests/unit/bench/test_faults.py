@@ -28,7 +28,7 @@ def test_the_one_that_fails_tells_when_and_the_others_are_busy() -> None:
         started, worked = time.monotonic(), time.process_time()
         fail_or_work(rank=0, failing=1, lead_s=0.0, busy_s=0.5, computing=computing)
         assert time.monotonic() - started >= 0.5
-        assert (time.process_time() - worked > 0.01) == computing  # 0.5 where no other process wants the core
+        assert (time.process_time() - worked > 0.1) == computing  # 0.5 where no other process wants the core
 
 
 def test_an_error_waits_for_nobody_and_the_group_goes_on(context: Context) -> None:
