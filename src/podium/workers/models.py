@@ -19,7 +19,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import logging as transformers_logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging as transformers_logging
 
 from podium.devices import parse_dtype
 from podium.errors import CheckpointError, ConfigError
@@ -252,7 +252,7 @@ def save_pretrained(
     """
     inner = plain_model(model)
     try:
-        with _quiet():
+        with _quiet(), _generation_settings_apart(inner, Path(path)):
             inner.save_pretrained(str(path), state_dict=dict(weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(path))
@@ -519,6 +519,20 @@ def _check_targets(model: PreTrainedModel, targets: Iterable[str]) -> None:
                 else:
                     continue
                 raise ConfigError(f"model.lora.targets: {reason}; leave {target} out")
+
+
+@contextmanager
+def _generation_settings_apart(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Write the generation settings of ``model`` into ``folder`` as they are. transformers loads settings that
+    contradict one another, such as a temperature without ``do_sample``, and refuses to write them."""
+    settings: Any = model.generation_config
+    model.generation_config = transformers.GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+    if model.can_generate():
+        settings.to_json_file(str(folder / GENERATION_CONFIG_NAME), keys_to_pop=["compile_config"])
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from podium.workers.model_files import (
     read_model,
 )
 from podium.workers.models import load_model
+from podium.workers.tokenizers import load_tokenizer
 from tests.unit.workers.families import APART, MIXING, make
 from tests.unit.workers.test_workers import ADAPTED, OPTIM, TINY, recorded
 
@@ -110,6 +111,29 @@ def test_a_policys_checkpoint_is_a_model_with_its_tokenizer(tmp_path: Path) -> N
     assert tokenizer.decode(tokenizer.encode("1+2=")) == "1+2="
     begun = Policy(replace(TINY, path=str(tmp_path / "policy"), config={}), OPTIM)
     assert same(begun.model, policy.model)
+
+
+def test_generation_settings_that_contradict_one_another_are_kept(tmp_path: Path) -> None:
+    """transformers loads a temperature without ``do_sample``, which models of the hub have, and refuses to write it."""
+    stored(load_model(TINY), tmp_path / "base")
+    load_tokenizer(TINY.tokenizer).save_pretrained(tmp_path / "base")
+    settings = {"temperature": 0.6, "top_p": 0.9, "do_sample": False, "eos_token_id": 2}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(settings))
+    policy = Policy(replace(TINY, path=str(tmp_path / "base"), config={}), OPTIM)
+    policy.save(str(tmp_path / "policy"))
+    found = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
+    assert {name: found.get(name) for name in settings} == settings
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"), policy.model)
+
+
+def test_buffers_of_truth_values_are_written_and_read_back(tmp_path: Path) -> None:
+    model, seen = make("llama"), torch.tensor([True, False, True])
+    model.register_buffer("seen", seen.clone())
+    layout = stored(model, tmp_path)
+    assert layout is not None
+    model.get_buffer("seen").zero_()
+    read_model(model, layout, tmp_path)
+    assert torch.equal(model.get_buffer("seen"), seen)
 
 
 def test_a_checkpoint_of_adapters_is_what_peft_loads(tmp_path: Path) -> None:
