@@ -23,6 +23,7 @@ from podium.telemetry.formatting import percent
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import save_pretrained
+from podium.workers.weight_sync.gather import full_weights
 from tests.integration.hub_server import TOKEN, hub_server
 from tests.integration.training import MODEL, tiny
 
@@ -42,9 +43,10 @@ def train(folder: Path, cluster: Cluster | str = "inline", **sections: Any) -> d
         @endpoint(collect=nothing())
         def copy_state(self) -> None:
             super().copy_state()
-            found = logits(self.model)
+            found, weights = logits(self.model), dict(full_weights(self.model))
             if self.ctx.rank == 0:
                 torch.save(found, folder / f"logits-{self.engine.step_count}.pt")
+                torch.save(weights, folder / f"weights-{self.engine.step_count}.pt")
 
     (folder / "template.jinja").write_text(TEMPLATE)
     values: dict[str, Any] = {
@@ -60,6 +62,10 @@ def train(folder: Path, cluster: Cluster | str = "inline", **sections: Any) -> d
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model.eval()(torch.tensor(TOKENS)).logits
+
+
+def policy_of(folder: Path, step: int) -> Path:
+    return folder / "runs" / "run" / "checkpoints" / f"step-{step:06}" / "policy"
 
 
 def base(folder: Path, seed: int = 0) -> dict[str, Any]:
@@ -89,6 +95,14 @@ def test_checkpoints_are_exported_evaluated_and_sampled(tmp_path: Path, capsys: 
         assert main(["sample", name, "--prompt", "12=", "--sampling.max_new_tokens", "3"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
+    model: Any = AutoModelForCausalLM.from_pretrained(policy_of(tmp_path, 1))
+    tokenizer = AutoTokenizer.from_pretrained(policy_of(tmp_path, 1))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "12"}], tokenize=False) == "12"
+    greedy = ["--sampling.temperature", "0", "--sampling.max_new_tokens", "3"]
+    assert main(["sample", f"{run}@1", "--prompt", "12=", *greedy]) == 0
+    prompt = tokenizer("12=", return_tensors="pt")["input_ids"]
+    ids = model.generate(prompt, do_sample=False, max_new_tokens=3)[0, prompt.shape[1] :]
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(ids, skip_special_tokens=True)
     assert main(["eval", f"{run}@best", "--backend", "inline", "--eval.items", "4"]) == 0
     best = json.loads((Path(run) / "summary.json").read_text())["best_checkpoint"]
     state = json.loads((Path(best) / "trainer.json").read_text())
@@ -118,6 +132,11 @@ def test_a_checkpoint_of_two_ranks_that_share_the_model(cluster: Cluster, tmp_pa
     seen = train(tmp_path, cluster, eval={"items": 0}, model=base(tmp_path) if lora else MODEL, **ranks)
     assert main(["export", f"{tmp_path}/runs/run@1", "--merge", "--to", str(tmp_path / "out")]) == 0
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), seen[1])
+    if not lora:
+        weights = torch.load(tmp_path / "weights-1.pt")
+        loaded = dict(full_weights(AutoModelForCausalLM.from_pretrained(policy_of(tmp_path, 1))))
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
