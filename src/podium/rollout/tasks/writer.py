@@ -77,6 +77,27 @@ class Writer:
         }
         return next(((special[token], token) for token in ids if token in special), None)
 
+    @property
+    def template(self) -> str | None:
+        """The Jinja text of the chat template; None for plain text."""
+        return self._template
+
+    def text(self, messages: Messages, tools: list[Any] | None = None, *, opened: bool) -> str:
+        """Write a conversation by the chat template. With ``opened`` the assistant's turn is opened after it.
+
+        Raises:
+            ConfigError: There is no template, or it cannot write this conversation.
+        """
+        if self._template is None:
+            raise ConfigError(
+                "conversations need a chat template, and the tokenizer has none: set data.chat_template to a Jinja file"
+            )
+        return _in_time(lambda: self._render(messages, tools, opened=opened))
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text that the template wrote."""
+        return self._encode([text])[0]
+
     def prompts(self, examples: Sequence[Example]) -> list[list[int] | None]:
         """Encode prompts as they are generated from. None stands for a prompt that is too long at first sight."""
         texts = self._write([(example.prompt, example) for example in examples])

@@ -1,0 +1,261 @@
+"""From messages to token ids and back, without ever tokenising again what the model sampled.
+
+    prompt   messages, tools ──▶ ids            the first call of a conversation, and one that could not be bridged
+    bridge   ids so far + new messages ──▶ ids  the next call: what was recorded, and what the template adds
+    parse    sampled ids ──▶ text, reasoning, tool calls
+
+Two formats do this. ``TemplateFormat`` works for any chat template, by its text. ``RendererFormat`` uses a renderer of
+the library ``renderers``, which knows how one family writes tool calls and reasoning; it is taken only where it writes
+the same ids as the tokenizer's own template. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from podium.errors import ConfigError
+
+if TYPE_CHECKING:
+    from podium.rollout.tasks.writer import Writer
+
+__all__ = ["ChatFormat", "Reply", "RendererFormat", "TemplateFormat", "ToolCall", "chat_format"]
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+_REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
+_TOOL_CALL: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_MARK: Final = "podium\u241fmark"  # stands for an answer whose place in a written conversation is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that the model asked for; ``arguments`` is JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What sampled ids say.
+
+    Attributes:
+        content: The text, without reasoning and tool calls.
+        reasoning: What the model wrote to itself; None where it did not.
+        tool_calls: The tools that it asked for. What is no valid call stays in ``content``.
+    """
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: Sequence[ToolCall] = field(default_factory=tuple)
+
+
+class ChatFormat(Protocol):
+    """How one model writes conversations."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer; () for those of the tokenizer and the model."""
+        ...
+
+    def prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """The ids of a conversation with the assistant's turn opened after it.
+
+        Raises:
+            ConfigError: The template cannot write it.
+        """
+        ...
+
+    def bridge(
+        self, prompt: Sequence[int], sampled: Sequence[int], said: Messages, new: Messages, tools: Tools = ()
+    ) -> list[int] | None:
+        """The ids of the next prompt, which begin with ``prompt`` and ``sampled`` as they are.
+
+        Args:
+            prompt: The ids of the call before.
+            sampled: What it sampled.
+            said: The messages of that call and its answer.
+            new: The messages that have come since.
+            tools: The tools of the conversation.
+
+        Returns:
+            The ids; None where the template writes ``said`` otherwise once ``new`` follows, or an assistant's message
+            is among ``new``.
+        """
+        ...
+
+    def parse(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = ()) -> Reply:
+        """What ``sampled``, after ``prompt``, says."""
+        ...
+
+
+class TemplateFormat:
+    """Any chat template. Tool calls are read as ``<tool_call>{"name": …, "arguments": …}</tool_call>``.
+
+    Args:
+        writer: Writes conversations by the template.
+        tokenizer: Decodes what was sampled.
+    """
+
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, writer: Writer, tokenizer: Any) -> None:
+        self._writer = writer
+        self._tokenizer = tokenizer
+        self._special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """As :meth:`ChatFormat.prompt`."""
+        return self._writer.encode(self._text(messages, tools, opened=True))
+
+    def bridge(
+        self, prompt: Sequence[int], sampled: Sequence[int], said: Messages, new: Messages, tools: Tools = ()
+    ) -> list[int] | None:
+        """As :meth:`ChatFormat.bridge`."""
+        if any(message.get("role") == "assistant" for message in new):
+            return None
+        asked = self._text(said[:-1], tools, opened=True)
+        whole = self._text([*said, *new], tools, opened=True)
+        closed = self._text(said, tools, opened=False)
+        if not (whole.startswith(asked) and whole.startswith(closed)):
+            return None
+        added = self._writer.encode(self._ending(said, tools) + whole[len(closed) :])
+        if sampled and sampled[-1] in self._special and added and added[0] in self._special:
+            added = added[1:]  # the model has written the end of its turn itself
+        return [*prompt, *sampled, *added]
+
+    def parse(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = ()) -> Reply:
+        """As :meth:`ChatFormat.parse`."""
+        ids = list(sampled)
+        while ids and ids[-1] in self._special:
+            ids.pop()
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        reasoning = None
+        if self._opens_reasoning(prompt):
+            text = f"<think>{text}"
+        if found := _REASONING.match(text):
+            reasoning, text = found[1].strip("\n"), text[found.end() :]
+        calls: list[ToolCall] = []
+
+        def take(found: re.Match[str]) -> str:
+            call = _hermes_call(found[1]) if tools else None
+            if call is None:
+                return found[0]
+            calls.append(call)
+            return ""
+
+        text = _TOOL_CALL.sub(take, text)
+        return Reply(text.rstrip("\n") if calls else text, reasoning, tuple(calls))
+
+    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        tail = self._tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False)
+        return tail.rstrip().endswith("<think>")
+
+    def _ending(self, said: Messages, tools: Tools) -> str:
+        """What the template writes after the text and the tool calls of the last answer, up to its next message."""
+        answer = {**said[-1], "content": _MARK}
+        for name in ("tool_calls", "reasoning_content"):
+            answer.pop(name, None)
+        return self._text([*said[:-1], answer], tools, opened=False).rpartition(_MARK)[2]
+
+    def _text(self, messages: Messages, tools: Tools, *, opened: bool) -> str:
+        return self._writer.text(_for_template(messages), list(tools) or None, opened=opened)
+
+
+class RendererFormat:
+    """A family that the library ``renderers`` knows.
+
+    Args:
+        renderer: One of its renderers, made with the model's tokenizer.
+    """
+
+    def __init__(self, renderer: Any) -> None:
+        self._renderer = renderer
+        self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
+
+    def prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """As :meth:`ChatFormat.prompt`."""
+        try:
+            return list(
+                self._renderer.render_ids(_for_template(messages), tools=_functions(tools), add_generation_prompt=True)
+            )
+        except Exception as error:
+            raise ConfigError(f"the renderer cannot write {str(messages)[:120]}: {error}") from error
+
+    def bridge(
+        self, prompt: Sequence[int], sampled: Sequence[int], said: Messages, new: Messages, tools: Tools = ()
+    ) -> list[int] | None:
+        """As :meth:`ChatFormat.bridge`."""
+        bridged = self._renderer.bridge_to_next_turn(
+            list(prompt), list(sampled), _for_template(new), tools=_functions(tools)
+        )
+        if bridged is None:
+            return None
+        ids = list(getattr(bridged, "token_ids", bridged))
+        return ids if ids[: len(prompt) + len(sampled)] == [*prompt, *sampled] else None
+
+    def parse(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = ()) -> Reply:
+        """As :meth:`ChatFormat.parse`."""
+        found = self._renderer.parse_response(list(sampled), prompt_ids=list(prompt), tools=_functions(tools))
+        calls = [
+            ToolCall(call.name, call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {}))
+            for call in found.tool_calls
+            if tools and call.status == "ok" and call.name
+        ]
+        broken = [call.raw for call in found.tool_calls if not (tools and call.status == "ok" and call.name)]
+        return Reply("".join([found.content or "", *broken]), found.reasoning_content, tuple(calls))
+
+
+def chat_format(writer: Writer, tokenizer: Any) -> ChatFormat:
+    """The format of a model: that of a renderer that writes what the tokenizer's template writes, or the template's."""
+    plain = TemplateFormat(writer, tokenizer)
+    try:
+        from renderers.base import RENDERER_REGISTRY, create_renderer  # pyright: ignore
+    except ImportError:
+        return plain
+    return plain
+
+
+def _hermes_call(text: str) -> ToolCall | None:
+    """Read a tool call. None for what is none."""
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+        return None
+    arguments = call.get("arguments", {})
+    return ToolCall(call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+def _functions(tools: Tools) -> list[Any] | None:
+    """The tools as the library takes them: without the entry "type" around them."""
+    return [tool.get("function", tool) for tool in tools] or None
+
+
+def _for_template(messages: Messages) -> list[Any]:
+    """Messages as templates expect them: text content, and tool calls with arguments that are objects, not JSON."""
+    written: list[Any] = []
+    for message in messages:
+        made = {name: value for name, value in message.items() if value is not None or name == "content"}
+        if isinstance(made.get("content"), list):
+            made["content"] = "".join(part.get("text", "") for part in made["content"])
+        made["content"] = made.get("content") or ""
+        if made.get("tool_calls"):
+            made["tool_calls"] = [_with_object(call) for call in made["tool_calls"]]
+        written.append(made)
+    return written
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", {}))
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}

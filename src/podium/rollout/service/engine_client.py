@@ -1,0 +1,122 @@
+"""Asks an engine in the same process from an event loop: many requests at once, by ids, with their tokens as they come.
+
+    event loop   generate ── submit ─┐                       ┌─▶ tokens ... ─▶ completion
+    one thread                       └─▶ engine.poll ─ events ┘
+
+The thread runs while requests are in flight. Calls of ``Engine.generate`` beside it are drawn in the same batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from podium.errors import GenerationError
+from podium.rollout.engines.requests import Aborted, Event, Failed, Finished, Request, RequestId, Tokens
+
+if TYPE_CHECKING:
+    from podium.rollout.engines import Engine
+    from podium.rollout.sampling import Completion, SamplingParams
+
+__all__ = ["EngineClient"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Id:
+    """Id of a request of the service. It is equal to no other id."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"request {self.number} of the service"
+
+
+class EngineClient:
+    """Draws completions from ``engine`` for the coroutines of any event loop.
+
+    Attributes:
+        in_flight: The tokens that the requests in flight may still hold, prompts included; by this, callers balance.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.in_flight = 0
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._waiting: dict[RequestId, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
+        self._thread: threading.Thread | None = None
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, priority: int = 0
+    ) -> Completion:
+        """Draw one completion. Cancelling the coroutine ends the request.
+
+        Raises:
+            ConfigError: The prompt does not fit the model.
+            GenerationError: The engine failed.
+        """
+        async with aclosing(self.stream(prompt, params, seed, priority=priority, tokens=False)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    return event.completion
+        raise GenerationError("the request ended without a completion")
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, priority: int = 0, tokens: bool = True
+    ) -> AsyncGenerator[Tokens | Finished]:
+        """Yield the tokens of a completion as they come, and at last all of it. Closing the iterator ends the request.
+
+        Raises:
+            ConfigError: The prompt does not fit the model.
+            GenerationError: The engine failed.
+        """
+        request = Request(
+            id=_Id(next(self._numbers)), prompt=prompt, params=params, seed=seed, priority=priority, stream=tokens
+        )
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        size = len(prompt) + params.max_new_tokens
+        with self._changed:
+            self.engine.submit(request)
+            self._waiting[request.id] = asyncio.get_running_loop(), events
+            self.in_flight += size
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="podium-serve", daemon=True)
+                self._thread.start()
+        try:
+            while True:
+                match await events.get():
+                    case Tokens() as event:
+                        yield event
+                    case Finished() as event:
+                        yield event
+                        return
+                    case Failed(error=error):
+                        raise error
+                    case Aborted():
+                        raise GenerationError(f"{request} was aborted")
+        finally:
+            with self._changed:
+                self.in_flight -= size
+                if self._waiting.pop(request.id, None) is not None:
+                    self.engine.abort(request.id)
+
+    def _run(self) -> None:
+        """Drive the engine while requests are in flight."""
+        while True:
+            for event in self.engine.poll():
+                with self._changed:
+                    found = self._waiting.get(event.id)
+                    if found is not None and not isinstance(event, Tokens):
+                        del self._waiting[event.id]
+                if found is not None:
+                    loop, events = found
+                    loop.call_soon_threadsafe(events.put_nowait, event)
+            with self._changed:
+                if not self._waiting:
+                    self._thread = None
+                    return

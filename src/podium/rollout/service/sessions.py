@@ -1,0 +1,227 @@
+"""What was said in a session, as the token ids that the model read and sampled.
+
+    call 1 ─▶ call 2 ─▶ call 3       row 0   each prompt extends what was recorded, so the calls make one row
+                 └────▶ call 4       row 1   begins where call 2 ended, whose tokens row 0 trains
+    call 5                           row 2   another prompt: a sub-agent, or a history that the client has edited
+
+Each sampled token is trained once, in the row of its call. Whatever else stands in a row carries no loss: the prompt,
+what tools and users said, and what another row trains. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+__all__ = ["Key", "RecordedCall", "Row", "Sampled", "Session", "Turn", "message_key"]
+
+Key: TypeAlias = str
+"""What a message says, in a form that is equal for what two clients send of the same message."""
+
+_IGNORED: Final = frozenset(
+    {"reasoning_content", "reasoning", "refusal", "audio", "annotations", "name", "function_call"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The tokens that a call sampled.
+
+    Attributes:
+        ids: L token ids; a stop token that ended them is the last.
+        logprobs: L natural logarithms of the probability with which each was drawn.
+        versions: L versions of the weights that drew them.
+        finish_reason: "stop" or "length".
+        kept: Where top-k or top-p were used, the ids that each token was drawn from; else None.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: str
+    kept: Sequence[Sequence[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where a row's sampled tokens of one call stand: ``row.ids[start:stop]``."""
+
+    call: int
+    start: int
+    stop: int
+    finish_reason: str
+
+
+@dataclass(slots=True)
+class Row:
+    """One conversation as it is trained.
+
+    Attributes:
+        ids: The token ids of prompts and completions, in the order in which the model saw them.
+        sampled: By token, whether this row trains it.
+        logprobs: By token, as in :class:`Sampled`; 0 where ``sampled`` is False.
+        versions: By token, as in :class:`Sampled`; 0 where ``sampled`` is False.
+        kept: By token, as in :class:`Sampled`; empty where ``sampled`` is False.
+        turns: The calls of the row.
+        parent: The row from which this one was split off; None for one that shares nothing with another row.
+        fork: The number of first tokens that this row shares with ``parent``.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept: list[Sequence[int]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    parent: int | None = None
+    fork: int = 0
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Append tokens that were not sampled here."""
+        count = len(ids)
+        self.ids += ids
+        self.sampled += [False] * count
+        self.logprobs += [0.0] * count
+        self.versions += [0] * count
+        self.kept += [()] * count
+
+    def sample(self, call: int, drawn: Sampled) -> None:
+        """Append the tokens that a call sampled."""
+        start, count = len(self.ids), len(drawn.ids)
+        self.ids += drawn.ids
+        self.sampled += [True] * count
+        self.logprobs += drawn.logprobs
+        self.versions += drawn.versions
+        self.kept += [()] * count if drawn.kept is None else drawn.kept
+        self.turns.append(Turn(call, start, start + count, drawn.finish_reason))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A call that has its answer.
+
+    Attributes:
+        number: Its place in the session, from 0.
+        row: The place of its row in ``Session.rows``.
+        stop: The number of the row's tokens up to the end of its completion.
+        conversation: A key for each message of the prompt, and one for the answer; () for a call that sent ids.
+    """
+
+    number: int
+    row: int
+    stop: int
+    conversation: tuple[Key, ...] = ()
+
+
+class Session:
+    """One conversation with a model, or the conversations of one task where there are sub-agents.
+
+    It has no lock: calls of one session are recorded by one thread. Calls may overlap, since a call is recorded when
+    it has its answer.
+
+    Attributes:
+        id: Its name, as the client gives it.
+        rows: What is trained.
+        calls: The calls, in the order in which they were answered.
+        splits: How many calls began a row although they continued a conversation, because their prompt's ids did not
+            begin with what was recorded: the chat template writes a history otherwise than the model sampled it.
+    """
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.rows: list[Row] = []
+        self.calls: list[RecordedCall] = []
+        self.splits = 0
+
+    def ids_of(self, call: RecordedCall) -> list[int]:
+        """The prompt and the completion of a call."""
+        return self.rows[call.row].ids[: call.stop]
+
+    def find(self, conversation: Sequence[Key]) -> RecordedCall | None:
+        """Return the call whose prompt and answer are the longest beginning of ``conversation``; the latest of equals.
+
+        A call whose row has gone on since comes after one whose row ends with it.
+        """
+        found = [
+            call
+            for call in self.calls
+            if call.conversation and tuple(conversation[: len(call.conversation)]) == call.conversation
+        ]
+        return max(found, key=lambda call: (len(call.conversation), self._is_open(call), call.number), default=None)
+
+    def record(
+        self,
+        prompt: Sequence[int],
+        drawn: Sampled,
+        conversation: Iterable[Key] = (),
+        *,
+        continues: RecordedCall | None = None,
+    ) -> RecordedCall:
+        """Record a call that has its answer, and return it.
+
+        Args:
+            prompt: The ids that the model read.
+            drawn: What it sampled.
+            conversation: As in :class:`RecordedCall`.
+            continues: The call whose conversation this one goes on with, as :meth:`find` gave it. If ``prompt`` does
+                not begin with the ids of that call, it is counted in ``splits``.
+        """
+        before = self._longest(prompt)
+        number = len(self.calls)
+        self.splits += continues is not None and (before is None or before.stop < continues.stop)
+        if before is not None and self._is_open(before):
+            place, shared = before.row, before.stop
+        else:
+            place, shared = len(self.rows), 0
+            parent = None if before is None else before.row
+            self.rows.append(Row(parent=parent, fork=0 if before is None else before.stop))
+        row = self.rows[place]
+        row.read(prompt[shared:])
+        row.sample(number, drawn)
+        self.calls.append(RecordedCall(number, place, len(row.ids), tuple(conversation)))
+        return self.calls[-1]
+
+    def _longest(self, prompt: Sequence[int]) -> RecordedCall | None:
+        """The call with the longest ids that ``prompt`` begins with."""
+        ids = list(prompt)
+        found = [
+            call
+            for call in self.calls
+            if call.stop <= len(ids) and self.rows[call.row].ids[: call.stop] == ids[: call.stop]
+        ]
+        return max(found, key=lambda call: (call.stop, self._is_open(call)), default=None)
+
+    def _is_open(self, call: RecordedCall) -> bool:
+        """Whether the call's row ends with it."""
+        return self.rows[call.row].turns[-1].call == call.number
+
+
+def message_key(message: Mapping[str, Any]) -> Key:
+    """Return what a message says, without what clients change on the way.
+
+    White space around an assistant's text, empty content instead of none, the order and the spaces of a tool call's
+    JSON arguments, text in parts, and a dropped reasoning make no difference.
+    """
+    said = {name: value for name, value in message.items() if name not in _IGNORED and value not in (None, "", [])}
+    content = said.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in content)
+    if isinstance(content, str):
+        said["content"] = content.strip() if said.get("role") == "assistant" else content
+        if not said["content"]:
+            del said["content"]
+    if isinstance(said.get("tool_calls"), list):
+        said["tool_calls"] = [_tool_call(call) for call in said["tool_calls"]]
+    return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _tool_call(call: Any) -> list[Any]:
+    function = call.get("function", {}) if isinstance(call, Mapping) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return [call.get("id") if isinstance(call, Mapping) else None, function.get("name"), arguments]
