@@ -11,6 +11,10 @@ def sampled(*ids: int, version: int = 3) -> Sampled:
     return Sampled(ids, [-0.1 * token for token in ids], [version] * len(ids), "stop")
 
 
+def said(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
 def test_a_prompt_that_extends_what_is_recorded_goes_on_in_its_row() -> None:
     session = Session("one")
     session.record([1, 2], sampled(10, 11))
@@ -56,10 +60,10 @@ def test_a_row_that_was_split_off_goes_on_itself() -> None:
 
 def test_a_conversation_that_the_template_writes_otherwise_is_counted() -> None:
     session = Session("rewritten")
-    first = session.record([1, 2], sampled(10), ["u", "a"])
-    session.record([1, 2, 10, 3], sampled(11), ["u", "a", "u", "b"], continues=first)
+    first = session.record([1, 2], sampled(10), said("u", "a"))
+    session.record([1, 2, 10, 3], sampled(11), said("u", "a", "u", "b"), continues=first)
     assert session.splits == 0
-    second = session.find(["u", "a", "u", "b", "u"])
+    second = session.find(said("u", "a", "u", "b", "u"))
     assert second is session.calls[1]
     session.record([1, 2, 99, 3, 11, 4], sampled(12), continues=second)
     assert (session.splits, len(session.rows)) == (1, 2)
@@ -69,12 +73,12 @@ def test_a_conversation_that_the_template_writes_otherwise_is_counted() -> None:
 
 def test_find_takes_the_longest_conversation_and_of_equals_the_one_that_nobody_continued() -> None:
     session = Session("twins")
-    session.record([1], sampled(10), ["u", "a"])
-    session.record([1], sampled(10), ["u", "a"])
-    session.record([1, 10, 2], sampled(11), ["u", "a", "v", "b"])
-    found = session.find(["u", "a", "w"])
+    session.record([1], sampled(10), said("u", "a"))
+    session.record([1], sampled(10), said("u", "a"))
+    session.record([1, 10, 2], sampled(11), said("u", "a", "v", "b"))
+    found = session.find(said("u", "a", "w"))
     assert found is not None and session.rows[found.row].turns[-1].call == found.number
-    assert session.find(["x"]) is None
+    assert session.find(said("x")) is None
 
 
 def test_kept_sets_stay_with_their_tokens() -> None:

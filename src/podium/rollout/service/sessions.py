@@ -108,12 +108,14 @@ class RecordedCall:
         row: The place of its row in ``Session.rows``.
         stop: The number of the row's tokens up to the end of its completion.
         conversation: A key for each message of the prompt, and one for the answer; () for a call that sent ids.
+        messages: Those messages, as the model read and wrote them: a client may leave out the reasoning later.
     """
 
     number: int
     row: int
     stop: int
     conversation: tuple[Key, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 class Session:
@@ -140,15 +142,16 @@ class Session:
         """The prompt and the completion of a call."""
         return self.rows[call.row].ids[: call.stop]
 
-    def find(self, conversation: Sequence[Key]) -> RecordedCall | None:
-        """Return the call whose prompt and answer are the longest beginning of ``conversation``; the latest of equals.
+    def find(self, messages: Sequence[Mapping[str, Any]]) -> RecordedCall | None:
+        """Return the call whose prompt and answer are the longest beginning of ``messages``; the latest of equals.
 
         A call whose row has gone on since comes after one whose row ends with it.
         """
+        conversation = tuple(map(message_key, messages))
         found = [
             call
             for call in self.calls
-            if call.conversation and tuple(conversation[: len(call.conversation)]) == call.conversation
+            if call.conversation and conversation[: len(call.conversation)] == call.conversation
         ]
         return max(found, key=lambda call: (len(call.conversation), self._is_open(call), call.number), default=None)
 
@@ -156,7 +159,7 @@ class Session:
         self,
         prompt: Sequence[int],
         drawn: Sampled,
-        conversation: Iterable[Key] = (),
+        messages: Iterable[Mapping[str, Any]] = (),
         *,
         continues: RecordedCall | None = None,
     ) -> RecordedCall:
@@ -165,7 +168,7 @@ class Session:
         Args:
             prompt: The ids that the model read.
             drawn: What it sampled.
-            conversation: As in :class:`RecordedCall`.
+            messages: As in :class:`RecordedCall`.
             continues: The call whose conversation this one goes on with, as :meth:`find` gave it. If ``prompt`` does
                 not begin with the ids of that call, it is counted in ``splits``.
         """
@@ -181,7 +184,8 @@ class Session:
         row = self.rows[place]
         row.read(prompt[shared:])
         row.sample(number, drawn)
-        self.calls.append(RecordedCall(number, place, len(row.ids), tuple(conversation)))
+        said = tuple(messages)
+        self.calls.append(RecordedCall(number, place, len(row.ids), tuple(map(message_key, said)), said))
         return self.calls[-1]
 
     def _longest(self, prompt: Sequence[int]) -> RecordedCall | None:

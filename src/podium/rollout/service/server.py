@@ -1,0 +1,62 @@
+"""Runs an application on an address of this machine, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+from typing import Any, Self
+
+import uvicorn
+
+from podium.errors import PodiumError
+
+__all__ = ["Server", "new_token"]
+
+
+def new_token() -> str:
+    """A bearer token that nobody guesses."""
+    return secrets.token_urlsafe(32)
+
+
+class Server:
+    """Serves ``app`` until it is closed. Use it in a ``with`` block.
+
+    Args:
+        app: An ASGI application.
+        host: The address to listen at; by default only processes of this machine reach it.
+        port: The port; 0 takes one that is free.
+
+    Raises:
+        PodiumError: Nobody can listen there.
+
+    Attributes:
+        url: Where it is, such as ``http://127.0.0.1:43210``.
+    """
+
+    def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> None:
+        try:
+            self._socket = socket.create_server((host, port), backlog=1024)
+        except OSError as error:
+            raise PodiumError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="podium-http", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve([self._socket]))
+
+    def close(self) -> None:
+        """Answer what is in progress for at most a second, and end."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,143 @@
+"""The rollout service over HTTP, as the official client and plain requests use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from podium.rollout.engines import EngineConfig, make_engine
+from podium.rollout.service.chat_format import TemplateFormat
+from podium.rollout.service.engine_client import EngineClient
+from podium.rollout.service.service import Service
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.writer import Writer
+from podium.workers import ModelConfig, char_tokenizer, load_model
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKEN = "secret"
+USER = {"role": "user", "content": "hello"}
+
+
+@dataclass
+class Served:
+    url: str
+    service: Service
+    client: Any
+
+    def post(self, path: str, body: Any, token: str = TOKEN, **headers: str) -> tuple[int, Any]:
+        import urllib.error
+        import urllib.request
+
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        asked = urllib.request.Request(self.url + path, content, {"Authorization": f"Bearer {token}", **headers})
+        try:
+            with urllib.request.urlopen(asked) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    from podium.rollout.service.app import make_app
+    from podium.rollout.service.server import Server
+
+    tokenizer = char_tokenizer(ALPHABET, chat_template=TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})  # type: ignore[arg-type]
+    settings = {
+        "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer),
+        "max_position_embeddings": 512, "initializer_range": 0.3,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = load_model(ModelConfig(config=settings, tokenizer=f"chars:{ALPHABET}"))
+    client = EngineClient(make_engine(EngineConfig(max_sequences=8), model))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    service = Service(
+        client, TemplateFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer,
+        model="tiny", context=512, stop_token_ids=[end], most_tokens=100_000,
+    )  # fmt: skip
+    with Server(make_app(service, TOKEN)) as server:
+        yield Served(server.url, service, openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0))
+
+
+def test_the_official_client_talks_and_everything_is_recorded_as_sampled(served: Served) -> None:
+    messages: list[Any] = [USER]
+    headers = {"X-Session-ID": "talk"}
+    sampled: list[list[int]] = []
+    for turn in range(4):
+        answer = served.client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=12, seed=turn, extra_headers=headers,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        (choice,) = answer.choices
+        sampled.append(choice.token_ids)
+        assert answer.usage.completion_tokens == len(choice.token_ids) <= 12
+        messages += [choice.message.model_dump(exclude_none=True), {"role": "user", "content": f"and {turn}"}]
+    session = served.service.close_session("talk")
+    assert session is not None
+    (row,) = session.rows
+    assert session.splits == 0
+    assert [row.ids[turn.start : turn.stop] for turn in row.turns] == sampled
+    assert sum(row.sampled) == sum(map(len, sampled))
+
+
+def test_a_stream_says_what_the_whole_answer_says(served: Served) -> None:
+    asked: Any = {"model": "tiny", "messages": [USER], "max_tokens": 8, "seed": 3}
+    whole = served.client.chat.completions.create(**asked)
+    chunks = list(served.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+def test_texts_ids_and_models(served: Served) -> None:
+    found = served.client.completions.create(model="tiny", prompt=["ab", "cd"], max_tokens=5, n=2, temperature=0)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert found.choices[0].text == found.choices[1].text
+    assert served.client.models.list().data[0].max_model_len == 512
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "seed": 1, "logprobs": 1}}
+    status, answer = served.post("/inference/v1/generate", body)
+    assert status == 200
+    (choice,) = answer["choices"]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == len(choice["versions"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"{", 400, "the body is not JSON"),
+        (b"[]", 400, "not a JSON object"),
+        ({"model": "tiny"}, 400, "messages"),
+        ({"messages": [USER], "temperature": "hot"}, 400, "temperature"),
+        ({"messages": [USER], "colour": 1}, 400, "colour: this service knows no such parameter"),
+        ({"messages": [USER], "frequency_penalty": 0.5}, 400, "frequency_penalty = 0.5: this service does not support"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"messages": [USER], "model": "other"}, 404, "the model 'other' is not here"),
+        ({"messages": [USER], "max_tokens": 5000}, 400, "the model's context has 512"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "the model's context has 512"),
+        (b" " * (17 << 20), 413, "larger than 16 MiB"),
+    ],
+)
+def test_bad_requests_are_answered_by_name(served: Served, body: Any, status: int, said: str) -> None:
+    found, answer = served.post("/v1/chat/completions", body)
+    assert (found, said in answer["error"]["message"]) == (status, True), answer
+
+
+def test_a_wrong_token_is_refused(served: Served) -> None:
+    for token in ("", "wrong", TOKEN[:-1]):
+        assert served.post("/v1/chat/completions", {"messages": [USER]}, token)[0] == 401
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong").models.list()
