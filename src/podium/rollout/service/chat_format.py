@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -23,13 +23,37 @@ from podium.errors import ConfigError
 if TYPE_CHECKING:
     from podium.rollout.tasks.writer import Writer
 
-__all__ = ["ChatFormat", "Reply", "RendererFormat", "TemplateFormat", "ToolCall", "chat_format"]
+__all__ = ["ChatFormat", "RendererFormat", "Reply", "TemplateFormat", "ToolCall", "chat_format"]
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 _REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
 _TOOL_CALL: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_NO_FAMILY: Final = {"BaseRendererConfig", "AutoRendererConfig", "DefaultRendererConfig", "CustomRendererConfig"}
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+_PROBE_USER: Final = {"role": "user", "content": "What is there?"}
+_PROBE_CALL: Final = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"place": "a"}'}}
+    ],
+}
+_PROBES: Final[Sequence[tuple[Messages, Tools]]] = (
+    ([_PROBE_USER], ()),
+    ([{"role": "system", "content": "Be brief."}, _PROBE_USER], ()),
+    ([_PROBE_USER, {"role": "assistant", "content": "A house."}, {"role": "user", "content": "And there?"}], ()),
+    ([_PROBE_USER], [_PROBE_TOOL]),
+    ([_PROBE_USER, _PROBE_CALL, {"role": "tool", "tool_call_id": "call00001", "content": "a tree"}], [_PROBE_TOOL]),
+)
 _MARK: Final = "podium\u241fmark"  # stands for an answer whose place in a written conversation is looked for
 
 
@@ -213,13 +237,47 @@ class RendererFormat:
 
 
 def chat_format(writer: Writer, tokenizer: Any) -> ChatFormat:
-    """The format of a model: that of a renderer that writes what the tokenizer's template writes, or the template's."""
+    """Return the format of a model.
+
+    A renderer of the library ``renderers`` is taken only if it writes the same ids as the tokenizer's template does:
+    conversations with a system prompt, with turns, and with tools and their results. Its name is not asked for. Where
+    none does, or the library is not installed, the template is used by its text.
+    """
     plain = TemplateFormat(writer, tokenizer)
+    return next((found for found in _renderers(tokenizer) if _agree(found, plain)), plain)
+
+
+def _renderers(tokenizer: Any) -> Iterator[RendererFormat]:
+    """The renderers of the library that can be made with this tokenizer."""
     try:
-        from renderers.base import RENDERER_REGISTRY, create_renderer  # pyright: ignore
+        from renderers import base, configs
     except ImportError:
-        return plain
-    return plain
+        return
+    known = [
+        one for one in vars(configs).values() if isinstance(one, type) and issubclass(one, configs.BaseRendererConfig)
+    ]
+    for config in known:
+        if config.__name__ in _NO_FAMILY:
+            continue
+        with contextlib.suppress(Exception):  # another family's, whose special tokens this tokenizer does not have
+            yield RendererFormat(base.create_renderer(tokenizer, config()))
+
+
+def _agree(found: ChatFormat, plain: ChatFormat) -> bool:
+    """Whether two formats write the same ids. A conversation that the template refuses says nothing."""
+    compared = 0
+    for messages, tools in _PROBES:
+        try:
+            expected = plain.prompt(messages, tools)
+        except ConfigError:
+            continue
+        try:
+            if found.prompt(messages, tools) != expected:
+                return False
+        except ConfigError:
+            return False
+        compared += 1
+    return compared > 1
 
 
 def _hermes_call(text: str) -> ToolCall | None:
