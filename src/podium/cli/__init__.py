@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("train", "train a model: podium train grpo|ppo|sft"),
     "eval": ("inference", "score the model of a run, or any other, on held-out prompts"),
     "sample": ("inference", "print completions of a run's model, or of any other"),
+    "serve": ("serve", "answer the OpenAI API with a run's model, or any other"),
     "export": ("export", "write a run's model or checkpoint for transformers, vLLM, peft or the hub"),
     "changes": ("changes", "show which held-out prompts broke, and which were mended, between two evaluations"),
     "runs": ("runs", "list runs; show, compare or remove them"),

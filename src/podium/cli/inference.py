@@ -16,7 +16,7 @@ from podium.errors import ConfigError
 from podium.trainer.config import InferenceConfig
 from podium.trainer.runs.places import found_values, is_needed, remarks
 
-__all__ = ["inference_config", "opened_config", "run_eval", "run_sample"]
+__all__ = ["connect", "inference_config", "opened_config", "run_eval", "run_sample"]
 
 _WRITES_PROMPTS: Final = ("data.chat_template",)
 _SCORES: Final = ("data.eval", "data.chat_template", "reward")
@@ -31,7 +31,7 @@ def run_eval(arguments: Sequence[str]) -> int:
 
     with (
         opened_config(options.model, options.config, overrides, needs=_SCORES) as config,
-        _connect(backend) as cluster,
+        connect(backend) as cluster,
     ):
         found = evaluate_model(config, cluster)
     for name, one in found.items():
@@ -61,7 +61,7 @@ def run_sample(arguments: Sequence[str]) -> int:
     prompts = [options.prompt] if options.prompt is not None else _typed()
     with (
         opened_config(options.model, options.config, overrides) as config,
-        _connect(backend) as cluster,
+        connect(backend) as cluster,
         open_sampler(config, cluster) as sample,
     ):
         for number, prompt in enumerate(prompts):
@@ -161,7 +161,8 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _connect(backend: Backend) -> podium.Cluster:
+def connect(backend: Backend) -> podium.Cluster:
+    """Connect to a backend whose processes import what a model needs at once."""
     from podium.trainer import PRELOAD
 
     return podium.connect(backend.name, hints={"preload": PRELOAD}, **backend.options)

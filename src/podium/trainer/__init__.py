@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Evaluation as Evaluation,
         evaluate_model as evaluate_model,
         open_sampler as open_sampler,
+        served as served,
     )
     from podium.trainer.plan import describe_plan as describe_plan
     from podium.trainer.ppo import PPOTrainer as PPOTrainer

@@ -1,10 +1,12 @@
 """The generator: completions from prompts, by an engine that holds the policy's weights."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +16,14 @@ from podium.data import Batch, Jagged, fields
 from podium.errors import DataError
 from podium.rollout.engines.journal import Drawn, Journal, read_journals
 from podium.rollout.sampling import Completion, SamplingParams
+from podium.rollout.tasks.config import DataConfig
 from podium.runtime import concat, endpoint, shard
 from podium.workers.texts import decode_sampled, text_column
 from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_sync.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from podium.rollout.service.server import Server
 
 __all__ = ["Generator"]
 
@@ -34,6 +40,10 @@ class Generator(WeightReceiver):
     """Draws completions. Its arguments, and the way by which it gets weights, are those of :class:`WeightReceiver`."""
 
     _journal: Journal | None = None
+
+    @cached_property
+    def _servers(self) -> list[Server]:
+        return []
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref")
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
@@ -67,6 +77,42 @@ class Generator(WeightReceiver):
         if not asked[0]:
             return self._drawn(prompts, sampling, [])
         return self._drawn(prompts, sampling, await asyncio.wrap_future(self._ready_engine().generate_later(*asked)))
+
+    @endpoint(concurrent=True)
+    def serve(
+        self,
+        data: DataConfig,
+        sampling: SamplingParams,
+        *,
+        model: str,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> str:
+        """Answer requests over HTTP beside all other calls, until the worker ends: see :mod:`podium.rollout.service`.
+
+        Args:
+            data: How conversations are written.
+            sampling: Its stop tokens end an answer.
+            model: The name of the model for clients.
+            token: The bearer token that clients send.
+            host: The address to listen at; by default only processes of this machine reach it.
+            port: The port; 0 takes one that is free.
+
+        Returns:
+            The address of each rank, such as ``http://127.0.0.1:43210``.
+
+        Raises:
+            ConfigError: The extra ``serve`` is not installed.
+            PodiumError: Nobody can listen there.
+        """
+        from podium.rollout.service import serve_engine
+
+        server = serve_engine(
+            self._ready_engine(), self._tokenizer, data, sampling, model=model, token=token, host=host, port=port
+        )
+        self._servers.append(server)
+        return server.url
 
     def _asked(self, prompts: Batch, sampling: SamplingParams) -> _Asked:
         """The arguments of the engine's ``generate``."""
