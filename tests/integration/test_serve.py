@@ -64,7 +64,7 @@ def served() -> Iterator[Served]:
     torch.manual_seed(0)
     model = load_model(ModelConfig(config=settings, tokenizer=f"chars:{ALPHABET}"))
     client = EngineClient(make_engine(EngineConfig(max_sequences=8), model))
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end: Any = tokenizer.convert_tokens_to_ids("<|im_end|>")
     service = Service(
         client, TemplateFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer,
         model="tiny", context=512, stop_token_ids=[end], most_tokens=100_000,

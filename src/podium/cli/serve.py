@@ -1,4 +1,4 @@
-"""``podium serve MODEL`` answers the OpenAI API with a model. MODEL is a run, a checkpoint, a directory or a hub name."""
+"""``podium serve MODEL`` answers the OpenAI API with a model: a run, a checkpoint, a directory, or a hub name."""
 
 import argparse
 import os

@@ -1,8 +1,8 @@
 """A model that answers over HTTP, and records what it sampled: the OpenAI API, and ids in and out.
 
-    app        routes, tokens, errors           wire      requests, and what is refused by name
-    service    from a request to ids            sessions  from calls to rows that train
-    chat_format  messages ─▶ ids ─▶ messages    engine_client  many requests at one engine
+app        routes, tokens, errors           wire      requests, and what is refused by name
+service    from a request to ids            sessions  from calls to rows that train
+chat_format  messages ─▶ ids ─▶ messages    engine_client  many requests at one engine
 """
 
 from __future__ import annotations

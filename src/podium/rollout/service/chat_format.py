@@ -253,7 +253,7 @@ def _renderers(tokenizer: Any) -> Iterator[RendererFormat]:
         from renderers import base, configs
     except ImportError:
         return
-    known = [
+    known: list[Any] = [
         one for one in vars(configs).values() if isinstance(one, type) and issubclass(one, configs.BaseRendererConfig)
     ]
     for config in known:
@@ -303,10 +303,10 @@ def _for_template(messages: Messages) -> list[Any]:
     for message in messages:
         made = {name: value for name, value in message.items() if value is not None or name == "content"}
         if isinstance(made.get("content"), list):
-            made["content"] = "".join(part.get("text", "") for part in made["content"])
+            made["content"] = "".join(part.get("text", "") for part in made["content"] or ())
         made["content"] = made.get("content") or ""
         if made.get("tool_calls"):
-            made["tool_calls"] = [_with_object(call) for call in made["tool_calls"]]
+            made["tool_calls"] = [_with_object(call) for call in made["tool_calls"] or ()]
         written.append(made)
     return written
 
