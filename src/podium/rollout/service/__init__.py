@@ -1,8 +1,8 @@
 """A model that answers over HTTP, and records what it sampled: the OpenAI API, and ids in and out.
 
-app        routes, tokens, errors           wire      requests, and what is refused by name
-service    from a request to ids            sessions  from calls to rows that train
-chat_format  messages ─▶ ids ─▶ messages    engine_client  many requests at one engine
+app ──▶ service ──▶ tokens        HTTP ─▶ requests of conversations, texts and ids ─▶ what draws ids
+          │  └────▶ chat_format   messages ─▶ ids ─▶ messages
+          └───────▶ sessions      calls ─▶ rows that train
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     POST /inference/v1/generate    ids in; ids, log-probabilities and versions out
     GET  /v1/models  /health  /metrics
 
-A session is named by the header ``X-Session-ID``, or by ``metadata.session_id`` in the body.
+A session is named by the path, as in ``/sessions/NAME/v1/chat/completions``, so that a client is in it which is only
+given another ``base_url``; by the header ``X-Session-ID``; or by ``metadata.session_id`` in the body.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -24,14 +27,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from podium.errors import PodiumError
+from podium.rollout.service.service import Delta, before_stop
 from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
 
 if TYPE_CHECKING:
-    from podium.rollout.service.chat_format import Reply
-    from podium.rollout.service.service import Asked, Service
+    from podium.rollout.service.service import Answer, Asked, Service
     from podium.rollout.service.sessions import Sampled
 
 __all__ = ["make_app"]
+
+T = TypeVar("T")
 
 _MOST_BYTES: Final = 16 << 20  # of a request
 SESSION_HEADER: Final = "x-session-id"
@@ -61,14 +66,20 @@ def make_app(service: Service, token: str) -> Starlette:
         return run
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "version": service.client.engine.version})
+        return JSONResponse({"status": "ok", "version": service.source.version})
 
+    posted = {"/v1/chat/completions": api.chat, "/v1/completions": api.completions}
+    routes = [
+        Route(prefix + path, guarded(handler), methods=["POST"])
+        for prefix in ("", "/sessions/{session}")
+        for path, handler in posted.items()
+    ]
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", guarded(api.chat), methods=["POST"]),
-            Route("/v1/completions", guarded(api.completions), methods=["POST"]),
+            *routes,
             Route("/inference/v1/generate", guarded(api.generate), methods=["POST"]),
             Route("/v1/models", guarded(api.models)),
+            Route("/sessions/{session}/v1/models", guarded(api.models)),
             Route("/metrics", guarded(api.metrics)),
             Route("/health", health),
         ]
@@ -87,57 +98,47 @@ class _Api:
         asked = self.service.chat(asked_for, _session_of(request, body))
         head = _head("chatcmpl", "chat.completion", self.service)
         if asked_for.stream:
-            usage = bool((asked_for.stream_options or {}).get("include_usage"))
-            return _events(self._chat_stream(request, asked_for, asked, head, usage))
-        drawn = await self._all(request, asked)
-        choices: list[dict[str, Any]] = []
-        for index, (sampled, cut) in enumerate(drawn):
-            message, reason = self._message(asked, sampled, cut)
-            choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason}
-            if asked_for.logprobs:
-                choice["logprobs"] = {"content": self._logprobs(sampled)}
-            if asked_for.return_token_ids:
-                choice |= {"token_ids": list(sampled.ids), "versions": list(sampled.versions)}
-            choices.append(choice)
-        answer = {**head, "choices": choices, "usage": self._usage(asked, [sampled for sampled, _ in drawn])}
+            return _events(self._chat_stream(asked_for, asked, {**head, "object": "chat.completion.chunk"}))
+        answers = await _while_there(request, [self.service.answer(asked, place) for place in range(len(asked.seeds))])
+        choices = [
+            {"index": index, "message": answer.message, **self._ending(asked_for, answer)}
+            for index, answer in enumerate(answers)
+        ]
+        whole = {**head, "choices": choices, "usage": self._usage([asked], [answer.sampled for answer in answers])}
         if asked_for.return_token_ids:
-            answer["prompt_token_ids"] = list(asked.prompt)
-        return JSONResponse(answer)
+            whole["prompt_token_ids"] = list(asked.prompt)
+        return JSONResponse(whole)
 
     async def completions(self, request: Request) -> Response:
-        asked_for = parse(CompletionRequest, await _body(request))
+        body = await _body(request)
+        asked_for = parse(CompletionRequest, body)
         self._check_model(asked_for.model)
-        if asked_for.stream:
-            raise Refusal(400, "stream: /v1/completions answers as a whole; use /v1/chat/completions", "stream")
+        if self.service.rules is not None:
+            raise Refusal(400, "/v1/completions is recorded in no session: use /v1/chat/completions in training")
         asked = [
-            self.service.ask(ids, asked_for, asked_for.max_tokens, stop=asked_for.stop_token_ids)
+            replace(
+                self.service.ask(ids, asked_for, asked_for.max_tokens, stop=asked_for.stop_token_ids),
+                stops=asked_for.stops,
+            )
             for ids in self._prompts(asked_for.prompt)
         ]
-        drawn = await _while_there(request, asyncio.gather(*(self._draw(each, asked_for.stops) for each in asked)))
-        choices: list[dict[str, Any]] = []
-        for each in drawn:
-            for sampled, cut in each:
-                text = self._text(sampled, cut)
-                reason = "stop" if cut is not None else sampled.finish_reason
-                choice: dict[str, Any] = {
-                    "index": len(choices),
-                    "text": text,
-                    "finish_reason": reason,
-                    "logprobs": None,
-                }
-                if asked_for.return_token_ids:
-                    choice |= {"token_ids": list(sampled.ids), "versions": list(sampled.versions)}
-                choices.append(choice)
-        usage = self._usage(asked, [sampled for each in drawn for sampled, _ in each])
-        return JSONResponse({**_head("cmpl", "text_completion", self.service), "choices": choices, "usage": usage})
+        each = [(one, place) for one in asked for place in range(len(one.seeds))]
+        head = _head("cmpl", "text_completion", self.service)
+        if asked_for.stream:
+            return _events(self._text_stream(asked_for, asked, each, head))
+        drawn = await _while_there(request, [self.service.draw(one, place) for one, place in each])
+        choices = [self._text_choice(asked_for, index, sampled) for index, sampled in enumerate(drawn)]
+        return JSONResponse({**head, "choices": choices, "usage": self._usage(asked, drawn)})
 
     async def generate(self, request: Request) -> Response:
         asked_for = parse(GenerateRequest, await _body(request))
         if asked_for.stream:
             raise Refusal(400, "stream: /inference/v1/generate answers as a whole", "stream")
+        if self.service.rules is not None:
+            raise Refusal(400, "/inference/v1/generate is recorded in no session: use /v1/chat/completions in training")
         params = asked_for.sampling_params
         asked = self.service.ask(asked_for.token_ids, params, params.max_tokens, stop=params.stop_token_ids)
-        drawn = await self._all(request, asked)
+        drawn = await _while_there(request, [self.service.draw(asked, place) for place in range(len(asked.seeds))])
         choices = [
             {
                 "index": index,
@@ -145,10 +146,11 @@ class _Api:
                 "logprobs": {"content": [{"logprob": value} for value in sampled.logprobs]},
                 "finish_reason": sampled.finish_reason,
                 "versions": list(sampled.versions),
+                **({} if sampled.kept is None else {"kept": [list(ids) for ids in sampled.kept]}),
             }
-            for index, (sampled, _) in enumerate(drawn)
+            for index, sampled in enumerate(drawn)
         ]
-        usage = self._usage([asked], [sampled for sampled, _ in drawn])
+        usage = self._usage([asked], drawn)
         return JSONResponse({"request_id": f"gen-{uuid.uuid4().hex}", "choices": choices, "usage": usage})
 
     async def models(self, request: Request) -> Response:
@@ -162,60 +164,77 @@ class _Api:
     async def metrics(self, request: Request) -> Response:
         lines = [f"podium_{name}_total {count}" for name, count in self._counts.items()]
         lines += [
-            f"podium_tokens_in_flight {self.service.client.in_flight}",
+            f"podium_tokens_in_flight {self.service.source.in_flight}",
             f"podium_sessions {len(self.service.sessions)}",
-            f"podium_weights_version {self.service.client.engine.version}",
+            f"podium_weights_version {self.service.source.version}",
         ]
         return PlainTextResponse("\n".join(lines) + "\n")
 
-    # -- drawing ---------------------------------------------------------------------------------------------------
-
-    async def _all(self, request: Request, asked: Asked) -> list[tuple[Sampled, int | None]]:
-        return await _while_there(request, asyncio.ensure_future(self._draw(asked, asked.stops)))
-
-    async def _draw(self, asked: Asked, stops: Sequence[str]) -> list[tuple[Sampled, int | None]]:
-        """Draw all completions. With each comes the number of its characters before a text that ends it."""
-        drawn = await asyncio.gather(*(self.service.draw(asked, number) for number in range(len(asked.seeds))))
-        return [(sampled, _cut(self._text(sampled, None), stops)) for sampled in drawn]
+    # -- streams ---------------------------------------------------------------------------------------------------
 
     async def _chat_stream(
-        self, request: Request, asked_for: ChatRequest, asked: Asked, head: Mapping[str, Any], usage: bool
+        self, asked_for: ChatRequest, asked: Asked, head: Mapping[str, Any]
     ) -> AsyncIterator[Mapping[str, Any]]:
-        head = {**head, "object": "chat.completion.chunk"}
-        drawn = await self._draw(asked, asked.stops)
-        for index, (sampled, cut) in enumerate(drawn):
-            message, reason = self._message(asked, sampled, cut)
-            calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls") or [])]
-            delta = {**message, **({"tool_calls": calls} if calls else {})}
-            yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
-            yield {**head, "choices": [{"index": index, "delta": {}, "finish_reason": reason}]}
-        if usage:
-            yield {**head, "choices": [], "usage": self._usage([asked], [sampled for sampled, _ in drawn])}
+        streams = [self.service.stream(asked, place) for place in range(len(asked.seeds))]
+        begun: set[int] = set()
+        sampled: list[Sampled] = []
+        async with aclosing(_merged(streams)) as pieces:
+            async for index, piece in pieces:
+                delta: dict[str, Any] = {} if index in begun else {"role": "assistant", "content": ""}
+                begun.add(index)
+                if isinstance(piece, Delta):
+                    delta |= {"content": piece.content} if piece.content else {}
+                    delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+                    yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+                    continue
+                if calls := piece.message.get("tool_calls"):
+                    delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+                sampled.append(piece.sampled)
+                yield {**head, "choices": [{"index": index, "delta": delta, **self._ending(asked_for, piece)}]}
+        usage = self._usage([asked], sampled)
+        if (asked_for.stream_options or {}).get("include_usage"):
+            yield {**head, "choices": [], "usage": usage}
+
+    async def _text_stream(
+        self,
+        asked_for: CompletionRequest,
+        asked: Sequence[Asked],
+        each: Sequence[tuple[Asked, int]],
+        head: Mapping[str, Any],
+    ) -> AsyncIterator[Mapping[str, Any]]:
+        """A chunk for each completion, in the order in which they end."""
+
+        async def one(asked: Asked, place: int) -> AsyncGenerator[Sampled]:
+            yield await self.service.draw(asked, place)
+
+        drawn: list[Sampled] = []
+        async with aclosing(_merged([one(*which) for which in each])) as pieces:
+            async for index, sampled in pieces:
+                drawn.append(sampled)
+                yield {**head, "choices": [self._text_choice(asked_for, index, sampled)]}
+        usage = self._usage(asked, drawn)
+        if (asked_for.stream_options or {}).get("include_usage"):
+            yield {**head, "choices": [], "usage": usage}
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
-    def _message(self, asked: Asked, sampled: Sampled, cut: int | None) -> tuple[dict[str, Any], str]:
-        """Return what was said, which is recorded, and why it ended."""
-        reply: Reply = self.service.form.parse(asked.prompt, sampled.ids, asked.tools)
-        content = reply.content if cut is None else (_before(reply.content, asked.stops))
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}
-        if reply.reasoning is not None:
-            message["reasoning_content"] = reply.reasoning
-        if reply.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in reply.tool_calls
-            ]
-        self.service.record(asked, sampled, message)
-        reason = "stop" if cut is not None else sampled.finish_reason
-        return message, "tool_calls" if reply.tool_calls and reason == "stop" else reason
+    def _ending(self, asked_for: ChatRequest, answer: Answer) -> dict[str, Any]:
+        """What a choice has beside its message."""
+        found: dict[str, Any] = {"finish_reason": answer.finish_reason}
+        if asked_for.logprobs:
+            found["logprobs"] = {"content": self._logprobs(answer.sampled)}
+        if asked_for.return_token_ids:
+            found |= {"token_ids": list(answer.sampled.ids), "versions": list(answer.sampled.versions)}
+        return found
 
-    def _text(self, sampled: Sampled, cut: int | None) -> str:
-        return self.service.decode(sampled.ids)[:cut]
+    def _text_choice(self, asked_for: CompletionRequest, index: int, sampled: Sampled) -> dict[str, Any]:
+        text = before_stop(self.service.decode(sampled.ids), asked_for.stops)
+        choice: dict[str, Any] = {
+            "index": index, "text": text, "finish_reason": sampled.finish_reason, "logprobs": None,
+        }  # fmt: skip
+        if asked_for.return_token_ids:
+            choice |= {"token_ids": list(sampled.ids), "versions": list(sampled.versions)}
+        return choice
 
     def _prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
         if isinstance(prompt, str):
@@ -231,9 +250,8 @@ class _Api:
             for text, value in zip(texts, sampled.logprobs, strict=True)
         ]
 
-    def _usage(self, asked: Asked | Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, int]:
-        prompts = asked if isinstance(asked, Sequence) else [asked]
-        prompt, completion = sum(len(one.prompt) for one in prompts), sum(len(one.ids) for one in drawn)
+    def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, int]:
+        prompt, completion = sum(len(one.prompt) for one in asked), sum(len(one.ids) for one in drawn)
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += prompt
         self._counts["completion_tokens"] += completion
@@ -262,33 +280,65 @@ async def _body(request: Request) -> Any:
 def _session_of(request: Request, body: Mapping[str, Any]) -> str:
     metadata = body.get("metadata")
     named = metadata.get("session_id") if isinstance(metadata, Mapping) else None
-    return request.headers.get(SESSION_HEADER) or (named if isinstance(named, str) else "")
+    in_path = request.path_params.get("session", "")
+    return in_path or request.headers.get(SESSION_HEADER) or (named if isinstance(named, str) else "")
 
 
-async def _while_there(request: Request, work: asyncio.Future[Any]) -> Any:
-    """Wait for ``work``. It is cancelled when the client goes away."""
+async def _while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for all of ``works``. They are cancelled when one fails, and when the client goes away."""
 
     async def gone() -> None:
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                return
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
+    everything = asyncio.gather(*works)
     watcher = asyncio.ensure_future(gone())
     try:
-        await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        await asyncio.wait({everything, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not everything.done():
             raise ClientDisconnect
-        return work.result()
+        return everything.result()
     finally:
         watcher.cancel()
-        work.cancel()
+        everything.cancel()
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Yield what several streams yield as it comes, with the place of its stream. Closing it closes all of them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for piece in stream:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
+
+    async def pump(place: int, stream: AsyncGenerator[T]) -> None:
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    queue.put_nowait((place, piece))
+        finally:
+            queue.put_nowait(None)
+
+    pumps = [asyncio.ensure_future(pump(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        for _ in pumps:
+            while (piece := await queue.get()) is not None:
+                yield piece
+        await asyncio.gather(*pumps)
+    finally:
+        for one in pumps:
+            one.cancel()
 
 
 def _events(chunks: AsyncIterator[Mapping[str, Any]]) -> StreamingResponse:
     async def lines() -> AsyncIterator[str]:
-        async for chunk in chunks:
-            yield f"data: {json.dumps(chunk)}\n\n"
+        try:
+            async for chunk in chunks:
+                yield f"data: {json.dumps(chunk)}\n\n"
+        except (Refusal, PodiumError) as error:  # too late for a status
+            refusal = error if isinstance(error, Refusal) else Refusal(500, str(error))
+            yield f"data: {json.dumps(refusal.body)}\n\n"
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")
@@ -298,13 +348,3 @@ def _head(prefix: str, kind: str, service: Service) -> dict[str, Any]:
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": service.model,
     }  # fmt: skip
-
-
-def _cut(text: str, stops: Sequence[str]) -> int | None:
-    """The place of the first of ``stops`` in ``text``."""
-    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    place = _cut(text, stops)
-    return text if place is None else text[:place]

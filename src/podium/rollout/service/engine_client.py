@@ -1,6 +1,6 @@
 """Asks an engine in the same process from an event loop: many requests at once, by ids, with their tokens as they come.
 
-    event loop   generate ── submit ─┐                       ┌─▶ tokens ... ─▶ completion
+    event loop   stream ─── submit ─┐                      ┌─▶ tokens ... ─▶ completion
     one thread                       └─▶ engine.poll ─ events ┘
 
 The thread runs while requests are in flight. Calls of ``Engine.generate`` beside it are drawn in the same batches.
@@ -9,19 +9,21 @@ The thread runs while requests are in flight. Calls of ``Engine.generate`` besid
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from podium.errors import GenerationError
 from podium.rollout.engines.requests import Aborted, Event, Failed, Finished, Request, RequestId, Tokens
+from podium.rollout.service.tokens import sampled_of
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
-    from podium.rollout.sampling import Completion, SamplingParams
+    from podium.rollout.sampling import SamplingParams
+    from podium.rollout.service.sessions import Sampled
 
 __all__ = ["EngineClient"]
 
@@ -51,33 +53,23 @@ class EngineClient:
         self._waiting: dict[RequestId, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
         self._thread: threading.Thread | None = None
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, priority: int = 0
-    ) -> Completion:
-        """Draw one completion. Cancelling the coroutine ends the request.
-
-        Raises:
-            ConfigError: The prompt does not fit the model.
-            GenerationError: The engine failed.
-        """
-        async with aclosing(self.stream(prompt, params, seed, priority=priority, tokens=False)) as events:
-            async for event in events:
-                if isinstance(event, Finished):
-                    return event.completion
-        raise GenerationError("the request ended without a completion")
+    @property
+    def version(self) -> int:
+        """The version of the weights that the next token is drawn from."""
+        return self.engine.version
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, priority: int = 0, tokens: bool = True
-    ) -> AsyncGenerator[Tokens | Finished]:
-        """Yield the tokens of a completion as they come, and at last all of it. Closing the iterator ends the request.
-
-        Raises:
-            ConfigError: The prompt does not fit the model.
-            GenerationError: The engine failed.
-        """
-        request = Request(
-            id=_Id(next(self._numbers)), prompt=prompt, params=params, seed=seed, priority=priority, stream=tokens
-        )
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+    ) -> AsyncGenerator[Tokens | Sampled]:
+        """As :meth:`.TokenSource.stream`."""
+        del session  # there is one place
+        request = Request(id=_Id(next(self._numbers)), prompt=prompt, params=params, seed=seed, stream=tokens)
         events: asyncio.Queue[Event] = asyncio.Queue()
         size = len(prompt) + params.max_new_tokens
         with self._changed:
@@ -92,8 +84,8 @@ class EngineClient:
                 match await events.get():
                     case Tokens() as event:
                         yield event
-                    case Finished() as event:
-                        yield event
+                    case Finished(completion=drawn):
+                        yield sampled_of(drawn)
                         return
                     case Failed(error=error):
                         raise error
@@ -115,7 +107,8 @@ class EngineClient:
                         del self._waiting[event.id]
                 if found is not None:
                     loop, events = found
-                    loop.call_soon_threadsafe(events.put_nowait, event)
+                    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+                        loop.call_soon_threadsafe(events.put_nowait, event)
             with self._changed:
                 if not self._waiting:
                     self._thread = None

@@ -1,6 +1,6 @@
-"""Answers requests by an engine, and records conversations by the session that they name.
+"""Answers requests by the tokens of a source, and records conversations by the session that they name.
 
-    messages ─▶ ids (bridged to what the session has recorded) ─▶ engine ─▶ ids ─▶ text and tool calls
+    messages ─▶ ids (bridged to what the session has recorded) ─▶ source ─▶ ids ─▶ text and tool calls
                                                                      └─▶ recorded as sampled
 
 Nothing here knows HTTP: :mod:`.app` does.
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,14 +23,16 @@ from podium.rollout.service.sessions import RecordedCall, Sampled, Session
 from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.sampling import Completion
-    from podium.rollout.service.chat_format import ChatFormat
-    from podium.rollout.service.engine_client import EngineClient
+    from podium.rollout.service.chat_format import ChatFormat, Reply
+    from podium.rollout.service.tokens import TokenSource
 
-__all__ = ["Asked", "Service", "sampled_of"]
+__all__ = ["Answer", "Asked", "Delta", "Service", "before_stop"]
 
 _SEEDS: Final = 2**62
+_MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
 _SESSIONS: Final = 4096  # that are remembered at the same time, where nobody closes them
+_PAUSE_S: Final = 0.02  # between two looks at the text of a stream
+_OPENERS: Final = "<[{"  # with one of these a tool call may begin
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Asked:
         prompt: Its ids.
         params: How to draw, for one completion.
         seeds: One for each completion.
-        session: Where the calls are recorded; None for a request that names none.
+        name: The name of its session; "" for a request that names none.
+        session: Where the calls are recorded; None for a request that names no session.
         messages: The conversation; () for a request of ids or text.
         tools: Its tools.
         continues: The call that the conversation goes on with.
@@ -49,6 +54,7 @@ class Asked:
     prompt: Sequence[int]
     params: SamplingParams
     seeds: Sequence[int]
+    name: str = ""
     session: Session | None = None
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
@@ -56,22 +62,53 @@ class Asked:
     stops: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Delta:
+    """The next piece of an answer that is being drawn."""
+
+    content: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a conversation.
+
+    Attributes:
+        message: The assistant's message, as the OpenAI API has it.
+        finish_reason: "stop", "length" or "tool_calls".
+        sampled: What it was read from.
+        call: Its record in the session; None where there is no session.
+    """
+
+    message: Mapping[str, Any]
+    finish_reason: str
+    sampled: Sampled
+    call: RecordedCall | None = None
+
+
 class Service:
     """One model that answers requests.
 
     Args:
-        client: Draws completions.
+        source: Draws completions.
         form: Writes and reads conversations.
         tokenizer: Writes and reads plain text.
         model: The name that the model has here.
         context: The most tokens of a prompt and its completion.
         stop_token_ids: The tokens that end an answer.
         most_tokens: Requests that would hold more tokens at the same time are told to come later.
+        rules: How training draws. Temperature, top-p and top-k of requests give way to these, since a step trains on
+            one distribution, and ``max_new_tokens`` is the most that an answer gets. Sessions must be open then: what
+            is said in no session would be lost. None lets each request decide.
+
+    Attributes:
+        overruled: How often a request asked for a parameter that ``rules`` replaced, by its name.
     """
 
     def __init__(
         self,
-        client: EngineClient,
+        source: TokenSource,
         form: ChatFormat,
         tokenizer: Any,
         *,
@@ -79,14 +116,19 @@ class Service:
         context: int,
         stop_token_ids: Sequence[int],
         most_tokens: int,
+        rules: SamplingParams | None = None,
     ) -> None:
-        self.client, self.form, self.model, self.context = client, form, model, context
+        self.source, self.form, self.model, self.context, self.rules = source, form, model, context, rules
         self._tokenizer = tokenizer
         self.stop_token_ids = tuple(form.stop_token_ids or stop_token_ids)
         self.most_tokens = most_tokens
         self.sessions: OrderedDict[str, Session] = OrderedDict()
+        self.overruled: Counter[str] = Counter()
         self.created_s = int(time.time())
         self._seeds = itertools.count(time.time_ns() % _SEEDS)
+        self._seeds_of: dict[str, itertools.count[int]] = {}
+
+    # -- texts and sessions ----------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain text, with the tokenizer's first ones."""
@@ -98,28 +140,46 @@ class Service:
         """The text of ids, special tokens among them only where ``special`` is True."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
-    def session(self, name: str) -> Session:
-        """The session of this name, which is new if nobody has named it."""
+    def open_session(self, name: str, seed: int | None = None) -> Session:
+        """Return the session of this name, which is new if nobody has named it.
+
+        Args:
+            name: How requests name it.
+            seed: The seeds of its calls follow from this one, in the order in which they are asked.
+        """
         found = self.sessions.pop(name, None) or Session(name)
         self.sessions[name] = found
-        while len(self.sessions) > _SESSIONS:
+        if seed is not None:
+            self._seeds_of[name] = itertools.count(seed % _SEEDS, _MIXER)
+        while self.rules is None and len(self.sessions) > _SESSIONS:
             self.sessions.popitem(last=False)
         return found
 
     def close_session(self, name: str) -> Session | None:
         """Return what is recorded, and forget it."""
+        self._seeds_of.pop(name, None)
         return self.sessions.pop(name, None)
+
+    def _session(self, name: str) -> Session | None:
+        if self.rules is None:
+            return self.open_session(name) if name else None
+        if found := self.sessions.get(name):
+            return found
+        what = f"the session {name!r} is not open" if name else "the request names no session"
+        raise Refusal(404, f"{what}: what is said there would not be trained; use the base_url that the run gave", "")
+
+    # -- requests --------------------------------------------------------------------------------------------------
 
     def chat(self, request: ChatRequest, session: str = "") -> Asked:
         """Prepare a conversation.
 
         Raises:
-            Refusal: The template cannot write it, or it leaves no room for an answer.
+            Refusal: The template cannot write it, it leaves no room for an answer, or there is no such session.
         """
         tools = request.tools or []
         if request.model_extra and request.model_extra.get("tool_choice") == "none":
             tools = []
-        recorded = self.session(session) if session else None
+        recorded = self._session(session)
         continues = recorded.find(request.messages) if recorded is not None else None
         prompt: list[int] | None = None
         try:
@@ -132,7 +192,7 @@ class Service:
         except ConfigError as error:
             raise Refusal(400, str(error), "messages") from None
         limit = request.max_completion_tokens or request.max_tokens
-        asked = self.ask(prompt, request, limit, stop=request.stop_token_ids)
+        asked = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session)
         return replace(
             asked,
             session=recorded,
@@ -142,13 +202,23 @@ class Service:
             stops=request.stops,
         )
 
-    def ask(self, prompt: Sequence[int], sampling: Any, limit: int | None, *, stop: Sequence[int] | None) -> Asked:
+    def ask(
+        self,
+        prompt: Sequence[int],
+        sampling: Any,
+        limit: int | None,
+        *,
+        stop: Sequence[int] | None,
+        session: str = "",
+    ) -> Asked:
         """Prepare ids. ``sampling`` has temperature, top_p, top_k, n and seed.
 
         Raises:
             Refusal: The prompt leaves no room for an answer, or too much is in flight.
         """
         room = self.context - len(prompt)
+        if self.rules is not None:
+            limit = min(limit or room, self.rules.max_new_tokens, max(room, 1))
         if room < 1 or (limit is not None and limit > room):
             wanted = f" and max_tokens is {limit}" if limit is not None else ""
             raise Refusal(
@@ -158,40 +228,147 @@ class Service:
                 "messages",
                 "context_length_exceeded",
             )
-        params = SamplingParams(
-            max_new_tokens=limit or room,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=max(0, sampling.top_k),
-            stop_token_ids=(*self.stop_token_ids, *(stop or ())),
-        )
-        if (
-            self.client.in_flight
-            and self.client.in_flight + sampling.n * (len(prompt) + (limit or 0)) > self.most_tokens
-        ):
+        stops = (*self.stop_token_ids, *(stop or ()))
+        params = self._params(sampling, limit or room, stops)
+        in_flight = self.source.in_flight
+        if in_flight and in_flight + sampling.n * (len(prompt) + (limit or 0)) > self.most_tokens:
             raise Refusal(429, "too many tokens are in flight: try again later", code="overloaded")
-        first = sampling.seed if sampling.seed is not None else next(self._seeds) * 1_000_003 % _SEEDS
-        return Asked(prompt, params, [first + number for number in range(sampling.n)])
+        if sampling.seed is not None and self.rules is None:
+            seeds = [sampling.seed + number for number in range(sampling.n)]
+        else:
+            own = self._seeds_of.get(session)
+            given = [next(own if own is not None else self._seeds) for _ in range(sampling.n)]
+            seeds = given if own is not None else [seed * 1_000_003 for seed in given]
+        return Asked(prompt, params, [seed % _SEEDS for seed in seeds], name=session)
+
+    def _params(self, sampling: Any, limit: int, stops: tuple[int, ...]) -> SamplingParams:
+        rules = self.rules
+        if rules is None:
+            given = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(0, sampling.top_k)}
+            return SamplingParams(max_new_tokens=limit, stop_token_ids=stops, **given)
+        for name in ("temperature", "top_p", "top_k"):
+            asked = getattr(sampling, name)
+            self.overruled[name] += name in sampling.model_fields_set and max(0, asked) != getattr(rules, name)
+        self.overruled["seed"] += sampling.seed is not None  # completions of one prompt are to differ
+        return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
+
+    # -- answers ---------------------------------------------------------------------------------------------------
 
     async def draw(self, asked: Asked, number: int = 0) -> Sampled:
-        """Draw completion ``number`` of what was asked."""
-        drawn = await self.client.generate(asked.prompt, asked.params, asked.seeds[number])
-        return sampled_of(drawn)
+        """Draw completion ``number`` of what was asked, up to a text that ends it.
 
-    def record(self, asked: Asked, drawn: Sampled, said: Mapping[str, Any] | None) -> RecordedCall | None:
-        """Record an answer in its session. ``said`` is the message that the client gets."""
-        if asked.session is None:
-            return None
-        return asked.session.record(
-            asked.prompt, drawn, (*asked.messages, said) if said else (), continues=asked.continues
-        )
+        Raises:
+            Refusal: The prompt does not fit the model.
+            GenerationError: Nothing can be drawn.
+        """
+        async with aclosing(self._pieces(asked, number, tokens=bool(asked.stops))) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Sampled):
+                    return piece
+        raise AssertionError("a source ends with all of a completion")
+
+    async def answer(self, asked: Asked, number: int = 0) -> Answer:
+        """Draw completion ``number`` of a conversation, and record it. Raises as :meth:`draw`."""
+        return self._answer(asked, await self.draw(asked, number))
+
+    async def stream(self, asked: Asked, number: int = 0) -> AsyncGenerator[Delta | Answer]:
+        """As :meth:`answer`, with the pieces of the text as they come; the whole answer comes last.
+
+        What may be the beginning of a tool call, of a stop text or of a character is held back until it is known.
+        """
+        said, thought, looked_s = "", "", 0.0
+        async with aclosing(self._pieces(asked, number)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Sampled):
+                    answer = self._answer(asked, piece)
+                    yield Delta(
+                        _more(said, answer.message.get("content") or ""),
+                        _more(thought, answer.message.get("reasoning_content") or ""),
+                    )
+                    yield answer
+                    return
+                if time.monotonic() - looked_s < _PAUSE_S:
+                    continue
+                looked_s = time.monotonic()
+                reply = self.form.parse(asked.prompt, piece, asked.tools)
+                content, reasoning = self._certain(reply, asked)
+                delta = Delta(_more(said, content), _more(thought, reasoning))
+                if delta.content or delta.reasoning:
+                    yield delta
+                    said, thought = said + delta.content, thought + delta.reasoning
+
+    async def _pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[list[int] | Sampled]:
+        """Yield the ids so far, again and again, and at last all of the completion."""
+        ids, logprobs, versions = list[int](), list[float](), list[int]()
+        drawing = self.source.stream(asked.prompt, asked.params, asked.seeds[number], session=asked.name, tokens=tokens)
+        async with aclosing(drawing) as events:
+            try:
+                async for event in events:
+                    if isinstance(event, Sampled):
+                        yield self._until_stop(event, asked.stops)
+                        return
+                    ids += event.token_ids
+                    logprobs += event.logprobs
+                    versions += [event.version] * len(event.token_ids)
+                    if asked.stops and not asked.params.filtered and _place(self.decode(ids), asked.stops) is not None:
+                        yield self._until_stop(Sampled(ids, logprobs, versions, "stop"), asked.stops)
+                        return
+                    yield ids
+            except ConfigError as error:
+                raise Refusal(400, str(error)) from None
+
+    def _until_stop(self, drawn: Sampled, stops: Sequence[str]) -> Sampled:
+        """What was sampled up to the token that completes a stop text; what came after it nobody has read."""
+        if not stops or _place(self.decode(drawn.ids), stops) is None:
+            return drawn
+        count = next(n for n in range(1, len(drawn.ids) + 1) if _place(self.decode(drawn.ids[:n]), stops) is not None)
+        kept = None if drawn.kept is None else drawn.kept[:count]
+        return Sampled(drawn.ids[:count], drawn.logprobs[:count], drawn.versions[:count], "stop", kept)
+
+    def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
+        reply = self.form.parse(asked.prompt, drawn.ids, asked.tools)
+        content = before_stop(reply.content, asked.stops)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}
+        if reply.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in reply.tool_calls
+            ]
+        call = None
+        if asked.session is not None:
+            call = asked.session.record(asked.prompt, drawn, (*asked.messages, message), continues=asked.continues)
+        reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
+        return Answer(message, reason, drawn, call)
+
+    def _certain(self, reply: Reply, asked: Asked) -> tuple[str, str]:
+        """The beginning of content and reasoning that no later token changes."""
+        content, reasoning = reply.content, reply.reasoning or ""
+        if asked.tools:
+            content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]
+        elif (at := content.rfind("<")) >= 0:
+            content = content[:at]
+        held = max((len(stop) for stop in asked.stops), default=1) - 1
+        content = before_stop(content, asked.stops)
+        content = content[: len(content) - held].rstrip("\ufffd \n\t")
+        return content, reasoning.rstrip("\ufffd \n\t<")
 
 
-def sampled_of(drawn: Completion) -> Sampled:
-    """The engine's completion as plain numbers."""
-    kept = None
-    if drawn.kept is not None:
-        kept = [drawn.kept.at(place).tolist() for place in range(len(drawn))]
-    return Sampled(
-        drawn.token_ids.tolist(), drawn.logprobs.tolist(), drawn.versions.tolist(), drawn.finish_reason, kept
-    )
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """What stands before the first of ``stops``."""
+    return text[: _place(text, stops)]
+
+
+def _place(text: str, stops: Sequence[str]) -> int | None:
+    """The place of the first of ``stops`` in ``text``."""
+    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+
+
+def _more(sent: str, whole: str) -> str:
+    """What follows ``sent`` in ``whole``; "" where it is not the beginning."""
+    return whole[len(sent) :] if whole.startswith(sent) else ""

@@ -1,0 +1,62 @@
+"""Where the tokens of a service come from: an engine in the same process, or generators elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from podium.rollout.service.sessions import Sampled
+
+if TYPE_CHECKING:
+    from podium.rollout.engines.requests import Tokens
+    from podium.rollout.sampling import Completion, SamplingParams
+
+__all__ = ["TokenSource", "sampled_of"]
+
+
+class TokenSource(Protocol):
+    """Draws completions by token ids, many at a time."""
+
+    @property
+    def in_flight(self) -> int:
+        """The tokens that the requests in flight may still hold, prompts included."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The version of the weights, as far as it is known here."""
+        ...
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        session: str = "",
+        tokens: bool = True,
+    ) -> AsyncGenerator[Tokens | Sampled]:
+        """Yield the tokens of a completion as they come, and at last all of it. Closing the iterator ends the request.
+
+        Args:
+            prompt: The ids that the model reads.
+            params: How to draw; ``n`` is ignored.
+            seed: Equal requests with equal seeds get equal completions.
+            session: Requests of one session are drawn at one place, which knows their common beginning.
+            tokens: Whether tokens are wanted before the completion is whole. A source may have none.
+
+        Raises:
+            ConfigError: The prompt does not fit the model.
+            GenerationError: Nothing can be drawn.
+        """
+        ...
+
+
+def sampled_of(drawn: Completion) -> Sampled:
+    """The engine's completion as plain numbers."""
+    kept = None
+    if drawn.kept is not None:
+        kept = [drawn.kept.at(place).tolist() for place in range(len(drawn))]
+    return Sampled(
+        drawn.token_ids.tolist(), drawn.logprobs.tolist(), drawn.versions.tolist(), drawn.finish_reason, kept
+    )
