@@ -65,15 +65,17 @@ class concat(Collect[Any, Any]):
     Args:
         scalars: How single values beside rows in a dict become one, such as ``reduce("mean")`` or ``gather()``. By
             default all ranks must return the same.
+        any_rows: Whether ranks may return any number of rows, which then come in the order of the ranks. Such rows do
+            not belong to those of the caller one by one, so that nothing is known of their order or their padding.
     """
 
-    def __init__(self, *, scalars: Collect[Any, Any] | None = None) -> None:
-        self.scalars = scalars
+    def __init__(self, *, scalars: Collect[Any, Any] | None = None, any_rows: bool = False) -> None:
+        self.scalars, self.any_rows = scalars, any_rows
 
     def collect(self, method: str, results: Sequence[Any], split: Split) -> Any:
         names = [f"the result of rank {rank}" for rank in self.ranks(split)]
         try:
-            plan = split.plan
+            plan = None if self.any_rows else split.plan
             if plan is not None and (any(plan.padding) or not plan.contiguous):
                 results = [self._unpadded(*part, plan, at) for at, part in enumerate(zip(names, results, strict=True))]
             joined = concat_rows(results, names, partial(self._join_scalars, method, split))

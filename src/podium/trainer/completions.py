@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Self
@@ -52,6 +52,7 @@ class ScoredBatch:
         prompts: The step's prompts. Row i answers prompt ``group[i]``.
         tokenizer: The decoder of completions whose generator sent no text.
         grades: One for each row; None until ``graded``.
+        figures: Metrics of the step that are known from its rollout.
     """
 
     step: int
@@ -59,6 +60,7 @@ class ScoredBatch:
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
     grades: Sequence[Grade] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def graded(
         self, grader: Grader, data: Sequence[str] = (), reward_model: Handle[RewardModel] | None = None
@@ -83,9 +85,16 @@ class ScoredBatch:
         for name in sorted({name for grade in grades for name in grade.parts}):
             parts = [grade.parts.get(name, math.nan) for grade in grades]
             columns[fields.PART + name] = torch.tensor(parts, dtype=torch.float32)
-        for name in data:
-            columns[fields.DATA + name] = [example.row[name] for example in examples]
-        return replace(self, grades=grades, batch=self.batch.with_columns(columns))
+        return replace(self, grades=grades, batch=self.batch.with_columns(columns)).with_data(data)
+
+    def with_data(self, names: Sequence[str]) -> ScoredBatch:
+        """Return this with these columns of the data."""
+        if not names:
+            return self
+        rows = [self.prompts[group].example.row for group in self.groups]
+        return replace(
+            self, batch=self.batch.with_columns({fields.DATA + name: [row[name] for row in rows] for name in names})
+        )
 
     def _model_scores(self, reward_model: Handle[RewardModel], rows: range, texts: Sequence[str]) -> list[float]:
         groups = self.groups[rows.start : rows.stop]
@@ -139,6 +148,22 @@ class ScoredBatch:
         return int(self.batch.dense(fields.VERSION_RANGE)[:, 0].min()) if drawn else None
 
     @property
+    def firsts(self) -> list[int]:
+        """The first row of each trajectory. A row is a trajectory by itself where the batch does not say more."""
+        if fields.TRAJECTORY not in self.batch:
+            return [*range(len(self.batch))]
+        numbers = self.batch.dense(fields.TRAJECTORY).tolist()
+        return [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
+
+    @property
+    def by_prompt(self) -> list[Grade]:
+        """The grade of the first row of each prompt that has one."""
+        found: dict[int, Grade] = {}
+        for group, grade in zip(self.groups, self.grades or (), strict=True):
+            found.setdefault(group, grade)
+        return [*found.values()]
+
+    @property
     def rewards_B(self) -> Tensor:
         """The score of each row: float32 ``[B]``."""
         return self.batch.dense(fields.REWARDS)
@@ -171,6 +196,11 @@ class ScoredBatch:
             score = self.grades[row].score if self.grades else math.nan
             samples.append(Sample(prompt.shown, text, score, prompt.example.answer))
         return tuple(samples)
+
+    def with_rows(self, rows: Sequence[int]) -> ScoredBatch:
+        """Only these rows."""
+        grades = None if self.grades is None else [self.grades[row] for row in rows]
+        return replace(self, batch=self.batch.take(list(rows)), grades=grades)
 
     def chunks(self, most: int) -> Iterator[range]:
         """All rows in order, in ranges of at most ``most`` tokens, or of one row that is longer."""

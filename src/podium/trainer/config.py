@@ -16,6 +16,7 @@ from podium.errors import ConfigError
 from podium.functions import check_function_name
 from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
+from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.workers import ModelConfig, OptimConfig, ParallelConfig
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
-Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator"]
+Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator", "rollout"]
 SCHEDULES: Final = {
     "sync": "podium.trainer.schedules.sync:sync",
     "one_step_off": "podium.trainer.schedules.one_step_off:one_step_off",
@@ -220,11 +221,12 @@ class PlacementConfig:
         if self.pools:
             pool_of = {role: name for name, pool in self.pools.items() for role in pool.roles}
             pool_of.setdefault("estimator", pool_of.get("policy", ""))
+            pool_of.setdefault("rollout", pool_of.get("generator", ""))
             groups = [([r for r in roles if pool_of.get(r) == name], pool.ranks) for name, pool in self.pools.items()]
         else:
-            apart = ("generator",) if self.layout == "split" else ()
+            apart = {"generator": self.generator_ranks or 1, "rollout": 1} if self.layout == "split" else {}
             groups = [([role for role in roles if role not in apart], self.ranks)]
-            groups += [([role for role in roles if role in apart], self.generator_ranks or 1)]
+            groups += [([role], ranks) for role, ranks in apart.items() if role in roles]
         return [(tuple(held), ranks) for held, ranks in groups if held]
 
     def _check_pools(self) -> None:
@@ -286,13 +288,15 @@ class InferenceConfig:
     reward: RewardConfig = Field(default_factory=RewardConfig)
     sampling: SamplingParams = prefer(SamplingParams, max_new_tokens=256)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Names of the roles of this run, in the order in which they start."""
-        return ("reward", "generator") if self.reward.path else ("generator",)
+        optional = {"reward": self.reward.path, "generator": True, "rollout": self.environment.name}
+        return tuple(role for role, used in optional.items() if used)
 
     @property
     def processes(self) -> list[tuple[tuple[str, ...], int]]:
@@ -435,7 +439,8 @@ class PPOConfig(_TrainingConfig):
     @property
     def roles(self) -> tuple[str, ...]:
         optional = {"reference": self.algorithm.needs_reference, "critic": self.has_critic, "reward": self.reward.path}
-        return ("policy", *(role for role, used in optional.items() if used), "estimator", "generator")
+        last = ("estimator", "generator", "rollout") if self.environment.name else ("estimator", "generator")
+        return ("policy", *(role for role, used in optional.items() if used), *last)
 
     @property
     def optimizer_steps(self) -> int:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import fields
 from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
+from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
 from podium.runtime import Cluster, Handle
@@ -22,6 +23,8 @@ from podium.trainer.generators import Generators
 from podium.trainer.preflight import check_answers, check_reward, with_stop_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
 from podium.trainer.roles import started_generator
+from podium.trainer.sessions import Sessions, grade_sessions
+from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, RewardModel, completion_texts, load_tokenizer
 
 __all__ = ["Evaluation", "evaluate_model", "gain_interval", "open_sampler", "score_held_out", "served"]
@@ -75,25 +78,32 @@ def score_held_out(
     step: int = 0,
     reward_model: Handle[RewardModel] | None = None,
     keep: Path | None = None,
+    sessions: Sessions | None = None,
 ) -> Evaluation:
     """Score one completion of each of ``prompts`` with the weights that the generator has.
 
     The completions are drawn at ``config.eval.temperature``, from the whole distribution and always with the same
-    seeds. The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``.
+    seeds. The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``. With
+    ``sessions`` each prompt is a task that an environment is lived for; a session that fails counts as not correct.
     """
     sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
     seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
-    batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
-    scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
-    scored = scored.graded(grader, reward_model=reward_model)
+    if sessions is not None:
+        batch, _ = sessions.live(prompts, seeds, sampling, step)
+        scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
+        scored = grade_sessions(scored, grader, config.reward.correct_at)
+    else:
+        batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
+        scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
+        scored = scored.graded(grader, reward_model=reward_model)
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         write_completions(keep, scored, None)
     return Evaluation(
         step=step,
-        correct=int(scored.correct_B.sum()),
-        items=len(batch),
-        reward_mean=float(scored.rewards_B.mean()),
+        correct=sum(grade.correct for grade in scored.by_prompt),
+        items=len(prompts),
+        reward_mean=sum(grade.score for grade in scored.by_prompt) / max(1, len(scored.by_prompt)),
         samples=scored.samples(_SAMPLES),
     )
 
@@ -112,13 +122,30 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sets: dict[str, list[Prompt]] = {}
     for name, place in config.data.eval_sets.items():
-        sets[name] = load_held_out(replace(config.data, eval=place), tokenizer, config.eval.items)
+        data = replace(config.data, eval=place)
+        if config.environment.name:
+            sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
+            continue
+        sets[name] = load_held_out(data, tokenizer, config.eval.items)
         if reward is None:
             check_answers((prompt.example for prompt in sets[name]), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as (generator, model):
+    with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as roles:
+        sessions = None
+        if roles.rollout is not None:
+            beside = roles.generator.group.name in roles.rollout.group.shares_processes_with
+            sessions = Sessions(roles.rollout, () if beside else (roles.generator,), config, sampling)
         return {
-            name: score_held_out(config, generator, prompts, grader, tokenizer, sampling, reward_model=model)
+            name: score_held_out(
+                config,
+                roles.generator,
+                prompts,
+                grader,
+                tokenizer,
+                sampling,
+                reward_model=roles.reward,
+                sessions=sessions,
+            )
             for name, prompts in sets.items()
         }
 
@@ -132,12 +159,13 @@ def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     config = replace(config, reward=replace(config.reward, path=""))  # samples are not scored
-    with started_generator(cluster, config) as (generator, _):
+    config = replace(config, environment=EnvironmentConfig())  # nor do they live in one
+    with started_generator(cluster, config) as roles:
 
         def sample(prompt: str, number: int = 0) -> list[str]:
             prompts = encoded([Example(prompt, None, {"prompt": prompt})], tokenizer, config.data, "typed")
             seeds = completion_seeds(config.run.seed, number, 1, sampling.n)
-            return completion_texts(generator.generate(prompt_batch(prompts, seeds), sampling), tokenizer)
+            return completion_texts(roles.generator.generate(prompt_batch(prompts, seeds), sampling), tokenizer)
 
         yield sample
 
@@ -151,6 +179,6 @@ def served(config: InferenceConfig, cluster: Cluster, **where: Any) -> Iterator[
     """
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    config = replace(config, reward=replace(config.reward, path=""))  # answers are not scored
-    with started_generator(cluster, config) as (generator, _):
-        yield generator.serve(config.data, sampling, **where)[0]
+    config = replace(config, reward=replace(config.reward, path=""), environment=EnvironmentConfig())
+    with started_generator(cluster, config) as roles:
+        yield roles.generator.serve(config.data, sampling, **where)[0]

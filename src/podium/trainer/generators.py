@@ -80,6 +80,7 @@ class Generators:
 
     Attributes:
         changing: Held while the policy's weights change, until the generators have them.
+        returned: Called with the number of a generator that was restarted and has the current weights.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Generators:
         journals: Path | None = None,
     ) -> None:
         self.changing = threading.RLock()
+        self.returned: Callable[[int], None] = lambda number: None
         self._handles, self._weight_sync, self._losses, self._apart = tuple(handles), weight_sync, losses, apart
         self._timeout_s = timeout_s
         self._journals, self._keeper = journals, keeper
@@ -294,7 +296,19 @@ class Generators:
                 raise
             return failed
         emit(Recovered(f"{what}; it was restarted and has the weights of version {version}"))
+        self.returned(number)
         return None
+
+    def revive(self) -> None:
+        """Restart generators that are lost while nobody waits for what they draw: sessions ask them by themselves."""
+        with self._opening:
+            if self._closed:
+                return
+            self._begin()
+        for number in range(len(self._handles)):
+            if self._is_lost(number) and self._apart:
+                error = PodiumError(f"{self._handles[number].group.name} was lost during sessions")
+                self._todo.put(partial(self._lose, number, error))
 
     # -- parts of a few prompts ------------------------------------------------------------------------------------
 
@@ -307,11 +321,14 @@ class Generators:
         with self._opening:
             if self._closed:
                 raise PodiumError(f"the completions of step {step} were asked for when the run had ended")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="podium-generators", daemon=True)
-                self._thread.start()
+            self._begin()
             self._todo.put(partial(self._add, parts))
         return [part.drawn for part in parts]
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="podium-generators", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         """The thread that alone uses the queue. It sends what is due after each thing that it does."""

@@ -1,6 +1,7 @@
 """One training step of GRPO, PPO and their kin.
 
-    collect   take prompts ─▶ generate ─▶ grade                                              generator, grader
+    collect   take prompts ─▶ generate, or live in an environment ─▶ grade                   generator or rollout,
+                                                                                             grader
     learn     log-probabilities ─▶ values ─▶ advantages ─▶ update ─▶ sync weights            policy, reference, critic,
                                                                                              estimator
 Each stage is a call to workers, and a method that a subclass may replace. A schedule says when each half runs
@@ -30,6 +31,8 @@ from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preflight import check_answers, check_columns, check_lengths, check_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
 from podium.trainer.runs.checkpoints import TrainerState
+from podium.trainer.sessions import Sessions, grade_sessions
+from podium.trainer.tasks import load_tasks
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
 
@@ -89,7 +92,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         stage = partial(self.clock.stage, step=step, half="collect")
         with stage("prompts"):
             prompts = self.take(step, self.config.batch.prompts)
-        if self.steps.side_by_side and self._takes_parts:
+        if self.sessions is not None:
+            scored = self.collect_sessions(self.sessions, prompts, step)
+        elif self.steps.side_by_side and self._takes_parts:
             scored = self.collect_parts(prompts, step)
         else:
             with stage("generate"):
@@ -118,6 +123,22 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
                     over.result()  # the first error, whichever part has it
                 parts = [part.result() for part in graded]
         return ScoredBatch.join(sorted(parts, key=lambda part: part.groups[0]))
+
+    def collect_sessions(self, sessions: Sessions, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
+        """Live ``sampling.n`` sessions of each prompt's task. Prompts all of whose sessions failed are dropped."""
+        stage = partial(self.clock.stage, step=step, half="collect")
+        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
+        with stage("rollout"):
+            batch, report = sessions.live(prompts, seeds, self.sampling, step)
+        scored = replace(self._ungraded(batch, prompts, step), figures=report.figures)
+        places = sorted({*scored.groups})
+        with stage("score"), self._kept_if_not_graded([batch], prompts, step):
+            self.ledger.move(step, "rolled_out", places, versions=scored.versions())
+            scored = grade_sessions(scored, self.grader, self.config.reward.correct_at)
+            self.ledger.move(step, "graded", places)
+        if gone := sorted({*range(len(prompts))} - {*places}):
+            self.ledger.move(step, "dropped", gone, reason="every session failed")
+        return scored.with_data(self._declared.data)
 
     def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
         """Train on the completions of a step, and send the new weights to the generator.
@@ -291,7 +312,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Metrics of a step's completions; ``batch`` has their columns from before the update."""
         needed = (*_FIGURE_INPUTS, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
         # Without old log-probabilities the update itself reports the mismatch, since no policy has moved yet.
-        return {**scored.metrics(), **self.estimator.describe(batch.select(*needed))}
+        return {**scored.figures, **scored.metrics(), **self.estimator.describe(batch.select(*needed))}
 
     def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """The step's metrics. Also moves the coefficient of the KL to its next value."""
@@ -384,6 +405,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def load_data(self) -> PromptStream[Prompt]:
         config, data, seed = self.config, self.config.data, self.config.run.seed
+        if config.environment.name:
+            tasks = load_tasks(data, config.environment, "train", seed)
+            check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
+            return PromptStream[Prompt](tasks, seed, tasks.digest)
         prompts = encoded(load_examples(data.train, data, "train", seed), self.tokenizer, data, "training")
         if self._reward is None:
             check_answers(prompts.examples, config.reward)

@@ -21,6 +21,8 @@ from podium.functions import load_function
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
+from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig
+from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runtime import Bound
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_answers",
     "check_columns",
+    "check_environment",
     "check_examples",
     "check_given",
     "check_lengths",
@@ -75,7 +78,10 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
     """
     if config.run.resume:
         refuse_code_of(Path(config.run.resume), config)
-    check_data(config.data)
+    if config.environment.name:
+        check_environment(config.environment, config.data)
+    else:
+        check_data(config.data)
     name = config.reward.name
     if reward and name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
         resolve_reward(name)
@@ -98,6 +104,23 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
             stored_tensors(path, key)
 
 
+def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
+    """Check that the environment is there and takes its options, and that there are tasks for it.
+
+    Raises:
+        ConfigError: There is no such environment, an option does not fit, or neither it nor the data have tasks.
+        DataError: A file of the data is missing.
+    """
+    found = resolve_environment(environment)
+    if data.train:
+        check_data(data)
+    elif found.tasks is None:
+        raise ConfigError(
+            f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "
+            "data.train"
+        )
+
+
 def refuse_code_of(run: Path, config: InferenceConfig) -> None:
     """Refuse functions in files of ``run``: a user who resumes or evaluates the run of a stranger takes only data from
     there. Refuse those of Python's own library too, such as ``builtins:exec``, which runs as code what it should grade.
@@ -106,6 +129,7 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
         ConfigError: A function is there. The message says what to do.
     """
     names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
+    names |= {"environment.name": NAMED_ENVIRONMENTS.get(config.environment.name, config.environment.name)}
     if isinstance(config, PPOConfig):
         names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
     for key, name in names.items():

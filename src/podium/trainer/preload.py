@@ -23,7 +23,10 @@ PRELOAD: Final = (
     "torch",
     "transformers",
     *MODEL_MODULES,
-    *(f"podium.workers.{role}" for role in ("policy", "reference", "critic", "reward_model", "estimator", "generator")),
+    *(
+        f"podium.workers.{role}"
+        for role in ("policy", "reference", "critic", "reward_model", "estimator", "generator", "rollout")
+    ),
 )
 """Modules that worker processes import before their workers are made. The fork server of ``local`` imports them once
 for all processes."""

@@ -1,8 +1,10 @@
 """The roles of a run in their worker processes, and how new weights reach the generator.
 
 colocated   processes 0..R-1  policy [reference] [critic] estimator generator   the generator reads the policy's weights
+                              [rollout]
 split       processes 0..R-1  policy [reference] [critic] estimator
             processes R..     generator, each a group of its own                weights are streamed after each step
+            one more          [rollout]                                         it asks the generators by HTTP
 pools       what placement.pools says: each pool is a set of processes, and the generator is as in one of the two above
 """
 
@@ -12,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
@@ -31,12 +33,13 @@ from podium.workers import (
     Policy,
     Reference,
     RewardModel,
+    Rollout,
     StreamedSync,
     WeightSync,
 )
 from podium.workers.learner import Progress
 
-__all__ = ["RoleWorkers", "Roles", "bind_roles", "started_generator", "started_roles"]
+__all__ = ["InferenceRoles", "RoleWorkers", "Roles", "bind_roles", "started_generator", "started_roles"]
 
 _logger = logging.getLogger(__name__)
 
@@ -47,10 +50,19 @@ _ROLES: Final[Mapping[str, type[Worker]]] = {
     "reward": RewardModel,
     "estimator": Estimator,
     "generator": Generator,
+    "rollout": Rollout,
 }
 
 RoleWorkers = Mapping[str, type[Worker] | Bound[Any]]
 """By role, a user's own class, or ``MyPolicy.bind(...)`` where its constructor takes other arguments."""
+
+
+class InferenceRoles(NamedTuple):
+    """Handles of the roles of a run without training."""
+
+    generator: Handle[Generator]
+    reward: Handle[RewardModel] | None = None
+    rollout: Handle[Rollout] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Roles:
     critic: Handle[Critic] | None = None
     reward: Handle[RewardModel] | None = None
     estimator: Handle[Estimator] | None = None
+    rollout: Handle[Rollout] | None = None
     weight_sync: WeightSync | None = None
 
     @property
@@ -91,6 +104,12 @@ class Roles:
         """The handles of the roles that there are, by the name of their group."""
         found = {role: handle for role in _ROLES if (handle := getattr(self, role, None)) is not None}
         return found | {handle.group.name: handle for handle in self.generators}
+
+    @property
+    def asked_generators(self) -> tuple[Handle[Generator], ...]:
+        """The generators that the rollout workers ask by HTTP; () where these have a generator in their processes."""
+        beside = () if self.rollout is None else self.rollout.group.shares_processes_with
+        return () if any(handle.group.name in beside for handle in self.generators) else self.generators
 
     def check_parameters(self) -> None:
         """Check that all trained parameters are finite. Raises PodiumError for one that is not."""
@@ -156,6 +175,8 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
     """
     needed: dict[str, str] = {}
     apart = ("generator",) in [roles for roles, _ in config.processes]
+    if role == "generator" and apart and "rollout" in config.roles:
+        needed["serve"] = "by which the rollout worker, in other processes, asks it (environment.name)"
     if role == "estimator" and apart:
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
     if role == "generator" and config.run.schedule == "asynchronous":
@@ -206,13 +227,11 @@ def started_roles(
 
 
 @contextmanager
-def started_generator(
-    cluster: Cluster, config: InferenceConfig
-) -> Iterator[tuple[Handle[Generator], Handle[RewardModel] | None]]:
-    """Start a generator with its own model, and the reward model if there is one; end them with the block."""
+def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[InferenceRoles]:
+    """Start a generator with its own model, and the other roles of a run without training; end them with the block."""
     bound = {role: _ROLES[role].bind(**_inference_arguments(role, config)) for role in config.roles}
     with _started(cluster, config, bound) as started:
-        yield started["generator"], started.get("reward")
+        yield InferenceRoles(started["generator"], started.get("reward"), started.get("rollout"))
 
 
 @contextmanager
@@ -267,6 +286,8 @@ def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:
     """The arguments of the constructor of a role that a run without training may have."""
     if role == "generator":
         return {"model": config.model, "engine": config.resolved_engine}
+    if role == "rollout":
+        return {"model": config.model, "data": config.data, "environment": config.environment}
     parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else ParallelConfig()
     return {
         "path": config.reward.path,
@@ -280,7 +301,7 @@ def _arguments(role: str, config: PPOConfig | SFTConfig) -> dict[str, Any]:
     sft = isinstance(config, SFTConfig)
     algorithm = AlgorithmConfig(loss="cross_entropy") if sft else config.resolved_algorithm
     match role:
-        case "generator" | "reward":
+        case "generator" | "reward" | "rollout":
             return _inference_arguments(role, config)
         case "reference":
             return {"model": config.model, "parallel": config.parallel}

@@ -66,6 +66,8 @@ from podium.trainer.runs.path import resolve_resume, run_path
 from podium.trainer.runs.places import as_given, record, remarks
 from podium.trainer.runs.report import report
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
+from podium.trainer.sessions import Sessions
+from podium.trainer.tasks import load_tasks
 from podium.workers import load_tokenizer
 from podium.workers.manifest import explain, is_refusal
 
@@ -91,6 +93,7 @@ class Trainer(ABC, Generic[C, E, R]):
     ledger: Ledger
     saver: Saver
     generators: Generators | None
+    sessions: Sessions | None
 
     def __init__(
         self,
@@ -252,6 +255,7 @@ class Trainer(ABC, Generic[C, E, R]):
             started_roles(self._cluster, config, self._workers, (self.directory.path / "profile").absolute())
         )
         self.generators = stack.enter_context(self._open_generators()) if self.roles.generators else None
+        self.sessions = self._open_sessions()
         stack.callback(subscribe(self._on_loss))
 
     def _open_generators(self) -> Generators:
@@ -268,6 +272,15 @@ class Trainer(ABC, Generic[C, E, R]):
             timeout_s=config.run.timeout_s * (1 + config.run.max_staleness),  # so many steps are in flight
             journals=None if config.run.schedule == "sync" else self.directory.journals(),
         )
+
+    def _open_sessions(self) -> Sessions | None:
+        """The rollout workers as one; None without an environment."""
+        if self.roles.rollout is None or self.generators is None:
+            return None
+        sessions = Sessions(self.roles.rollout, self.roles.asked_generators, self.config, self.sampling)
+        if self.roles.asked_generators:
+            self.generators.returned = sessions.serve
+        return sessions
 
     def _refuse_later_checkpoint(self) -> None:
         steps, checkpoint = self.config.run.steps, self._checkpoint
@@ -299,7 +312,11 @@ class Trainer(ABC, Generic[C, E, R]):
         """The prompts of each evaluation set by its name, the first set first."""
         config, sets = self.config, dict[str, list[Prompt]]()
         for name, place in config.data.eval_sets.items():
-            prompts = load_held_out(replace(config.data, eval=place), self.tokenizer, config.eval.items)
+            data = replace(config.data, eval=place)
+            if config.environment.name:
+                sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
+                continue
+            prompts = load_held_out(data, self.tokenizer, config.eval.items)
             what = f"held-out ({name})" if name else "held-out"
             check_tokens(config.model, what, max(int(prompt.token_ids.max()) for prompt in prompts))
             check_lengths(
@@ -377,6 +394,7 @@ class Trainer(ABC, Generic[C, E, R]):
             step,
             self.roles.reward,
             self.directory.evaluations_of(name),
+            self.sessions,
         )
 
     def save(self, step: int) -> None:
@@ -455,6 +473,8 @@ class Trainer(ABC, Generic[C, E, R]):
                 for group in groups:
                     if not group.lost:
                         group.give_up(lost)
+            elif self.sessions is not None and self.generators is not None:
+                self.generators.revive()
 
     def _disk_refuses(self, error: OSError) -> str:
         run, latest = self.directory.path, self.directory.checkpoints.latest()

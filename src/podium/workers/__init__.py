@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from podium.workers.policy import Policy as Policy
     from podium.workers.reference import Reference as Reference
     from podium.workers.reward_model import RewardModel as RewardModel
+    from podium.workers.rollout import Rollout as Rollout
     from podium.workers.texts import completion_texts as completion_texts, sampled_tokens as sampled_tokens
     from podium.workers.tokenizers import char_tokenizer as char_tokenizer, load_tokenizer as load_tokenizer
     from podium.workers.weight_sync import (

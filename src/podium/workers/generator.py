@@ -16,6 +16,7 @@ from podium.data import Batch, Jagged, fields
 from podium.errors import DataError
 from podium.rollout.engines.journal import Drawn, Journal, read_journals
 from podium.rollout.sampling import Completion, SamplingParams
+from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.tasks.config import DataConfig
 from podium.runtime import concat, endpoint, shard
 from podium.workers.texts import decode_sampled, text_column
@@ -40,6 +41,7 @@ class Generator(WeightReceiver):
     """Draws completions. Its arguments, and the way by which it gets weights, are those of :class:`WeightReceiver`."""
 
     _journal: Journal | None = None
+    _tokens: EngineClient | None = None
 
     @cached_property
     def _servers(self) -> list[Server]:
@@ -77,6 +79,13 @@ class Generator(WeightReceiver):
         if not asked[0]:
             return self._drawn(prompts, sampling, [])
         return self._drawn(prompts, sampling, await asyncio.wrap_future(self._ready_engine().generate_later(*asked)))
+
+    def tokens(self) -> EngineClient:
+        """Return what draws tokens for sessions in this process, beside all calls."""
+        engine = self._ready_engine()
+        if self._tokens is None or self._tokens.engine is not engine:
+            self._tokens = EngineClient(engine)
+        return self._tokens
 
     @endpoint(concurrent=True)
     def serve(

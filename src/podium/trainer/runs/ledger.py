@@ -165,7 +165,9 @@ class States:
             self._returned.update(prompts)
             self.by_step.clear()
         elif state >= _TRAINED:
-            del self.by_step[line["step"]]
+            left = [prompt for prompt in self.by_step.pop(line["step"]) if prompt not in {*prompts}]
+            if left:  # some of the step's prompts were dropped alone
+                self.by_step[line["step"]] = left
         if state == _DROPPED:
             self.reasons[line["reason"]] += len(prompts)
 

@@ -1,0 +1,18 @@
+"""Environments: where the policy acts in several turns, with tools, or by an agent of its own."""
+
+from typing import TYPE_CHECKING
+
+from podium.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from podium.rollout.environments.client import Client as Client, ContextFull as ContextFull, Reply as Reply
+    from podium.rollout.environments.config import EnvironmentConfig as EnvironmentConfig
+    from podium.rollout.environments.contract import (
+        Environment as Environment,
+        Outcome as Outcome,
+        Step as Step,
+        Task as Task,
+    )
+    from podium.rollout.environments.resolve import converse as converse
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

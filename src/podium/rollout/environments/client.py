@@ -1,0 +1,163 @@
+"""The model, as an environment talks to it. What is said is recorded as it was sampled, and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from podium.errors import GenerationError, PodiumError
+from podium.rollout.service.service import Answer, Service
+from podium.rollout.service.wire import ChatRequest, Refusal
+
+if TYPE_CHECKING:
+    from podium.rollout.environments.contract import Messages
+    from podium.rollout.service.sessions import Session
+
+__all__ = ["Client", "ContextFull", "Reply"]
+
+
+class ContextFull(PodiumError):
+    """The conversation leaves no room for an answer in the model's context."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said.
+
+    Attributes:
+        message: The assistant's message, as the OpenAI API has it. Append it to the conversation.
+        finish_reason: "stop", "length" where it was cut off, or "tool_calls".
+    """
+
+    message: dict[str, Any]
+    finish_reason: str
+
+    @property
+    def text(self) -> str:
+        """The text, without reasoning and tool calls."""
+        return self.message.get("content") or ""
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls of tools that the model asks for."""
+        return self.message.get("tool_calls") or []
+
+
+class Client:
+    """One session with the model. Calls of one session may run at the same time.
+
+    >>> async def play(task, client):                                    # doctest: +SKIP
+    ...     messages = [{"role": "user", "content": task["prompt"]}]
+    ...     reply = await client.chat(messages)
+    ...     return float(task["answer"] in reply.text)
+
+    An agent that talks to the OpenAI API is given ``client.base_url``, ``client.api_key`` and ``client.model``.
+    """
+
+    def __init__(self, service: Service, session: Session, address: Callable[[], str], api_key: str, seed: int) -> None:
+        self._service, self._session, self._address, self._seed = service, session, address, seed
+        self.api_key = api_key
+        self._rewards: dict[int, float] = {}
+        self._agents: dict[str, Client] = {}
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self._service.model
+
+    @property
+    def session_id(self) -> str:
+        """The name of the session."""
+        return self._session.id
+
+    @property
+    def base_url(self) -> str:
+        """The address of the OpenAI API in which this session is recorded."""
+        return f"{self._address()}/sessions/{self._session.id}/v1"
+
+    @property
+    def turns(self) -> int:
+        """How many answers the model has given in this session."""
+        return len(self._session.calls)
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> Reply:
+        """Let the model answer.
+
+        Args:
+            messages: The conversation so far, or the text of a user's only message.
+            tools: Tools that the model may call, as the OpenAI API has them.
+            max_tokens: The most tokens of the answer, at most ``sampling.max_new_tokens``.
+            stop: Texts that end the answer.
+
+        Raises:
+            ContextFull: The conversation leaves no room for an answer.
+            GenerationError: The request was refused, or the generator failed.
+        """
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(one) for one in messages]
+        request = ChatRequest(
+            messages=said,
+            tools=[dict(one) for one in tools] or None,
+            max_tokens=max_tokens,
+            stop=stop if isinstance(stop, str) else [*stop],
+        )
+        answer = await answered(self._service, request, self._session.id)
+        return Reply(dict(answer.message), answer.finish_reason)
+
+    def reward(self, value: float) -> None:
+        """Reward the model's latest answer with ``value``. It adds to what the session earns as a whole.
+
+        Raises:
+            ValueError: The model has not answered yet, or ``value`` is not finite.
+        """
+        if not self._session.calls:
+            raise ValueError(f"reward({value!r}) before the model has answered")
+        call = self._session.calls[-1].number
+        self._rewards[call] = self._rewards.get(call, 0.0) + _finite(value)
+
+    def agent(self, name: str) -> Client:
+        """Return the client of another agent of this session, whose conversation is trained with its own reward."""
+        if name not in self._agents:
+            seed = hash_seed(self._seed, name)
+            session = self._service.open_session(f"{self._session.id}.{name}", seed)
+            self._agents[name] = Client(self._service, session, self._address, self.api_key, seed)
+        return self._agents[name]
+
+    def close(self) -> list[tuple[str, Session, Mapping[int, float]]]:
+        """End the session. Returns what was recorded of each agent, the client's own first, under ""."""
+        self._service.close_session(self._session.id)
+        found: list[tuple[str, Session, Mapping[int, float]]] = [("", self._session, self._rewards)]
+        for name, agent in self._agents.items():
+            found += [(f"{name}.{own}" if own else name, session, earned) for own, session, earned in agent.close()]
+        return found
+
+
+async def answered(service: Service, request: ChatRequest, session: str) -> Answer:
+    """Answer a request in this process. Raises ContextFull or GenerationError where HTTP has a status."""
+    try:
+        return await service.answer(service.chat(request, session))
+    except Refusal as refusal:
+        if refusal.code == "context_length_exceeded":
+            raise ContextFull(refusal.message) from None
+        raise GenerationError(refusal.message) from None
+
+
+def hash_seed(seed: int, name: str) -> int:
+    """Another seed, which follows from ``seed`` and ``name``."""
+    import hashlib
+
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
+
+
+def _finite(value: float) -> float:
+    number = float(value)
+    if number - number != 0.0:
+        raise ValueError(f"a reward is {value!r}: expected a finite number")
+    return number

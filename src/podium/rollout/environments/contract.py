@@ -1,0 +1,74 @@
+"""What an environment is. It knows nothing of training, of workers or of the engine.
+
+    an async function    async def play(task, client) -> reward        the agent's own loop, or any agent's
+    a plain function     def play(task, client) -> reward              the same in a thread, for agents that block
+    a class              reset(task) -> what is said first             Podium talks with the model
+                         step(answer) -> Step
+
+``task`` is a row of the data. ``client`` is a conversation partner: :class:`~podium.rollout.environments.Client`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+__all__ = ["Environment", "Messages", "Outcome", "Reward", "Step", "Task"]
+
+Task: TypeAlias = Mapping[str, Any]
+"""A row of the data: all its columns, and "prompt" and "answer" beside them."""
+
+Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
+"""What is said to the model: the text of a user's message, or messages as the OpenAI API has them."""
+
+Reward: TypeAlias = "float | Mapping[str, float] | Outcome | None"
+"""What a session earned: a number; named parts with "score"; or None, where ``reward.name`` scores the last answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a session earned, where more is to be said than a number.
+
+    Attributes:
+        score: The reward of the whole session; None where ``reward.name`` scores the last answer.
+        parts: Its named parts, which are only shown.
+        agents: The rewards of agents that have their own (``client.agent(name)``), by name. Others share ``score``.
+    """
+
+    score: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    agents: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What an environment answers to the model.
+
+    Attributes:
+        say: What is said next; None or "" once the session is over.
+        reward: The reward of this turn. The rewards of all turns add up.
+        done: Whether the session is over.
+        parts: Named parts of the session's reward, which are only shown. Those of later steps replace earlier ones.
+    """
+
+    say: Messages | None = None
+    reward: float = 0.0
+    done: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """A world that answers the model. There is an instance for each session; both methods may be ``async``.
+
+    It may also have ``tools``, a list of functions that the model may call while it answers, and ``tasks(split)``,
+    a class method that returns the rows of "train" or "test" where the data have none.
+    """
+
+    def reset(self, task: Task) -> Messages:
+        """Begin a session, and return what is said first."""
+        ...
+
+    def step(self, answer: str) -> Step:
+        """Answer what the model said."""
+        ...

@@ -1,0 +1,175 @@
+"""From the name of an environment to a coroutine function that lives one session."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from podium.errors import ConfigError
+from podium.functions import load_function
+from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig
+from podium.rollout.environments.contract import Outcome, Reward, Step, Task
+
+if TYPE_CHECKING:
+    from podium.rollout.environments.client import Client, Reply
+    from podium.rollout.environments.tools import Toolbox
+
+__all__ = ["Play", "ResolvedEnvironment", "converse", "resolve_environment"]
+
+Play = Callable[[Task, "Client"], Awaitable[Reward]]
+_KEY = "environment.name"
+_MOST_TURNS = 100  # of an environment that never says that it is over
+
+
+@dataclass(frozen=True)
+class ResolvedEnvironment:
+    """An environment that is ready to be lived in.
+
+    Attributes:
+        play: Lives one session.
+        tasks: Returns the rows of a split, where the environment has its own.
+    """
+
+    play: Play
+    tasks: Callable[[Literal["train", "test"]], Sequence[Task]] | None = None
+
+
+def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
+    """Return the environment that ``config`` names.
+
+    Raises:
+        ConfigError: It does not exist, or it is none; an option is unknown to it. What its module raises passes
+            through.
+    """
+    found = load_function(config.name, key=_KEY, known=NAMED_ENVIRONMENTS)
+    subject, options = f"{_KEY} = {config.name!r}", config.own_options
+    if not inspect.isclass(found) and _takes_session(found):
+        _check_options(found, options, subject, given=2)
+        return ResolvedEnvironment(_as_play(found, options))
+    _check_options(found, options, subject, given=0)
+    make = partial(found, **options)
+    sample: Any = found if inspect.isclass(found) else make()
+    tasks: Any = getattr(sample, "tasks", None)
+    tasks = partial(tasks, **_accepted(tasks, options)) if callable(tasks) else None
+    if callable(getattr(sample, "play", None)):
+        whole: Any = make() if inspect.isclass(sample) else sample
+        return ResolvedEnvironment(_as_play(whole.play, {}), getattr(whole, "tasks", tasks))
+    if callable(getattr(sample, "reset", None)) and callable(getattr(sample, "step", None)):
+        return ResolvedEnvironment(partial(_episode, make), tasks)
+    raise ConfigError(
+        f"{subject} is no environment: expected an async function of (task, client), a class with reset and step, or a "
+        "function that makes an object with one of these"
+    )
+
+
+async def converse(
+    client: Client,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Toolbox | Sequence[Any] = (),
+    *,
+    max_turns: int = 10,
+) -> Reply:
+    """Let the model answer, run the tools that it calls, and so on until it calls none. Returns its last answer.
+
+    Args:
+        client: The session.
+        messages: The conversation so far. A list gets the messages that come.
+        tools: What the model may call: typed functions, or a :class:`Toolbox`.
+        max_turns: The most answers of the model. Tools that the last one calls are not run.
+    """
+    box = _toolbox(tools)
+    said = messages if isinstance(messages, list) else [*messages]
+    for turn in itertools.count(1):
+        reply = await client.chat(said, tools=box.schemas if box else ())
+        said.append(reply.message)
+        if box is None or not reply.tool_calls or turn >= max_turns:
+            return reply
+        said += await box.answer(reply.tool_calls)
+    raise AssertionError("a conversation ends with an answer")
+
+
+def _toolbox(tools: Any) -> Toolbox | None:
+    if not tools:
+        return None
+    from podium.rollout.environments.tools import Toolbox
+
+    return tools if isinstance(tools, Toolbox) else Toolbox([*tools])
+
+
+def _takes_session(function: Callable[..., Any]) -> bool:
+    """Whether a function lives a session: its first parameters take a task and a client."""
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return False
+    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return inspect.iscoroutinefunction(function) or [one.name for one in places[:2]] == ["task", "client"]
+
+
+def _as_play(function: Callable[..., Any], options: Mapping[str, Any]) -> Play:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return partial(function, **options)
+
+    async def play(task: Task, client: Client) -> Reward:
+        found = await asyncio.to_thread(function, task, client, **options)
+        return await found if inspect.isawaitable(found) else found
+
+    return play
+
+
+async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Reward:
+    """Live a session of an environment with ``reset`` and ``step``."""
+    world = await asyncio.to_thread(make)
+    box = _toolbox(getattr(world, "tools", None) or ())
+    most, parts = int(getattr(world, "max_turns", _MOST_TURNS)), dict[str, float]()
+    said: list[Mapping[str, Any]] = _messages(await _call(world.reset, task))
+    for _ in range(most):
+        reply = await converse(client, said, box or ())
+        step = await _call(world.step, reply.text)
+        if not isinstance(step, Step):
+            raise TypeError(f"{type(world).__name__}.step returned {type(step).__name__}; expected podium's Step")
+        if step.reward:
+            client.reward(step.reward)
+        parts |= step.parts
+        if step.done or not step.say:
+            break
+        said += _messages(step.say)
+    return Outcome(score=0.0, parts=parts)
+
+
+async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method that may block, in a thread, or one that is a coroutine function."""
+    if inspect.iscoroutinefunction(method):
+        return await method(*arguments)
+    return await asyncio.to_thread(method, *arguments)
+
+
+def _messages(said: Any) -> list[Mapping[str, Any]]:
+    return [{"role": "user", "content": said}] if isinstance(said, str) else [*said]
+
+
+def _check_options(found: Callable[..., Any], options: Mapping[str, Any], subject: str, *, given: int) -> None:
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*[None] * given, **options)
+    except TypeError as error:
+        known = [*signature.parameters][given:]
+        takes = f"its options are {', '.join(known)}" if known else "it takes none"
+        raise ConfigError(f"{subject}: environment.options do not fit: {error}; {takes}") from None
+
+
+def _accepted(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``options`` that a function has parameters for."""
+    try:
+        known = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {name: value for name, value in options.items() if name in known}

@@ -1,0 +1,201 @@
+"""Lives many sessions side by side, and ends each of them alone.
+
+    task, seed ─▶ open session ─▶ play(task, client) ─▶ close session ─▶ Episode: rows, reward, or why there is none
+                        limits of time, and of sessions at once
+
+A session that raises, hangs or fills the model's context has no influence on others. Its reason is kept and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from podium.rollout.environments.client import Client, ContextFull
+from podium.rollout.environments.contract import Outcome
+from podium.telemetry import Note, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from podium.rollout.environments.config import SessionLimits
+    from podium.rollout.environments.contract import Task
+    from podium.rollout.environments.resolve import Play
+    from podium.rollout.service.service import Service
+    from podium.rollout.service.sessions import Session
+
+__all__ = ["CONTEXT_FULL", "TIME_LIMIT", "Episode", "Trajectory", "live"]
+
+TIME_LIMIT: Final = "time limit"
+CONTEXT_FULL: Final = "context is full"
+_STALL_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What one agent said in a session.
+
+    Attributes:
+        agent: Its name; "" for the client itself.
+        session: The rows.
+        score: Its reward beside those of single turns; None where ``reward.name`` is to score the last answer.
+        turn_rewards: By number of the call, its own reward.
+    """
+
+    agent: str
+    session: Session
+    score: float | None
+    turn_rewards: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A session that is over.
+
+    Attributes:
+        trajectories: What was said, by agent; those without a call are left out.
+        parts: Named parts of the reward.
+        failure: Why it failed, in one line; "" where it did not. A failed session has no reward.
+        details: The traceback of a session that raised.
+        truncated: Whether it ended because the model's context was full.
+        seconds: How long it took.
+    """
+
+    trajectories: Sequence[Trajectory] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    details: str = ""
+    truncated: bool = False
+    seconds: float = 0.0
+
+
+async def live(
+    play: Play,
+    tasks: Sequence[Task],
+    seeds: Sequence[int],
+    names: Sequence[str],
+    service: Service,
+    limits: SessionLimits,
+    *,
+    address: Callable[[], str],
+    api_key: str = "",
+) -> list[Episode]:
+    """Live a session for each task, and return what became of each, in their order.
+
+    Args:
+        play: Lives one session.
+        tasks: S tasks.
+        seeds: S seeds, from which those of all calls follow.
+        names: S names of sessions, no two of them equal.
+        service: Answers the calls, and records them.
+        limits: Of time, and of sessions at once.
+        address: The base of the address of the OpenAI API, which a session may ask for.
+        api_key: What agents send there.
+    """
+    room = asyncio.Semaphore(limits.at_once)
+
+    async def one(task: Task, seed: int, name: str) -> Episode:
+        async with room:
+            client = Client(service, service.open_session(name, seed), address, api_key, seed)
+            began_s = time.monotonic()
+            outcome, failure, details, truncated = await _outcome(play, task, client, limits.time_limit_s)
+            recorded = client.close()
+            return Episode(
+                [
+                    Trajectory(agent, session, outcome.agents.get(agent, outcome.score), rewards)
+                    for agent, session, rewards in recorded
+                    if session.calls
+                ],
+                outcome.parts,
+                failure,
+                details,
+                truncated,
+                time.monotonic() - began_s,
+            )
+
+    with _watched():
+        return await asyncio.gather(*map(one, tasks, seeds, names))
+
+
+async def _outcome(play: Play, task: Task, client: Client, limit_s: float) -> tuple[Outcome, str, str, bool]:
+    """The outcome of a session, why it failed in one line and at length, and whether the context was full."""
+    timer = asyncio.timeout(limit_s)
+    try:
+        async with timer:
+            return _as_outcome(await play(task, client)), "", "", False
+    except asyncio.CancelledError:
+        raise
+    except ContextFull:
+        return Outcome(score=0.0), "", "", True
+    except BaseException as error:  # noqa: BLE001  an environment is a stranger's: SystemExit ends a session, not a run
+        if isinstance(error, TimeoutError) and timer.expired():
+            return Outcome(), TIME_LIMIT, f"it lasted longer than environment.options.time_limit_s = {limit_s:g}", False
+        text = "".join(traceback.format_exception(error))
+        if "context_length_exceeded" in str(error):  # of an agent that asks over HTTP
+            return Outcome(score=0.0), "", "", True
+        return Outcome(), f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}", text, False
+
+
+def _as_outcome(reward: Any) -> Outcome:
+    """What a session returned, as an outcome. Raises TypeError or ValueError for what is none."""
+    if reward is None:
+        return Outcome()
+    if isinstance(reward, Mapping):
+        parts = {str(name): _number(value, str(name)) for name, value in reward.items()}
+        if "score" not in parts:
+            raise ValueError(f"the environment returned {dict(reward)!r}: a mapping needs the entry 'score'")
+        return Outcome(score=parts["score"], parts=parts)
+    if isinstance(reward, Outcome):
+        for name, value in {**reward.parts, **reward.agents, "score": reward.score or 0.0}.items():
+            _number(value, name)
+        return reward
+    return Outcome(score=_number(reward, "reward"))
+
+
+def _number(value: Any, name: str) -> float:
+    number = float(value)
+    if number - number != 0.0:
+        raise ValueError(f"the environment returned {name} = {value!r}: expected a finite number")
+    return number
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Say what blocks the event loop, if anything does for long: all sessions wait for it meanwhile."""
+    loop, thread, over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
+    beats = [time.monotonic()]
+
+    def beat() -> None:
+        beats[0] = time.monotonic()
+
+    def watch() -> None:
+        said = False
+        while not over.wait(1.0):
+            if time.monotonic() - beats[0] > _STALL_S and not said:
+                frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+                stack = "".join(traceback.format_stack(frame, limit=8)) if frame else ""
+                emit(
+                    Note(
+                        f"an environment blocks all sessions of its process for more than {_STALL_S:g} s: write it as "
+                        "a plain function, which gets a thread, or set environment.options.processes\n" + stack
+                    )
+                )
+                said = True
+            try:
+                loop.call_soon_threadsafe(beat)
+            except RuntimeError:
+                return
+
+    watcher = threading.Thread(target=watch, name="podium-sessions", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -1,0 +1,163 @@
+"""Draws tokens at generators in other processes, by ids over HTTP.
+
+    session ─▶ its generator, as long as that lives ─▶ ids
+                  └─ lost ─▶ the one with the fewest tokens in flight, with the same ids and the same seed
+
+A request that a lost generator had begun is drawn again elsewhere. Equal requests with equal seeds get equal ids, as
+long as the weights are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx2
+
+from podium.errors import ConfigError, GenerationError
+from podium.rollout.service.sessions import Sampled
+
+if TYPE_CHECKING:
+    from podium.rollout.engines.requests import Tokens
+    from podium.rollout.sampling import SamplingParams
+
+__all__ = ["RemoteTokens"]
+
+_REMEMBERED: Final = 1 << 16  # sessions whose generator is known
+_LEAVE_S: Final = 5.0  # that a generator is left alone after it was lost
+_PAUSE_S: Final = 0.2  # between two attempts while all are lost
+
+
+@dataclass(eq=False)
+class _Generator:
+    url: str
+    in_flight: int = 0
+    lost_s: float = -1e9
+
+
+class RemoteTokens:
+    """A :class:`~.tokens.TokenSource` over generators that answer ``/inference/v1/generate``.
+
+    Args:
+        urls: Their addresses.
+        token: What they accept.
+        patience_s: How long a request waits while every generator is lost or full. One that is restarted loads a model
+            first.
+    """
+
+    def __init__(self, urls: Sequence[str], token: str, *, patience_s: float = 300.0) -> None:
+        self._token, self._patience_s = token, patience_s
+        self._generators = [_Generator(url) for url in urls]
+        self._of: OrderedDict[str, _Generator] = OrderedDict()
+        self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
+        self.version = 0
+        self.moved = 0
+
+    @property
+    def in_flight(self) -> int:
+        """The tokens that the requests in flight may still hold, prompts included."""
+        return sum(generator.in_flight for generator in self._generators)
+
+    def connect(self, urls: Sequence[str]) -> None:
+        """Ask the generators at ``urls`` from now on. Those that are known already keep their sessions."""
+        known = {generator.url: generator for generator in self._generators}
+        self._generators = [known.get(url) or _Generator(url) for url in urls]
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+    ) -> AsyncGenerator[Tokens | Sampled]:
+        """As :meth:`.TokenSource.stream`. All of a completion comes at once."""
+        del tokens
+        body = {
+            "token_ids": list(prompt),
+            "sampling_params": {
+                "max_tokens": params.max_new_tokens,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "seed": seed,
+                "stop_token_ids": list(params.stop_token_ids),
+                "logprobs": 1,
+            },
+        }
+        until_s, size, reason = time.monotonic() + self._patience_s, len(prompt) + params.max_new_tokens, ""
+        while time.monotonic() < until_s:
+            generator = self._choose(session)
+            if generator is None:
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            generator.in_flight += size
+            try:
+                answer = await self._client.post(f"{generator.url}/inference/v1/generate", json=body)
+            except httpx2.HTTPError as error:
+                reason = f"{type(error).__name__}: {error}"
+                self._lose(generator)
+                continue
+            finally:
+                generator.in_flight -= size
+            if answer.status_code == httpx2.codes.OK:
+                yield self._sampled(answer.json(), params)
+                return
+            reason = _reason(answer)
+            if answer.status_code == httpx2.codes.TOO_MANY_REQUESTS:
+                await asyncio.sleep(float(answer.headers.get("Retry-After", _PAUSE_S)))
+            elif answer.is_client_error:
+                raise ConfigError(reason)
+            else:
+                self._lose(generator)
+        raise GenerationError(f"no generator answered within {self._patience_s:g} s; the last reason: {reason}")
+
+    async def close(self) -> None:
+        """Close the connections of this event loop."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+
+    @property
+    def _client(self) -> httpx2.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
+            headers = {"Authorization": f"Bearer {self._token}"}
+            self._clients[loop] = httpx2.AsyncClient(
+                headers=headers, limits=limits, timeout=httpx2.Timeout(None, connect=5.0), trust_env=False
+            )
+        return self._clients[loop]
+
+    def _choose(self, session: str) -> _Generator | None:
+        now_s = time.monotonic()
+        alive = [one for one in self._generators if now_s - one.lost_s > _LEAVE_S]
+        own = self._of.get(session)
+        if own is not None and own in alive:
+            self._of.move_to_end(session)
+            return own
+        chosen = min(alive, key=lambda one: one.in_flight, default=None)
+        if chosen is not None and session:
+            self.moved += own is not None
+            self._of[session] = chosen
+            while len(self._of) > _REMEMBERED:
+                self._of.popitem(last=False)
+        return chosen
+
+    def _lose(self, generator: _Generator) -> None:
+        generator.lost_s = time.monotonic()
+
+    def _sampled(self, answer: Mapping[str, Any], params: SamplingParams) -> Sampled:
+        choice = answer["choices"][0]
+        versions = choice["versions"]
+        self.version = max([self.version, *versions])
+        if params.filtered and "kept" not in choice:
+            raise GenerationError("the generator does not say which tokens top-k and top-p left to draw from")
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        return Sampled(choice["token_ids"], logprobs, versions, choice["finish_reason"], choice.get("kept"))
+
+
+def _reason(answer: httpx2.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP status {answer.status_code}"

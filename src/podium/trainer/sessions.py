@@ -1,0 +1,210 @@
+"""The sessions of a run: prompts go to the rollout workers as tasks, and come back as rows with rewards.
+
+    prompts x n ─▶ tasks ─▶ rollout workers ─▶ rows of the sessions that did not fail ─▶ grades
+                                └─▶ why the others failed, which is counted and said
+
+Where the rollout workers have no generator in their processes, they ask those elsewhere by HTTP. A generator begins to
+serve when the run starts, and again when it was restarted.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from podium.data import Batch, fields
+from podium.errors import PodiumError
+from podium.rewards import Grade, Grader
+from podium.telemetry import Note, emit, metrics as names
+from podium.telemetry.formatting import percent
+from podium.trainer.completions import ScoredBatch
+from podium.trainer.prompts import Prompt
+
+if TYPE_CHECKING:
+    from podium.rollout.sampling import SamplingParams
+    from podium.runtime import Handle
+    from podium.trainer.config import InferenceConfig
+    from podium.workers import Generator, Rollout
+
+__all__ = ["SessionReport", "Sessions", "grade_sessions"]
+
+_MODEL: Final = "policy"
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    """What became of the sessions of one call.
+
+    Attributes:
+        sessions: How many there were.
+        failures: How many failed, by reason.
+        details: The traceback of one that raised.
+        figures: Metrics of these sessions, by name.
+    """
+
+    sessions: int
+    failures: Counter[str]
+    details: str
+    figures: Mapping[str, float]
+
+
+class Sessions:
+    """The rollout workers, as one.
+
+    Args:
+        workers: Their handle.
+        generators: The generators' handles where the workers have none in their processes; else ().
+        config: The configuration of the run.
+        sampling: How tokens are drawn in training, with stop tokens.
+    """
+
+    def __init__(
+        self,
+        workers: Handle[Rollout],
+        generators: Sequence[Handle[Generator]],
+        config: InferenceConfig,
+        sampling: SamplingParams,
+    ) -> None:
+        self._workers, self._generators, self._config, self._sampling = workers, tuple(generators), config, sampling
+        self._token = secrets.token_urlsafe(32)
+        self._urls: dict[int, list[str]] = {}
+        self._said: set[str] = set()
+        self._calls = 0
+        for number in range(len(self._generators)):
+            self.serve(number, connect=False)
+        self._connect()
+
+    def serve(self, number: int, *, connect: bool = True) -> None:
+        """Let a generator answer, which is new or was restarted."""
+        handle = self._generators[number]
+        self._urls[number] = handle.serve(self._config.data, self._sampling, model=_MODEL, token=self._token)
+        if connect:
+            self._connect()
+
+    def _connect(self) -> None:
+        if self._generators:
+            self._workers.connect([url for urls in self._urls.values() for url in urls], self._token)
+
+    def live(
+        self, prompts: Sequence[Prompt], seeds: torch.Tensor, sampling: SamplingParams, step: int
+    ) -> tuple[Batch, SessionReport]:
+        """Live ``n`` sessions of each prompt's task.
+
+        Args:
+            prompts: P tasks.
+            seeds: A seed for each session, int64 ``[P, n]``.
+            sampling: How tokens are drawn.
+            step: The step that they are for.
+
+        Returns:
+            The rows of the sessions that did not fail, whose tensors are references, and what became of all of them.
+
+        Raises:
+            PodiumError: Every session failed. The message has the reasons.
+        """
+        self._calls += 1
+        key, n = f"{step}-{self._calls}", seeds.shape[1]
+        tasks = Batch(
+            {
+                fields.TASK: [dict(prompt.example.row) for prompt in prompts for _ in range(n)],
+                fields.SEED: seeds.flatten(),
+                fields.GROUP: torch.arange(len(prompts)).repeat_interleave(n),
+                fields.SESSION: torch.arange(len(prompts) * n),
+            },
+            {"key": key},
+        )
+        batch = self._workers.live(tasks, sampling)
+        reports = [one for one in self._workers.report(key) if one]
+        self._say_overruled({name for one in reports for name in one["overruled"]})
+        report = _joined(reports)
+        self._say(report, step, len(batch))
+        small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY)
+        return batch.fetch(*small), report
+
+    def _say_overruled(self, asked: set[str]) -> None:
+        if asked - self._said:
+            self._said |= asked
+            emit(
+                Note(
+                    f"the environment's agent asks for its own {', '.join(sorted(asked))}; training draws by the run's "
+                    "sampling.*, because a step learns from one distribution"
+                )
+            )
+
+    def _say(self, report: SessionReport, step: int, rows: int) -> None:
+        failed = sum(report.failures.values())
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in report.failures.most_common(3))
+        name = self._config.environment.name
+        if not rows:
+            what = (
+                f"all {report.sessions} sessions of environment.name = {name!r} failed"
+                if failed
+                else (f"no session of environment.name = {name!r} asked the model")
+            )
+            raise PodiumError(f"step {step}: {what}: {reasons}\n{report.details}".rstrip())
+        if failed:
+            first = "" if reasons in self._said or not report.details else f"\n{report.details.rstrip()}"
+            self._said.add(reasons)
+            emit(
+                Note(
+                    f"step {step}: {failed} of {report.sessions} sessions failed and are not trained "
+                    f"({percent(failed / report.sessions)}): {reasons}{first}"
+                )
+            )
+
+
+def _joined(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
+    failures: Counter[str] = Counter()
+    for one in reports:
+        failures.update(one["failures"])
+    total = {name: sum(one[name] for one in reports) for name in ("sessions", "context_full", "turns", "splits")}
+    seconds = sorted(second for one in reports for second in one["seconds"])
+    count = max(1, total["sessions"])
+    figures = {
+        names.SESSIONS_FAILED: sum(failures.values()) / count,
+        names.SESSIONS_FULL: total["context_full"] / count,
+        names.SESSIONS_SPLITS: float(total["splits"]),
+        names.SESSION_S_MEDIAN: seconds[len(seconds) // 2] if seconds else 0.0,
+        names.SESSION_S_MAX: seconds[-1] if seconds else 0.0,
+    }
+    details = next((one["details"] for one in reports if one["details"]), "")
+    return SessionReport(total["sessions"], failures, details, figures)
+
+
+def grade_sessions(scored: ScoredBatch, grader: Grader, correct_at: float) -> ScoredBatch:
+    """Return ``scored`` with the grades that the environment gave, and with the reward's where it gave none.
+
+    A trajectory is graded once. Its rows share the grade, whose score includes the rewards of turns; the column
+    ``rewards`` does not, because these stand in ``token_rewards``.
+
+    Raises:
+        RewardError: The reward failed.
+    """
+    batch = scored.batch
+    numbers = batch.dense(fields.TRAJECTORY).tolist()
+    given: list[tuple[float | None, Mapping[str, float], float]] = batch.python(fields.GRADE)
+    missing = [row for row in scored.firsts if given[row][0] is None]
+    found: dict[int, Grade] = {}
+    if missing:
+        texts = scored.with_rows(missing).texts(range(len(missing)))
+        rows = [scored.prompts[scored.groups[row]].example.row for row in missing]
+        found = dict(zip([numbers[row] for row in missing], grader.grade(texts, rows), strict=True))
+    earned = [
+        found.get(number) or Grade(score=float(score or 0.0), parts=parts)
+        for number, (score, parts, _) in zip(numbers, given, strict=True)
+    ]
+    whole = [grade.score + of_turns for grade, (*_, of_turns) in zip(earned, given, strict=True)]
+    grades = [
+        replace(grade, score=score, correct=score >= correct_at) for grade, score in zip(earned, whole, strict=True)
+    ]
+    columns: dict[str, Any] = {fields.REWARDS: torch.tensor([grade.score for grade in earned], dtype=torch.float32)}
+    for name in sorted({name for grade in grades for name in grade.parts}):
+        own = [grade.parts.get(name, math.nan) for grade in grades]
+        columns[fields.PART + name] = torch.tensor(own, dtype=torch.float32)
+    return replace(scored, grades=grades, batch=batch.with_columns(columns))

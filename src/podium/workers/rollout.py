@@ -1,0 +1,261 @@
+"""The rollout worker: it lives sessions of an environment, and returns what was said there as rows to train on.
+
+    tasks ─▶ sessions, many at a time ─▶ calls of the model ─▶ the generator of these processes, or those elsewhere
+                 └─▶ rows of token ids as they were sampled, with their log-probabilities and versions
+
+Legend: S sessions, B rows; a session has at least one row for each of its agents.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from podium.data import Batch, Jagged, fields
+from podium.errors import ConfigError
+from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments.resolve import ResolvedEnvironment, resolve_environment
+from podium.rollout.environments.runner import Episode, Trajectory, live
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.chat_format import chat_format
+from podium.rollout.service.service import Service
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.writer import Writer
+from podium.runtime import Worker, concat, endpoint, gather, shard
+from podium.workers.config import ModelConfig
+from podium.workers.models import longest_text
+from podium.workers.texts import text_column
+from podium.workers.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from transformers import PreTrainedTokenizerBase
+
+    from podium.rollout.service.chat_format import ChatFormat
+    from podium.rollout.service.remote import RemoteTokens
+    from podium.rollout.service.sessions import Row
+    from podium.rollout.service.tokens import TokenSource
+    from podium.workers.generator import Generator
+
+__all__ = ["Rollout"]
+
+_LONGEST: Final = 32768  # tokens, of a model that names no limit
+_MODEL: Final = "policy"  # the name of the model for agents
+_AGENTS: Final = 1024  # of one session, at most
+
+
+class Rollout(Worker):
+    """Lives sessions of an environment with the model that the generator holds.
+
+    Args:
+        model: The model, whose tokenizer and longest text count here.
+        data: How conversations are written.
+        environment: The environment, which is loaded when the worker starts.
+    """
+
+    def __init__(self, model: ModelConfig, data: DataConfig, environment: EnvironmentConfig) -> None:
+        self._model, self._data, self._config = model, data, environment
+        self._environment: ResolvedEnvironment = resolve_environment(environment)
+        self._making = threading.Lock()
+        self._remote: RemoteTokens | None = None
+        self._token = ""
+        self._reports: dict[str, dict[str, Any]] = {}
+
+    @endpoint(concurrent=True)
+    def connect(self, urls: Sequence[str], token: str) -> None:
+        """Ask the generators at ``urls`` from now on, unless these processes hold a generator.
+
+        Args:
+            urls: Their addresses, as ``Generator.serve`` returns them.
+            token: The bearer token that they accept.
+
+        Raises:
+            ConfigError: The extra ``serve`` is not installed.
+        """
+        with self._making:
+            if self._remote is not None:
+                self._remote.connect(urls)
+                return
+            try:
+                from podium.rollout.service.remote import RemoteTokens
+            except ImportError as error:
+                raise ConfigError(f"asking a generator elsewhere needs {error.name}, which is not installed") from None
+            self._remote = RemoteTokens(urls, token)
+
+    @endpoint(dispatch=shard(args=("tasks",)), collect=concat(any_rows=True), returns="ref", concurrent=True)
+    async def live(self, tasks: Batch, sampling: SamplingParams) -> Batch:
+        """Live a session for each task.
+
+        Args:
+            tasks: ``task``, a Python column of S rows of the data; ``seed`` int64 ``[S]``; ``group`` int64 ``[S]``; and
+                ``session`` int64 ``[S]``, numbers that differ. ``meta["key"]`` names the call for :meth:`report`.
+            sampling: How tokens are drawn; ``max_new_tokens`` is the most of one answer.
+
+        Returns:
+            B rows of the sessions that did not fail, those of one agent side by side: ``tokens``, ``loss_mask``,
+            ``rollout_logprobs``, ``versions``, ``version_range``, ``turn``, ``token_rewards``, ``trajectory``,
+            ``group``, ``agent``, ``finish_reason``, ``grade`` (a Python column: the score, None where the reward is
+            to score the answer; its parts; and the sum of the rewards of turns), and ``text``, what was said last;
+            with top-k or top-p also ``kept_sizes`` and ``kept_ids``.
+        """
+        key, numbers = str(tasks.meta["key"]), tasks.dense(fields.SESSION).tolist()
+        async with self._service(sampling) as (service, address):
+            episodes = await live(
+                self._environment.play,
+                tasks.python(fields.TASK),
+                tasks.dense(fields.SEED).tolist(),
+                [f"{key}-{number}" for number in numbers],
+                service,
+                self._config.limits,
+                address=address,
+                api_key=self._api_key,
+            )
+            self._reports[key] = _report(episodes, service)
+        return _as_batch(
+            [
+                (episode, trajectory, group, number * _AGENTS + place)
+                for episode, group, number in zip(episodes, tasks.dense(fields.GROUP).tolist(), numbers, strict=True)
+                if not episode.failure
+                for place, trajectory in enumerate(episode.trajectories)
+            ],
+            service,
+            sampling,
+        )
+
+    @endpoint(collect=gather(), concurrent=True)
+    def report(self, key: str) -> dict[str, Any]:
+        """What became of the sessions of the call of :meth:`live` with this key; a second call gives nothing."""
+        return self._reports.pop(key, {})
+
+    @asynccontextmanager
+    async def _service(self, sampling: SamplingParams) -> AsyncIterator[tuple[Service, Any]]:
+        """The service of one call, and the function that gives its address."""
+        from podium.rollout.service.gateway import gateway
+
+        source = self._source
+        context = longest_text(self._model, generated=True) or _LONGEST
+        service = Service(
+            source,
+            self._form,
+            self._tokenizer,
+            model=_MODEL,
+            context=context,
+            stop_token_ids=sampling.stop_token_ids,
+            most_tokens=1 << 62,  # sessions wait at the engine, not at its door
+            rules=sampling,
+        )
+        try:
+            async with gateway(service, self._api_key) as address:
+                yield service, address
+        finally:
+            if self._remote is not None and source is self._remote:
+                await self._remote.close()
+
+    @property
+    def _source(self) -> TokenSource:
+        generator: Generator | None = self.ctx.colocated.get("generator")
+        if generator is not None:
+            return generator.tokens()
+        if self._remote is None:
+            raise ConfigError("this rollout worker has no generator: call connect(urls, token) first")
+        return self._remote
+
+    @cached_property
+    def _api_key(self) -> str:
+        import secrets
+
+        return secrets.token_urlsafe(32)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._model.tokenizer_source)
+
+    @cached_property
+    def _form(self) -> ChatFormat:
+        return chat_format(Writer(self._tokenizer, self._data), self._tokenizer)
+
+
+def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:
+    """Counts of one call, for metrics and notes."""
+    failed = [episode for episode in episodes if episode.failure]
+    spoken = [trajectory for episode in episodes for trajectory in episode.trajectories]
+    return {
+        "sessions": len(episodes),
+        "failures": Counter(episode.failure for episode in failed),
+        "details": failed[0].details if failed else "",
+        "context_full": sum(episode.truncated for episode in episodes),
+        "turns": sum(len(trajectory.session.calls) for trajectory in spoken),
+        "splits": sum(trajectory.session.splits for trajectory in spoken),
+        "seconds": [round(episode.seconds, 3) for episode in episodes],
+        "overruled": {name: count for name, count in service.overruled.items() if count},
+    }
+
+
+def _as_batch(
+    found: Sequence[tuple[Episode, Trajectory, int, int]], service: Service, sampling: SamplingParams
+) -> Batch:
+    """The rows of trajectories, each with its episode, its group and its number."""
+    rows = [(*one, row) for one in found for row in one[1].session.rows]
+    tokens = Jagged.from_rows([torch.tensor(row.ids) for *_, row in rows])
+
+    def column(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Jagged:
+        flat = [value for own in values for value in own]
+        return tokens.like(torch.tensor(flat, dtype=dtype))
+
+    turns = [_turns(row, one.turn_rewards) for _, one, _, _, row in rows]
+    batch = Batch(
+        {
+            fields.TOKENS: tokens,
+            fields.LOSS_MASK: column([row.sampled for *_, row in rows], torch.bool),
+            fields.ROLLOUT_LOGPROBS: column([row.logprobs for *_, row in rows], torch.float32),
+            fields.VERSIONS: column([row.versions for *_, row in rows], torch.int64),
+            fields.VERSION_RANGE: torch.tensor([_range(row) for *_, row in rows], dtype=torch.int64).view(-1, 2),
+            fields.TURN: column([numbers for numbers, _ in turns], torch.int64),
+            fields.TOKEN_REWARDS: column([rewards for _, rewards in turns], torch.float32),
+            fields.TRAJECTORY: torch.tensor([number for _, _, _, number, _ in rows], dtype=torch.int64),
+            fields.GROUP: torch.tensor([group for _, _, group, _, _ in rows], dtype=torch.int64),
+            fields.AGENT: [one.agent for _, one, _, _, _ in rows],
+            fields.FINISH_REASON: [
+                "length" if episode.truncated else row.turns[-1].finish_reason for episode, _, _, _, row in rows
+            ],
+            fields.GRADE: [
+                (one.score, dict(episode.parts), float(sum(one.turn_rewards.values())))
+                for episode, one, _, _, _ in rows
+            ],
+            fields.TEXT: text_column([_last_text(one) for _, one, _, _, _ in rows]),
+        },
+        {"temperature": sampling.temperature},
+    )
+    if not sampling.filtered:
+        return batch
+    kept = [ids for *_, row in rows for ids in row.kept]
+    sizes = tokens.like(torch.tensor([len(ids) for ids in kept], dtype=torch.int64))
+    own = Jagged.from_rows([torch.tensor([i for ids in row.kept for i in ids], dtype=torch.int64) for *_, row in rows])
+    return batch.with_columns({fields.KEPT_SIZES: sizes, fields.KEPT_IDS: own})
+
+
+def _turns(row: Row, rewards: Any) -> tuple[list[int], list[float]]:
+    """For each token of a row, the call that sampled it, or -1; and the reward that it carries."""
+    numbers, earned = [-1] * len(row.ids), [0.0] * len(row.ids)
+    for turn in row.turns:
+        numbers[turn.start : turn.stop] = [turn.call] * (turn.stop - turn.start)
+        earned[turn.stop - 1] = float(rewards.get(turn.call, 0.0))
+    return numbers, earned
+
+
+def _range(row: Row) -> tuple[int, int]:
+    own = [version for version, sampled in zip(row.versions, row.sampled, strict=True) if sampled]
+    return min(own), max(own)
+
+
+def _last_text(one: Trajectory) -> str:
+    """What an agent said last."""
+    messages = one.session.calls[-1].messages
+    return str(messages[-1].get("content") or "") if messages else ""
