@@ -6,7 +6,7 @@ All other sections stand beside the classes that they configure.
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import count
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -49,9 +49,12 @@ SCHEDULES: Final = {
 _CAP_AHEAD: Final = 2.0  # of importance weights where older weights draw completions
 
 
-@section("run.tracker_options")
+Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
+
+
+@section("run.trackers")
 class TrackerOptions:
-    """Where wandb and trackio keep a run. They are the entries of ``run.tracker_options``, and count as one key."""
+    """Where wandb and trackio keep a run. They are the entries of a tracker in ``run.trackers``."""
 
     project: str = Field(default="podium", min_length=1)
     """The run belongs to this project."""
@@ -105,19 +108,24 @@ class RunConfig:
     policy.update."""
     show_samples: int = Field(default=0, ge=0, le=10**6)
     """The terminal shows this many completions after each step."""
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Metrics also go to these trackers. metrics.jsonl is always written."""
-    tracker_options: Mapping[str, Any] = Field(default_factory=dict)
-    """The trackers get these options: project, entity, group and tags."""
+    trackers: tuple[Tracker, ...] | Mapping[Tracker, Any] = ()
+    """Metrics also go to these trackers, as in [wandb], or with options (project, entity, group, tags), as in
+    {wandb: {project: sums}}. metrics.jsonl is always written."""
 
     def __post_init__(self) -> None:
         check_function_name(self.schedule, key="run.schedule", known=SCHEDULES)
         _ = self.tracking  # raises where an option is unknown
 
     @property
-    def tracking(self) -> TrackerOptions:
-        """``tracker_options``, checked. Raises ConfigError."""
-        return build_config(TrackerOptions, self.tracker_options, key="run.tracker_options")
+    def tracking(self) -> dict[Tracker, TrackerOptions]:
+        """The trackers and the options of each. Raises ConfigError for an option that is wrong."""
+        given: Mapping[Tracker, Any] = (
+            self.trackers if isinstance(self.trackers, Mapping) else dict.fromkeys(self.trackers)
+        )
+        return {
+            name: build_config(TrackerOptions, options or {}, key=f"run.trackers.{name}")
+            for name, options in given.items()
+        }
 
     @property
     def staleness(self) -> int | None:

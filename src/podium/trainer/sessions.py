@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["SessionReport", "Sessions", "grade_sessions"]
 
 _MODEL: Final = "policy"
+_TOTALS: Final = ("sessions", "context_full", "turns", "splits", "tool_calls", "tool_errors")
 
 
 @dataclass(frozen=True)
@@ -163,13 +164,16 @@ def _joined(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
     failures: Counter[str] = Counter()
     for one in reports:
         failures.update(one["failures"])
-    total = {name: sum(one[name] for one in reports) for name in ("sessions", "context_full", "turns", "splits")}
+    total = {name: sum(one[name] for one in reports) for name in _TOTALS}
     seconds = sorted(second for one in reports for second in one["seconds"])
     count = max(1, total["sessions"])
     figures = {
         names.SESSIONS_FAILED: sum(failures.values()) / count,
         names.SESSIONS_FULL: total["context_full"] / count,
         names.SESSIONS_SPLITS: float(total["splits"]),
+        names.SESSIONS_TURNS: total["turns"] / count,
+        names.SESSIONS_TOOL_CALLS: total["tool_calls"] / count,
+        names.SESSIONS_TOOL_ERRORS: total["tool_errors"] / max(1, total["tool_calls"]),
         names.SESSION_S_MEDIAN: seconds[len(seconds) // 2] if seconds else 0.0,
         names.SESSION_S_MAX: seconds[-1] if seconds else 0.0,
     }

@@ -193,6 +193,8 @@ def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:
         "context_full": sum(episode.truncated for episode in episodes),
         "turns": sum(len(trajectory.session.calls) for trajectory in spoken),
         "splits": sum(trajectory.session.splits for trajectory in spoken),
+        "tool_calls": sum(episode.counts.get("tool_calls", 0) for episode in episodes),
+        "tool_errors": sum(episode.counts.get("tool_errors", 0) for episode in episodes),
         "seconds": [round(episode.seconds, 3) for episode in episodes],
         "overruled": {name: count for name, count in service.overruled.items() if count},
     }

@@ -14,5 +14,11 @@ if TYPE_CHECKING:
         Task as Task,
     )
     from podium.rollout.environments.resolve import converse as converse
+    from podium.rollout.environments.tools import (
+        Tool as Tool,
+        Toolbox as Toolbox,
+        ToolError as ToolError,
+        tool as tool,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

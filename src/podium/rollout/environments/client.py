@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,11 +54,16 @@ class Client:
     ...     return float(task["answer"] in reply.text)
 
     An agent that talks to the OpenAI API is given ``client.base_url``, ``client.api_key`` and ``client.model``.
+
+    Attributes:
+        api_key: What such an agent sends as its key.
+        counts: The numbers of "tool_calls" and "tool_errors" so far, of which metrics are made.
     """
 
     def __init__(self, service: Service, session: Session, address: Callable[[], str], api_key: str, seed: int) -> None:
         self._service, self._session, self._address, self._seed = service, session, address, seed
         self.api_key = api_key
+        self.counts: Counter[str] = Counter()
         self._rewards: dict[int, float] = {}
         self._agents: dict[str, Client] = {}
 
@@ -129,6 +135,11 @@ class Client:
             session = self._service.open_session(f"{self._session.id}.{name}", seed)
             self._agents[name] = Client(self._service, session, self._address, self.api_key, seed)
         return self._agents[name]
+
+    @property
+    def family(self) -> list[Client]:
+        """This client, and those of the other agents."""
+        return [self, *(each for agent in self._agents.values() for each in agent.family)]
 
     def close(self) -> list[tuple[str, Session, Mapping[int, float]]]:
         """End the session. Returns what was recorded of each agent, the client's own first, under ""."""

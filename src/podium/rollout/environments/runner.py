@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Episode:
         details: The traceback of a session that raised.
         truncated: Whether it ended because the model's context was full.
         seconds: How long it took.
+        counts: What it counted, by name.
     """
 
     trajectories: Sequence[Trajectory] = ()
@@ -74,6 +76,7 @@ class Episode:
     details: str = ""
     truncated: bool = False
     seconds: float = 0.0
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 async def live(
@@ -118,6 +121,7 @@ async def live(
                 details,
                 truncated,
                 time.monotonic() - began_s,
+                sum((Counter(each.counts) for each in client.family), Counter()),
             )
 
     with _watched():

@@ -228,8 +228,7 @@ class RunDirectory:
         if console is not None:
             yield ConsoleSink(console=console, log=self.log)
         told: dict[str, Any] = {"name": self.path.name, "config": config_to_dict(config)}
-        options = config.run.tracking
-        for tracker in config.run.trackers:
+        for tracker, options in config.run.tracking.items():
             match tracker:
                 case "tensorboard":
                     yield TensorBoardSink(self.path / "tensorboard", config=told["config"])

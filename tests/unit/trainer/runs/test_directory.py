@@ -273,7 +273,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, mo
             pass
 
     monkeypatch.setattr("podium.trainer.runs.directory.WandbSink", Recorded)
-    asked = {"trackers": ["wandb"], "tracker_options": {"project": "sums", "group": "a", "tags": ["x"]}}
+    asked = {"trackers": {"wandb": {"project": "sums", "group": "a", "tags": ["x"]}}}
     config = tiny(GRPOConfig, tmp_path, run=asked)
     for resume in (False, True):
         run = RunDirectory(tmp_path / "run", resume=resume)
@@ -290,6 +290,6 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, mo
 
 def test_an_unknown_option_of_trackers_is_named_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"run\.tracker_options\.projekt .*did you mean run\.tracker_options\.project"
+        ConfigError, match=r"run\.trackers\.wandb\.projekt .*did you mean run\.trackers\.wandb\.project"
     ):
-        tiny(GRPOConfig, tmp_path, run={"tracker_options": {"projekt": "x"}})
+        tiny(GRPOConfig, tmp_path, run={"trackers": {"wandb": {"projekt": "x"}}})

@@ -1,0 +1,309 @@
+"""Functions that the model may call. The annotations make the schema, and the docstring describes it.
+
+    def add(a: int, b: int) -> int:
+        '''Add two numbers.
+
+        Args:
+            a: The first number.
+        '''
+        return a + b
+
+    reply = await converse(client, messages, tools=[add])
+
+Whatever goes wrong in a tool is said to the model, in the message that answers its call: an unknown name, arguments
+that do not fit, an error that the function raises, and a call that takes too long. The session goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import cloudpickle
+from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError
+
+from podium.errors import ConfigError
+
+__all__ = ["Tool", "ToolError", "Toolbox", "tool"]
+
+_MOST_SHOWN: Final = 2000  # characters of an error that the model reads
+
+
+class ToolError(Exception):
+    """An error that a tool tells the model, in its own words."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What the model may call.
+
+    Attributes:
+        name: Its name.
+        description: What it does, in the model's words.
+        parameters: Its arguments, as a JSON schema.
+        run: Takes the arguments and returns the result. It raises whatever it likes.
+        time_limit_s: How long a call may take.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    run: Callable[[Mapping[str, Any]], Awaitable[Any]]
+    time_limit_s: float = 30.0
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool, as the OpenAI API has it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+def tool(
+    function: Callable[..., Any],
+    *,
+    name: str = "",
+    time_limit_s: float = 30.0,
+    process: bool = False,
+    given: Mapping[str, Any] | None = None,
+) -> Tool:
+    """Return a function as a tool.
+
+    >>> def add(a: int, b: int = 1) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> tool(add).schema["function"]["parameters"]["required"]
+    ['a']
+
+    Args:
+        function: A function or a coroutine function, with annotations. A function that is no coroutine function runs in
+            a thread. Its docstring may have a section "Args:" with a line for each parameter.
+        name: The name for the model; the function's own by default.
+        time_limit_s: A call that takes longer is answered with an error. Its thread cannot be ended and goes on.
+        process: Whether each call gets a process of its own, which is killed when its time is over. It costs about
+            0.2 s a call, and what the function changes is lost.
+        given: Arguments that the model neither sees nor gives, such as the state of a session.
+
+    Raises:
+        ConfigError: A parameter has no annotation, or one that has no JSON schema, or its kind is ``*args`` or
+            ``**kwargs``.
+    """
+    fixed, label = dict(given or {}), name or getattr(function, "__name__", type(function).__name__)
+    description, about = _described(inspect.getdoc(function) or "")
+    model = _arguments_model(function, label, fixed, about)
+    schema = model.model_json_schema()
+    schema.pop("title", None)
+    for entry in schema.get("properties", {}).values():
+        entry.pop("title", None)
+    schema.pop("additionalProperties", None)
+
+    async def run(arguments: Mapping[str, Any]) -> Any:
+        checked = model.model_validate(arguments)
+        values = {each: getattr(checked, each) for each in type(checked).model_fields} | fixed
+        if process:
+            return await _in_process(function, values)
+        if inspect.iscoroutinefunction(function):
+            return await function(**values)
+        found = await asyncio.to_thread(function, **values)
+        return await found if inspect.isawaitable(found) else found
+
+    return Tool(label, description, {"properties": {}, **schema}, run, time_limit_s)
+
+
+class Toolbox:
+    """The tools of a conversation.
+
+    Args:
+        tools: Functions, and what :func:`tool` returns. No two have the same name.
+
+    Raises:
+        ConfigError: Two tools have one name, or a function cannot be a tool.
+    """
+
+    def __init__(self, tools: Iterable[Tool | Callable[..., Any]]) -> None:
+        found = [one if isinstance(one, Tool) else tool(one) for one in tools]
+        twice = [name for name, count in Counter(one.name for one in found).items() if count > 1]
+        if twice:
+            raise ConfigError(f"two tools are named {twice[0]!r}: give one of them another name by tool(f, name=...)")
+        self._tools = {one.name: one for one in found}
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    @cached_property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools, as the OpenAI API has them."""
+        return [one.schema for one in self._tools.values()]
+
+    async def answer(
+        self, tool_calls: Sequence[Mapping[str, Any]], counts: Counter[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Run what the model called, one after the other, and return the messages that answer it.
+
+        Args:
+            tool_calls: As an assistant's message has them.
+            counts: Gets the number of calls as "tool_calls", and of those that failed as "tool_errors".
+        """
+        messages: list[dict[str, Any]] = []
+        for call in tool_calls:
+            content, failed = await self._answered(call.get("function") or {})
+            if counts is not None:
+                counts.update(tool_calls=1, tool_errors=int(failed))
+            messages.append({"role": "tool", "tool_call_id": str(call.get("id", "")), "content": content})
+        return messages
+
+    async def _answered(self, function: Mapping[str, Any]) -> tuple[str, bool]:
+        """The content of the message that answers a call, and whether the call failed."""
+        name = str(function.get("name", ""))
+        asked = self._tools.get(name)
+        if asked is None:
+            return f"error: there is no tool {name[:80]!r}; there are {', '.join(self._tools)}", True
+        timer = asyncio.timeout(asked.time_limit_s)
+        try:
+            arguments = _arguments(function.get("arguments"))
+            async with timer:
+                return _written(await asked.run(arguments)), False
+        except asyncio.CancelledError:
+            raise
+        except ValidationError as error:
+            return f"error: {name} cannot be called so: {_plain(error)}", True
+        except ToolError as error:
+            return f"error: {error}"[:_MOST_SHOWN], True
+        except BaseException as error:  # noqa: BLE001  SystemExit of a tool ends the call, not the run
+            if isinstance(error, TimeoutError) and timer.expired():
+                return f"error: {name} took longer than {asked.time_limit_s:g} s", True
+            return f"error: {type(error).__name__}: {error}"[:_MOST_SHOWN], True
+
+
+def _arguments(given: Any) -> Mapping[str, Any]:
+    """The arguments of a call. Raises ToolError for what is no JSON object."""
+    try:
+        found = json.loads(given or "{}") if isinstance(given, str) or given is None else given
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments are no valid JSON: {error}") from None
+    if not isinstance(found, Mapping):
+        raise ToolError(f"the arguments are {type(found).__name__}; expected a JSON object")
+    return found  # pyright: ignore[reportUnknownVariableType]
+
+
+def _written(result: Any) -> str:
+    """What a tool returned, as text."""
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _plain(error: ValidationError) -> str:
+    found = [f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:5]]
+    return "; ".join(found)[:_MOST_SHOWN]
+
+
+def _described(doc: str) -> tuple[str, dict[str, str]]:
+    """What a docstring says of its function, and of each parameter."""
+    lines, about, section, name = doc.splitlines(), dict[str, str](), "", ""
+    said: list[str] = []
+    for line in lines:
+        bare = line.strip()
+        if not line.startswith(" ") and bare.rstrip(":") in _SECTIONS and bare.endswith(":"):
+            section = bare.rstrip(":")
+        elif not section:
+            said.append(line)
+        elif section in ("Args", "Arguments", "Parameters") and bare:
+            head, colon, rest = bare.partition(":")
+            key = head.partition("(")[0].strip()
+            if colon and key.isidentifier() and len(line) - len(line.lstrip()) <= 4:
+                name = key
+                about[name] = rest.strip()
+            elif name:
+                about[name] += f" {bare}"
+    return "\n".join(said).strip(), about
+
+
+_SECTIONS: Final = frozenset({"Args", "Arguments", "Parameters", "Returns", "Raises", "Yields", "Examples", "Example"})
+
+
+def _arguments_model(function: Callable[..., Any], label: str, fixed: Mapping[str, Any], about: dict[str, str]) -> Any:
+    """A model of the arguments that the language model gives."""
+    parameters = inspect.signature(function, eval_str=True).parameters
+    if unknown := [each for each in fixed if each not in parameters]:
+        raise ConfigError(f"the tool {label!r} has no parameter {unknown[0]!r}, which tool(..., given=...) names")
+    fields: dict[str, Any] = {}
+    for each in parameters.values():
+        if each.name in fixed:
+            continue
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            raise ConfigError(f"the tool {label!r} has the parameter {each}: a model gives arguments by their names")
+        if each.annotation is each.empty:
+            raise ConfigError(
+                f"the tool {label!r} has the parameter {each.name!r} without an annotation: write its type"
+            )
+        default = ... if each.default is each.empty else each.default
+        fields[each.name] = (each.annotation, Field(default, description=about.get(each.name)))
+    try:
+        model = create_model(f"{label}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
+        model.model_json_schema()
+    except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
+        raise ConfigError(f"the tool {label!r} has an annotation without a JSON schema: {error}") from None
+    return model
+
+
+_CHILD: Final = """
+import os, sys, cloudpickle
+function, values = cloudpickle.load(sys.stdin.buffer)
+out, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
+try:
+    result = (True, function(**values))
+except BaseException as error:
+    result = (False, f"{type(error).__name__}: {error}")
+out.write(cloudpickle.dumps(result))
+out.close()
+"""
+
+
+async def _in_process(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call a function in a process of its own, which is killed when the caller is cancelled. Raises ToolError."""
+    if inspect.iscoroutinefunction(function):
+        raise ToolError("a coroutine function cannot run in a process of its own")
+    pipe = asyncio.subprocess.PIPE
+    path = os.pathsep.join([entry for entry in sys.path if entry] or [os.curdir])
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _CHILD),
+        stdin=pipe,
+        stdout=pipe,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        data, _ = await child.communicate(_pickled(function, values))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, 9)  # and whatever it has started
+        await child.wait()
+    if not data:
+        raise ToolError(f"its process ended with exit status {child.returncode}")
+    fine, result = cloudpickle.loads(data)
+    if not fine:
+        raise ToolError(result)
+    return result
+
+
+def _pickled(function: Callable[..., Any], values: Mapping[str, Any]) -> bytes:
+    """A call, whose function is sent as code where its module is a file that was loaded by its path."""
+    module = sys.modules.get(function.__module__)
+    by_value = module is not None and getattr(module, "__spec__", None) is not None and "." not in function.__module__
+    if by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps((function, dict(values)))
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
