@@ -47,5 +47,6 @@ if TYPE_CHECKING:
         TokenLoss as TokenLoss,
     )
     from podium.algorithms.token_rows import discounted_sums as discounted_sums, whiten as whiten
+    from podium.algorithms.turns import Turns as Turns, find_turns as find_turns
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

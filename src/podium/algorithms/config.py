@@ -24,10 +24,10 @@ class AlgorithmConfig:
     """The objective: advantages, the loss and the KL penalty. The defaults are GRPO with DAPO's clip bounds."""
 
     advantage: str = "grpo"
-    """This function turns rewards into advantages: grpo, rloo, reinforce_pp, gae, module:function, or
-    path/file.py:function."""
+    """This function turns rewards into advantages: grpo, rloo, reinforce_pp, gae, grpo_turns, gae_turns,
+    module:function, or path/file.py:function."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """gae and reinforce_pp discount rewards by this factor for each token."""
+    """gae and reinforce_pp discount rewards by this factor for each token, gae_turns and grpo_turns for each turn."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """gae uses this lambda: 0 relies on the critic's values, 1 on the rewards."""
     normalize_advantage: bool | None = None

@@ -93,6 +93,8 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "rloo": Declaration(needs_groups=True),
     "reinforce_pp": Declaration(),
     "gae": Declaration(needs_values=True),
+    "grpo_turns": Declaration(needs_groups=True),
+    "gae_turns": Declaration(needs_values=True),
 }
 _OWN_LOSSES: Final = ("ppo_clip", "gspo", "clip_cov", "cross_entropy")
 

@@ -40,12 +40,16 @@ class AdvantageInputs:
     >>> inputs.rewards_N.tolist()
     [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
 
+    A row is a completion, or all that one agent said in a session: what it is rewarded for as a whole.
+
     Attributes:
         rewards_B: float ``[B]``, the score of each completion.
         group_B: int64 ``[B]``. Completions of one prompt share a number; the numbers and their order are free.
         mask_N: bool ``[N]``, True on the tokens that the policy chose. Gaps (the answers of a tool) are allowed.
         token_rewards_N: float ``[N]``, rewards besides ``rewards_B``, a KL penalty for example. Those outside the mask
             are ignored.
+        turn_N: int64 ``[N]``, the turn of its row that chose each token, counted in the order of time; what stands
+            outside the mask is ignored. None where each row is a single turn. :func:`find_turns` reads it.
         values_N: float ``[N]``, the critic's value before each token is seen. None without a critic.
         bootstrap_B: float ``[B]``, the critic's value after the last token, for rows that were cut off; 0 for rows
             that ended by themselves. None means 0 for all rows.
@@ -66,6 +70,7 @@ class AdvantageInputs:
     mask_N: Tensor
     offsets_B1: Tensor
     token_rewards_N: Tensor | None = None
+    turn_N: Tensor | None = None
     values_N: Tensor | None = None
     bootstrap_B: Tensor | None = None
     truncated_B: Tensor | None = None
@@ -84,7 +89,7 @@ class AdvantageInputs:
             raise DataError(f"AdvantageInputs.mask_N is {self.mask_N.dtype}; expected torch.bool")
         for names, length in (
             (("rewards_B", "group_B", "bootstrap_B", "truncated_B"), rows),
-            (("mask_N", "token_rewards_N", "values_N", *(f"{name}_N" for name in COLUMNS)), tokens),
+            (("mask_N", "token_rewards_N", "turn_N", "values_N", *(f"{name}_N" for name in COLUMNS)), tokens),
         ):
             for name in names:
                 tensor: Tensor | None = getattr(self, name)

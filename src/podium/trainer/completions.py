@@ -150,10 +150,15 @@ class ScoredBatch:
     @property
     def firsts(self) -> list[int]:
         """The first row of each trajectory. A row is a trajectory by itself where the batch does not say more."""
-        if fields.TRAJECTORY not in self.batch:
-            return [*range(len(self.batch))]
-        numbers = self.batch.dense(fields.TRAJECTORY).tolist()
-        return [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
+        return [row for row in range(len(self.batch)) if self._begins(row)]
+
+    def _begins(self, row: int) -> bool:
+        numbers = self._trajectories
+        return row == 0 or numbers is None or numbers[row] != numbers[row - 1]
+
+    @cached_property
+    def _trajectories(self) -> list[int] | None:
+        return self.batch.dense(fields.TRAJECTORY).tolist() if fields.TRAJECTORY in self.batch else None
 
     @property
     def by_prompt(self) -> list[Grade]:
@@ -175,13 +180,15 @@ class ScoredBatch:
 
     def metrics(self) -> dict[str, float]:
         """Accuracy, completions that were cut off, and tokens: the metrics that this process knows by itself."""
-        reasons = self.batch.python(fields.FINISH_REASON)
+        reasons, firsts = self.batch.python(fields.FINISH_REASON), torch.tensor(self.firsts)
         return {
-            names.ACCURACY: float(self.correct_B.float().mean()),
+            names.ACCURACY: float(self.correct_B[firsts].float().mean()),
             names.TRUNCATED: reasons.count("length") / len(reasons),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
             **{
-                f"{names.REWARD_PART_PREFIX}{name.removeprefix(fields.PART)}": float(self.batch.dense(name).nanmean())
+                names.REWARD_PART_PREFIX + name.removeprefix(fields.PART): float(
+                    self.batch.dense(name)[firsts].nanmean()
+                )
                 for name in self.batch
                 if name.startswith(fields.PART)
             },

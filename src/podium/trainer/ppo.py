@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
@@ -50,12 +51,15 @@ _MISMATCH_REMEDY: Final = (
 
 _MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS)
 _VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.FINISH_REASON)
+_SESSION_INPUTS = (fields.TRAJECTORY, fields.AGENT, fields.TOKEN_REWARDS)
 _ADVANTAGE_INPUTS = (
     *(fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.BOOTSTRAP),
     fields.FINISH_REASON,
+    *_SESSION_INPUTS,
+    fields.TURN,
 )
 _KL_INPUTS = (fields.OLD_LOGPROBS, fields.REF_LOGPROBS)
-_FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP)
+_FIGURE_INPUTS = (fields.LOSS_MASK, fields.REWARDS, fields.GROUP, *_SESSION_INPUTS)
 _MISMATCH_INPUTS = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
 _ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
 _KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
@@ -130,11 +134,17 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
         with stage("rollout"):
             batch, report = sessions.live(prompts, seeds, self.sampling, step)
+        if len(batch) < (ranks := self.roles.policy.group.world_size):
+            raise PodiumError(
+                f"step {step}: the sessions gave {len(batch)} rows, and the policy trains on {ranks} ranks"
+            )
         scored = replace(self._ungraded(batch, prompts, step), figures=report.figures)
         places = sorted({*scored.groups})
         with stage("score"), self._kept_if_not_graded([batch], prompts, step):
             self.ledger.move(step, "rolled_out", places, versions=scored.versions())
             scored = grade_sessions(scored, self.grader, self.config.reward.correct_at)
+            trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(batch))}
+            scored = replace(scored, figures={**scored.figures, **trained})
             self.ledger.move(step, "graded", places)
         if gone := sorted({*range(len(prompts))} - {*places}):
             self.ledger.move(step, "dropped", gone, reason="every session failed")
@@ -300,19 +310,22 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def minibatches(self, batch: Batch, step: int) -> Iterator[Batch]:
         """Cut the step's rows in the order in which they train; the weights of a minibatch are made over all of it."""
-        algorithm = self.config.algorithm
-        size = len(batch) // algorithm.minibatches
+        algorithm, rows = self.config.algorithm, len(batch)
+        parts = min(
+            algorithm.minibatches, max(1, rows // self.roles.policy.group.world_size)
+        )  # an environment may give few rows
+        ends = [rows * part // parts for part in range(parts + 1)]
         batch = batch.with_meta(max_new_tokens=self.sampling.max_new_tokens)
         for epoch in range(algorithm.epochs):
-            order = row_order(self.config.run.seed, step, epoch, len(batch))
-            for start in range(0, len(batch), size):
-                yield batch if size == len(batch) else batch.take(order[start : start + size])
+            order = row_order(self.config.run.seed, step, epoch, rows)
+            for start, end in pairwise(ends):
+                yield batch if parts == 1 else batch.take(order[start:end])
 
     def describe(self, scored: ScoredBatch, batch: Batch) -> dict[str, float]:
         """Metrics of a step's completions; ``batch`` has their columns from before the update."""
         needed = (*_FIGURE_INPUTS, *(_MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
         # Without old log-probabilities the update itself reports the mismatch, since no policy has moved yet.
-        return {**scored.figures, **scored.metrics(), **self.estimator.describe(batch.select(*needed))}
+        return {**scored.figures, **scored.metrics(), **self.estimator.describe(_select(batch, needed))}
 
     def measure(self, figures: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """The step's metrics. Also moves the coefficient of the KL to its next value."""
@@ -399,7 +412,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         stages += ["logprobs"] if self._needs_old_logprobs or self.roles.reference is not None else []
         stages += ["values"] if self.roles.critic is not None else []
         return {
-            "generate": metrics[names.LENGTH_MEAN] * self.config.rows,
+            "generate": metrics[names.LENGTH_MEAN] * metrics.get(names.SESSIONS_TRAINED, self.config.rows),
             **dict.fromkeys(stages, metrics[names.TOKENS]),
         }
 

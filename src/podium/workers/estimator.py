@@ -1,9 +1,15 @@
 """The estimator: advantages and metrics that need all completions of a step at once.
 
-Legend: N tokens over all rows (completions) of a step.
+Legend: B rows (completions) of a step, N tokens over all of them, R trajectories. A trajectory is a row, or adjacent
+rows of one agent in one session of an environment. It is rewarded as a whole, and compared with others as a whole.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from podium.algorithms import (
     AdvantageInputs,
@@ -15,7 +21,7 @@ from podium.algorithms import (
     kl_estimate,
     penalize,
 )
-from podium.data import Batch, fields
+from podium.data import Batch, Jagged, fields
 from podium.runtime import Worker, concat, endpoint, first, only, shard
 from podium.telemetry import metrics
 from podium.workers.texts import sampled_counts
@@ -48,7 +54,8 @@ class Estimator(Worker):
         """Compute the token columns ``advantages`` and, where a critic is trained, ``returns``.
 
         Args:
-            batch: ``loss_mask``, ``rewards`` and ``group``; ``values`` and ``bootstrap`` where there is a critic;
+            batch: ``loss_mask``, ``rewards`` and ``group``; of an environment's sessions ``trajectory``, ``agent``,
+                ``turn`` and ``token_rewards``; ``values`` and ``bootstrap`` where there is a critic;
                 ``old_logprobs`` and ``ref_logprobs`` where the KL counts in the reward; what the advantage estimator
                 declares; and, where recorded, ``finish_reason`` and the columns of reward parts and of data.
             kl_coef: The coefficient of the KL in the reward.
@@ -58,27 +65,36 @@ class Estimator(Worker):
             DataError: The estimator did not return finite ``[N]`` tensors that are 0 outside the mask.
         """
         mask, declared = batch.jagged(fields.LOSS_MASK), advantage_declaration(self.algorithm.advantage)
-        token_rewards_N = None
+        token_rewards_N = batch.jagged(fields.TOKEN_REWARDS).values if fields.TOKEN_REWARDS in batch else None
         if self.algorithm.kl_in == "reward":
             old_N, ref_N = batch.jagged(fields.OLD_LOGPROBS).values, batch.jagged(fields.REF_LOGPROBS).values
             kl_N = kl_estimate(old_N, ref_N, self.algorithm.kl_estimator)
-            token_rewards_N = penalize(old_N.new_zeros(len(old_N)), kl_N, mask.values, kl_coef)
+            own_N = old_N.new_zeros(len(old_N)) if token_rewards_N is None else token_rewards_N
+            token_rewards_N = penalize(own_N, kl_N, mask.values, kl_coef)
+        one = Trajectories.of(batch)
         truncated_B = None
         if fields.FINISH_REASON in batch:
             truncated_B = torch.tensor([reason == "length" for reason in batch.python(fields.FINISH_REASON)])
         inputs = AdvantageInputs(
-            rewards_B=batch.dense(fields.REWARDS),
-            group_B=batch.dense(fields.GROUP),
+            rewards_B=batch.dense(fields.REWARDS)[one.first_R],
+            group_B=one.group_R,
             mask_N=mask.values,
-            offsets_B1=mask.offsets,
+            offsets_B1=one.offsets_R1,
             token_rewards_N=token_rewards_N,
+            turn_N=batch.jagged(fields.TURN).values if fields.TURN in batch else None,
             values_N=batch.jagged(fields.VALUES).values if fields.VALUES in batch else None,
-            bootstrap_B=batch.dense(fields.BOOTSTRAP) if fields.BOOTSTRAP in batch else None,
-            truncated_B=truncated_B,
+            bootstrap_B=batch.dense(fields.BOOTSTRAP)[one.last_R] if fields.BOOTSTRAP in batch else None,
+            truncated_B=None if truncated_B is None else truncated_B[one.last_R],
             parts_B={
-                name.removeprefix(fields.PART): batch.dense(name) for name in batch if name.startswith(fields.PART)
+                name.removeprefix(fields.PART): batch.dense(name)[one.first_R]
+                for name in batch
+                if name.startswith(fields.PART)
             },
-            data={name.removeprefix(fields.DATA): batch.python(name) for name in batch if name.startswith(fields.DATA)},
+            data={
+                name.removeprefix(fields.DATA): [batch.python(name)[row] for row in one.first_R.tolist()]
+                for name in batch
+                if name.startswith(fields.DATA)
+            },
             **{f"{name}_N": batch.jagged(name).values for name in declared.columns},
         )
         outputs = compute_advantages(inputs, self.algorithm)
@@ -93,17 +109,21 @@ class Estimator(Worker):
         from the trainer's.
 
         Args:
-            batch: ``rewards``, ``group`` and ``loss_mask``; for the mismatch of log-probabilities, in nats, also
-                ``old_logprobs`` and ``rollout_logprobs``.
+            batch: ``rewards``, ``group`` and ``loss_mask``; ``trajectory``, ``agent`` and ``token_rewards`` of an
+                environment's sessions; for the mismatch of log-probabilities, in nats, also ``old_logprobs`` and
+                ``rollout_logprobs``.
         """
-        mask, rewards_B = batch.jagged(fields.LOSS_MASK), batch.dense(fields.REWARDS)
-        lengths_B = sampled_counts(mask).float()
+        mask, one = batch.jagged(fields.LOSS_MASK), Trajectories.of(batch)
+        rewards_R = batch.dense(fields.REWARDS)[one.first_R]
+        lengths_R = one.sums(sampled_counts(mask).float())
+        if fields.TOKEN_REWARDS in batch:
+            rewards_R = rewards_R + one.sums(_row_sums(batch.jagged(fields.TOKEN_REWARDS)))
         figures = {
-            metrics.REWARD_MEAN: float(rewards_B.mean()),
-            metrics.REWARD_STD: float(rewards_B.std(correction=0)),
-            metrics.FLAT_GROUPS: flat_groups(rewards_B, batch.dense(fields.GROUP)),
-            metrics.LENGTH_MEAN: float(lengths_B.mean()),
-            metrics.LENGTH_MAX: float(lengths_B.max()),
+            metrics.REWARD_MEAN: float(rewards_R.mean()),
+            metrics.REWARD_STD: float(rewards_R.std(correction=0)),
+            metrics.FLAT_GROUPS: flat_groups(rewards_R, one.group_R),
+            metrics.LENGTH_MEAN: float(lengths_R.mean()),
+            metrics.LENGTH_MAX: float(lengths_R.max()),
         }
         if fields.OLD_LOGPROBS in batch and bool(mask.values.any()):
             columns = (fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS)
@@ -111,3 +131,46 @@ class Estimator(Worker):
             apart_N = (old_N - rollout_N).abs()
             figures |= {metrics.MISMATCH_MEAN: float(apart_N.mean()), metrics.MISMATCH_MAX: float(apart_N.max())}
         return figures
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Which rows make up each trajectory.
+
+    Attributes:
+        first_R, last_R: int64 ``[R]``, the first and the last row of each.
+        group_R: int64 ``[R]``, its group: those of one prompt, and of one agent where there are several.
+        offsets_R1: int64 ``[R + 1]``, where its tokens begin and end.
+    """
+
+    first_R: Tensor
+    last_R: Tensor
+    group_R: Tensor
+    offsets_R1: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> Trajectories:
+        """Those of a batch, whose rows are trajectories where the batch does not say more."""
+        offsets_B1, group_B = batch.jagged(fields.LOSS_MASK).offsets, batch.dense(fields.GROUP)
+        first_R = torch.arange(len(batch))
+        if fields.TRAJECTORY in batch:
+            number_B = batch.dense(fields.TRAJECTORY)
+            first_R = first_R[torch.cat([number_B.new_ones(1), number_B.diff()]).bool()] if len(batch) else first_R
+        if fields.AGENT in batch:
+            names = batch.python(fields.AGENT)
+            codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
+            group_B = group_B * len(codes) + torch.tensor([codes[name] for name in names], dtype=torch.int64)
+        after_R = torch.cat([first_R[1:], first_R.new_tensor([len(batch)])])
+        return cls(first_R, after_R - 1, group_B[first_R], torch.cat([offsets_B1[:1], offsets_B1[after_R]]))
+
+    def sums(self, values_B: Tensor) -> Tensor:
+        """The sum of each trajectory's rows, ``[R]``."""
+        rows_R = self.last_R - self.first_R + 1
+        trajectory_B = torch.repeat_interleave(torch.arange(len(rows_R)), rows_R)
+        return values_B.new_zeros(len(rows_R)).index_add(0, trajectory_B, values_B)
+
+
+def _row_sums(column: Jagged) -> Tensor:
+    """The sum of each row of a token column, float ``[B]``."""
+    row_N = torch.repeat_interleave(torch.arange(len(column.lengths)), column.lengths)
+    return torch.zeros(len(column.lengths)).index_add(0, row_N, column.values.float())

@@ -136,3 +136,47 @@ def test_texts_cross_as_bytes(texts: list[str]) -> None:
 def test_texts_are_decoded_where_the_generator_wrote_none() -> None:
     tokenizer = char_tokenizer("abcdef")
     assert completion_texts(rollouts(), tokenizer) == decode_sampled(rollouts(), tokenizer) == ["c", "de", "a", "fff"]
+
+
+def sessions() -> Batch:
+    """Three trajectories of one prompt: one of two rows, one of another agent, and one of a single row."""
+    tokens = Jagged.from_rows([torch.tensor(row) for row in ([5, 6, 6], [5, 7], [1, 2], [1, 3], [1, 4])])
+    mask = [torch.arange(n) >= 1 for n in tokens.lengths.tolist()]
+    turns = [[-1, 0, 0], [-1, 1], [-1, 0], [-1, 0], [-1, 0]]
+    earned = [[0.0, 0.0, 0.5], [0.0, 0.25], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    return Batch(
+        {
+            fields.TOKENS: tokens,
+            fields.LOSS_MASK: Jagged.from_rows(mask),
+            fields.GROUP: torch.zeros(5, dtype=torch.int64),
+            fields.REWARDS: torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0]),
+            fields.TRAJECTORY: torch.tensor([0, 0, 1, 2, 3]),
+            fields.AGENT: ["", "", "judge", "", "judge"],
+            fields.TURN: Jagged.from_rows([torch.tensor(row) for row in turns]),
+            fields.TOKEN_REWARDS: Jagged.from_rows([torch.tensor(row) for row in earned]),
+        }
+    )
+
+
+def test_a_trajectory_of_several_rows_is_rewarded_and_compared_once() -> None:
+    config = AlgorithmConfig(advantage="grpo", normalize_advantage=False)
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
+        rows = [row.tolist() for row in estimator.advantages(sessions()).fetch().jagged(fields.ADVANTAGES).unbind()]
+        figures = estimator.describe(sessions())
+    assert rows[0] == [0.0, 0.875, 0.875]  # 1.75 with its turns' rewards, against 0.0 of the other: the mean is 0.875
+    assert rows[1] == [0.0, 0.875]
+    assert rows[3] == [0.0, -0.875]
+    assert (rows[2], rows[4]) == ([0.0, -0.5], [0.0, 0.5])  # another agent's group is its own
+    assert figures[metrics.REWARD_MEAN] == pytest.approx((1.75 + 0.0 + 0.0 + 1.0) / 4)
+    assert figures[metrics.LENGTH_MEAN] == pytest.approx((3 + 1 + 1 + 1) / 4)
+    assert figures[metrics.FLAT_GROUPS] == 0.0
+
+
+def test_advantages_of_turns_follow_the_rewards_of_turns() -> None:
+    config = AlgorithmConfig(advantage="grpo_turns", normalize_advantage=False)
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(Estimator.bind(config), cluster.pool([1]))
+        rows = [row.tolist() for row in estimator.advantages(sessions()).fetch().jagged(fields.ADVANTAGES).unbind()]
+    assert rows[0] == [0.0, 0.875, 0.875]
+    assert rows[1] == [0.0, 0.0]  # no other trajectory had a second turn
