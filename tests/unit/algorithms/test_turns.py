@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,17 +17,17 @@ TURN_REWARDS = [[0, 0.5], [0, 1.0, 0, 0, 0.0], [0, 0.0, 0, 0, 2.0]]
 ROW_REWARDS = [0.0, 1.0, 0.0]
 
 
-def inputs(**more: torch.Tensor) -> AdvantageInputs:
-    def flat(rows: list[list[float]]) -> torch.Tensor:
+def inputs(**more: Any) -> AdvantageInputs:
+    def flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:
         return torch.tensor([value for row in rows for value in row])
 
     return AdvantageInputs(
         rewards_B=torch.tensor(ROW_REWARDS),
         group_B=torch.zeros(3, dtype=torch.int64),
-        mask_N=flat(MASK).bool(),  # type: ignore[arg-type]
+        mask_N=flat(MASK).bool(),
         offsets_B1=torch.tensor([0, 2, 7, 12]),
         token_rewards_N=flat(TURN_REWARDS),
-        turn_N=flat(TURN).long(),  # type: ignore[arg-type]
+        turn_N=flat(TURN).long(),
         **more,
     )
 

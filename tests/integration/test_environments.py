@@ -1,0 +1,203 @@
+"""Training in an environment: sessions of several turns, agents of a user's own, and what goes wrong in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from podium.config import config_to_dict
+from podium.errors import ConfigError, PodiumError
+from podium.telemetry import Note, metrics, subscribe
+from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config
+from podium.trainer.evaluate import evaluate_model
+from tests.integration import worlds
+from tests.integration.training import losses, metrics_rows, tiny
+
+WORLDS = Path(worlds.__file__)
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<eos>{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def config_of(world: str, folder: Path, cls: type[Any] = GRPOConfig, **sections: Any) -> Any:
+    """A run of two steps in a world of ``worlds.py``."""
+    folder.mkdir(exist_ok=True)
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    options = sections.pop("options", {})
+    data = {"chat_template": str(folder / "chat.jinja"), **sections.pop("data", {})}
+    return tiny(cls, folder, environment={"name": f"{WORLDS}:{world}", "options": options}, data=data, **sections)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What notes say in the block."""
+    notes: list[str] = []
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    try:
+        yield notes
+    finally:
+        unsubscribe()
+
+
+def train(config: PPOConfig, cluster: str = "inline", **options: Any) -> Path:
+    PPOTrainer(config, cluster=cluster, show=False, **options).fit()
+    return Path(config.run.dir) / config.run.name
+
+
+@pytest.mark.parametrize("world", ["twice", "Guess"])
+def test_a_session_of_several_turns_is_a_row_and_its_turns_are_rewarded(world: str, tmp_path: Path) -> None:
+    run = train(config_of(world, tmp_path, algorithm={"advantage": "grpo_turns"}))
+    for row in metrics_rows(run):
+        assert row[metrics.SESSIONS_TRAINED] == row[metrics.SESSIONS_ROWS] == 16
+        assert row[metrics.SESSIONS_FAILED] == row[metrics.SESSIONS_SPLITS] == 0
+        assert row[metrics.MISMATCH_MAX] < 1e-5  # what was recorded is what the policy would have drawn
+        assert row[metrics.SESSIONS_TURNS] == pytest.approx(2 if world == "twice" else 3, abs=0.5)
+        assert row[metrics.REWARD_MEAN] > 0
+        if world == "twice":
+            assert row[metrics.REWARD_MEAN] == pytest.approx(row["reward_parts/digits"])
+    table = pq.read_table(run / "completions" / "step-000002.parquet").to_pydict()
+    assert max(len({*row}) for row in table["token_advantages"]) > 1  # turns of one row have advantages of their own
+
+
+def test_backends_and_layouts_train_on_the_same_sessions(tmp_path: Path) -> None:
+    """In the trainer's process, in worker processes, and with the generator in a process of its own, over HTTP."""
+    found = {
+        (cluster, layout): losses(
+            train(config_of("twice", tmp_path / f"{cluster}-{layout}", placement={"layout": layout}), cluster)
+        )
+        for cluster, layout in (("inline", "colocated"), ("local", "colocated"), ("local", "split"))
+    }
+    assert len({tuple(one) for one in found.values()}) == 1, found
+
+
+@pytest.mark.parametrize("layout", ["colocated", "split"])
+def test_an_agent_that_knows_only_an_address_is_trained_by_the_sampling_of_the_run(layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    with told() as notes:
+        run = train(config_of("agent", tmp_path, placement={"layout": layout}), "local")
+    for row in metrics_rows(run):
+        assert (row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_TURNS]) == (16, 2)
+        assert row[metrics.MISMATCH_MAX] < 1e-5
+    assert sum("its own temperature" in note for note in notes) == 1
+
+
+def test_sessions_that_fail_end_alone_and_are_counted(tmp_path: Path) -> None:
+    with told() as notes:
+        run = train(config_of("unlucky", tmp_path, options={"time_limit_s": 2.0}, batch={"prompts": 12}))
+    rows = metrics_rows(run)
+    assert all(0 < row[metrics.SESSIONS_FAILED] < 1 for row in rows)
+    said = "\n".join(notes)
+    assert "sessions failed and are not trained" in said
+    for reason in ("KeyError", "time limit", "SystemExit", "nan"):
+        assert reason in said, said
+    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
+    assert {int(answer) % 8 for answer in table["expected"]} <= {0, 6, 7}
+    ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    assert any("every session failed" in json.dumps(row) for row in ledger)
+
+
+def test_a_step_without_a_session_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(PodiumError, match=r"all 4 sessions .*hopeless.* failed: RuntimeError: the world is closed"):
+        train(config_of("hopeless", tmp_path))
+
+
+def test_the_reward_scores_what_the_environment_does_not(tmp_path: Path) -> None:
+    run = train(config_of("graded_by_reward", tmp_path, reward={"name": "fraction"}))
+    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
+    for text, answer, score in zip(table["completion"], table["expected"], table["reward"], strict=True):
+        assert score == pytest.approx(worlds_fraction(text, answer))
+
+
+def worlds_fraction(text: str, answer: str) -> float:
+    from podium.rewards.text import fraction
+
+    return float(fraction(text, {"answer": answer}))
+
+
+def test_a_full_context_ends_a_session_which_is_trained(tmp_path: Path) -> None:
+    run = train(config_of("endless", tmp_path))
+    assert [row[metrics.SESSIONS_FULL] for row in metrics_rows(run)] == [1.0, 1.0]
+    assert [row[metrics.SESSIONS_FAILED] for row in metrics_rows(run)] == [0.0, 0.0]
+
+
+def test_agents_of_one_session_have_rewards_and_groups_of_their_own(tmp_path: Path) -> None:
+    run = train(config_of("debate", tmp_path))
+    assert [row[metrics.SESSIONS_TRAINED] for row in metrics_rows(run)] == [32, 32]
+    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
+    for group in range(4):
+        own = [a for a, g in zip(table["advantage"], table["group"], strict=True) if g == group]
+        assert sum(own[0::2]) == pytest.approx(0, abs=0.02)
+        assert sum(own[1::2]) == pytest.approx(0, abs=0.02)
+
+
+def test_an_environment_may_have_the_tasks_and_a_critic_may_look_at_turns(tmp_path: Path) -> None:
+    config = config_of("Guess", tmp_path, PPOConfig, data={"train": ""}, algorithm={"advantage": "gae_turns"})
+    rows = metrics_rows(train(config))
+    assert [row[metrics.SESSIONS_ROWS] for row in rows] == [4, 4]
+    assert all(metrics.EXPLAINED_VARIANCE in row for row in rows)
+
+
+def test_a_tool_that_is_never_called_changes_nothing(tmp_path: Path) -> None:
+    run = train(config_of("tools", tmp_path, run={"steps": 1}))
+    (row,) = metrics_rows(run)
+    assert (row[metrics.SESSIONS_TOOL_CALLS], row[metrics.SESSIONS_TURNS]) == (0, 1)
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "asynchronous"])
+def test_schedules_that_run_ahead_live_sessions_too(schedule: str, tmp_path: Path) -> None:
+    config = config_of("twice", tmp_path, run={"steps": 3, "schedule": schedule}, placement={"layout": "split"})
+    rows = metrics_rows(train(config, "local"))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row[metrics.SESSIONS_ROWS] == 16 for row in rows)
+
+
+def test_a_run_goes_on_in_its_environment(tmp_path: Path) -> None:
+    whole = losses(train(config_of("twice", tmp_path / "whole", run={"steps": 3})))
+    config = config_of("twice", tmp_path / "parts", run={"steps": 2}, save={"every": 1})
+    run = train(config)
+    values = config_to_dict(config)
+    values["run"] |= {"steps": 3, "resume": str(run)}
+    train(build_config(GRPOConfig, values))
+    assert losses(run) == pytest.approx(whole)
+
+
+def test_a_model_is_evaluated_in_the_environment(tmp_path: Path) -> None:
+    import podium
+
+    run = train(config_of("Guess", tmp_path))
+    values = {
+        "model": {"path": str(run / "model")},
+        "environment": {"name": f"{WORLDS}:Guess"},
+        "data": {"chat_template": str(tmp_path / "chat.jinja")},
+        "sampling": {"max_new_tokens": 3},
+        "eval": {"items": 6},
+        "run": {"dir": str(tmp_path)},
+    }
+    with podium.connect("inline") as cluster:
+        found = evaluate_model(build_config(InferenceConfig, values), cluster)
+    assert found[""].items == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("nothing", {}, "has no 'nothing'"),
+        ("Guess", {"turn": 2}, r"options do not fit.*turn.*its options are turns"),
+        ("twice", {"at_ones": 2}, r"options do not fit.*at_ones.*takes none"),
+        ("twice", {"time_limit_s": -1}, r"time_limit_s"),
+        ("WORLDS", {}, "has no 'WORLDS'"),
+        ("Step", {}, "no environment"),
+    ],
+)
+def test_a_wrong_environment_is_refused_before_a_worker_starts(
+    name: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PPOTrainer(config_of(name, tmp_path, options=options), cluster="inline", show=False).fit()

@@ -1,0 +1,114 @@
+"""Environments for the tests of sessions, for a model of characters: digits are what is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from podium.rollout.environments import Client, Outcome, Step, converse
+
+Task = Mapping[str, Any]
+
+
+def digits(text: str) -> float:
+    """The share of digits in the first three characters."""
+    return sum(character.isdigit() for character in text[:3]) / 3
+
+
+async def twice(task: Task, client: Client) -> dict[str, float]:
+    """Two turns, each with its reward."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
+    total = 0.0
+    for _ in range(2):
+        reply = await client.chat(said)
+        client.reward(digits(reply.text))
+        total += digits(reply.text)
+        said += [reply.message, {"role": "user", "content": "="}]
+    return {"score": 0.0, "digits": total}
+
+
+def agent(task: Task, client: Client) -> float:
+    """An agent that knows nothing of Podium: it is given an address, a key and a model. It likes to be creative."""
+    import openai
+
+    with openai.OpenAI(base_url=client.base_url, api_key=client.api_key) as api:
+        said: list[Any] = [{"role": "user", "content": task["prompt"]}]
+        first = api.chat.completions.create(model=client.model, messages=said, temperature=1.7)
+        said += [first.choices[0].message.to_dict(), {"role": "user", "content": "="}]
+        second = api.chat.completions.create(model=client.model, messages=said)
+    return digits(second.choices[0].message.content or "")
+
+
+async def unlucky(task: Task, client: Client) -> float:
+    """Raises, hangs, or is over without a word, as the task says."""
+    number = int(task["answer"])
+    if number % 8 == 1:
+        raise KeyError("no such world")
+    if number % 8 == 2:
+        await asyncio.sleep(600)
+    if number % 8 == 3:
+        raise SystemExit(7)
+    if number % 8 == 4:
+        return float("nan")
+    if number % 8 == 5:
+        return 0.0
+    await client.chat(task["prompt"])
+    return 1.0
+
+
+async def hopeless(task: Task, client: Client) -> float:
+    """Always fails."""
+    raise RuntimeError("the world is closed")
+
+
+async def graded_by_reward(task: Task, client: Client) -> None:
+    """Leaves the score to ``reward.name``."""
+    await client.chat(task["prompt"])
+
+
+async def endless(task: Task, client: Client) -> float:
+    """Talks until the context is full."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
+    while True:
+        reply = await client.chat(said)
+        said += [reply.message, {"role": "user", "content": "="}]
+
+
+class Guess:
+    """Three tries; the reward is given by turn."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    @classmethod
+    def tasks(cls, split: Literal["train", "test"]) -> Sequence[Task]:
+        """Numbers, odd ones for training."""
+        return [{"prompt": f"{n:02d}=", "answer": f"{n:02d}"} for n in range(split == "train", 40, 2)]
+
+    def reset(self, task: Task) -> str:
+        self.answer, self.left = str(task["answer"]), self.turns
+        return str(task["prompt"])
+
+    def step(self, answer: str) -> Step:
+        self.left -= 1
+        hit = answer[:2] == self.answer
+        return Step(say="=", reward=digits(answer), done=hit or not self.left, parts={"hit": float(hit)})
+
+
+async def debate(task: Task, client: Client) -> Outcome:
+    """Two agents with rewards of their own."""
+    judge = client.agent("judge")
+    first, second = await asyncio.gather(client.chat(task["prompt"]), judge.chat(f"{task['prompt']}="))
+    return Outcome(score=digits(first.text), agents={"judge": 1.0 - digits(second.text)})
+
+
+async def tools(task: Task, client: Client) -> float:
+    """Has a tool that the model, which knows nothing, does not call."""
+
+    def look(place: int) -> str:
+        "Look at a place."
+        return str(place)
+
+    reply = await converse(client, [{"role": "user", "content": task["prompt"]}], tools=[look])
+    return digits(reply.text)
