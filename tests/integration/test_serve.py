@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +144,23 @@ def test_a_wrong_token_is_refused(served: Served) -> None:
         assert served.post("/v1/chat/completions", {"messages": [USER]}, token)[0] == 401
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong").models.list()
+
+
+@pytest.mark.skipif(
+    not Path("/usr/bin/python3").exists() or not hasattr(os, "geteuid") or os.geteuid() != 0,
+    reason="only root can become another user, who needs a Python that he can read",
+)
+def test_another_user_of_the_machine_is_refused_although_he_has_the_token(served: Served) -> None:
+    script = (
+        "import sys, urllib.request, urllib.error\n"
+        "asked = urllib.request.Request(sys.argv[1], None, {'Authorization': 'Bearer ' + sys.argv[2]})\n"
+        "try: print(urllib.request.urlopen(asked).status)\n"
+        "except urllib.error.HTTPError as error: print(error.code, error.read().decode())\n"
+    )
+    for user, said in ((65534, "403"), (0, "200")):
+        for path in ("/v1/models", "/health"):
+            asked = subprocess.run(
+                ["/usr/bin/python3", "-c", script, served.url + path, TOKEN],
+                user=user, group=user, extra_groups=[], capture_output=True, text=True, check=True, cwd="/",
+            )  # fmt: skip
+            assert asked.stdout.startswith(said), asked

@@ -1,16 +1,22 @@
 """``podium serve MODEL`` answers the OpenAI API with a model: a run, a checkpoint, a directory, or a hub name."""
 
 import argparse
+import contextlib
+import ipaddress
 import os
+import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import connect, opened_config
+from podium.errors import ConfigError
 
 __all__ = ["run_serve"]
+
+_TOKEN = "PODIUM_TOKEN"
 
 
 def run_serve(arguments: Sequence[str]) -> int:
@@ -18,31 +24,91 @@ def run_serve(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="podium serve",
         usage="podium serve MODEL [--SECTION.KEY VALUE ...] [options]",
-        description="Answer the OpenAI API with a model: chat with tools, completions, ids in and out.",
-        epilog="The token is PODIUM_TOKEN of the environment, or a new one. Clients send it as their API key.",
+        description="Answer the OpenAI API with a model: chat with tools, completions, token ids in and out.",
+        epilog=f"Clients send a token as their API key: that of the environment variable {_TOKEN}, or a new one, which "
+        "is printed. --placement.ranks N answers with N worker processes.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="a run, RUN@STEP, RUN@best, a model's directory, or a hub name")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run (its final model, or else its latest checkpoint), RUN@STEP, RUN@best, the directory of a "
+        "checkpoint or of a model, or a hub name",
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings")
+    parser.add_argument("--name", metavar="NAME", help="the name of the model for clients (default: the last of MODEL)")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
     parser.add_argument("--port", type=int, default=0, help="the port (default: one that is free)")
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
-    from podium.rollout.service.server import new_token
-    from podium.trainer import served
+    if backend.name not in ("local", "inline"):
+        raise ConfigError(f"--backend {backend.name}: podium serve runs on this machine; leave --backend out")
+    given, name = os.environ.get(_TOKEN), options.name or Path(options.model).name or options.model
+    if given is not None and not given.strip():
+        raise ConfigError(f"{_TOKEN} is empty: give it a token, or unset it to get a new one")
+    with opened_config(options.model, options.config, overrides) as config:
+        from podium.rollout.service import check_serving
+        from podium.rollout.service.server import new_token
+        from podium.trainer import served
 
-    token = os.environ.get("PODIUM_TOKEN") or new_token()
-    name = Path(options.model).name or options.model
-    with (
-        opened_config(options.model, options.config, overrides) as config,
-        connect(backend) as cluster,
-        served(config, cluster, model=name, token=token, host=options.host, port=options.port) as url,
-    ):
-        sys.stdout.write(f"{name} answers at {url}/v1\n\n  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={token}\n\n")
-        sys.stdout.write("Ctrl-C ends it.\n")
-        sys.stdout.flush()
-        try:
-            while True:
-                time.sleep(3600)
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
+        token = given or new_token()
+        check_serving(options.host, options.port, token)  # before a backend starts
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_ended_by_sigterm())
+            with _said(f"loading {name}"):
+                cluster = stack.enter_context(connect(backend))
+                where = {"model": name, "token": token, "host": options.host, "port": options.port}
+                model = stack.enter_context(served(config, cluster, **where))
+            _tell(name, model.url, options.host, token if given is None else f"${_TOKEN}")
+            try:
+                model.wait()
+            except KeyboardInterrupt:
+                sys.stdout.write("\n" if sys.stdout.isatty() else "")
     return 0
+
+
+def _tell(name: str, url: str, host: str, key: str) -> None:
+    sys.stdout.write(
+        f"{name} answers at {url}/v1\n\n"
+        f"  export OPENAI_BASE_URL={url}/v1\n  export OPENAI_API_KEY={key}\n\n"
+        "Ctrl-C ends it.\n"
+    )
+    sys.stdout.flush()
+    if not _is_loopback(host):
+        sys.stderr.write(
+            f"It listens at {host}: other machines reach it too. What they send is not encrypted, and who has the "
+            "token may ask.\n"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Say on stderr what is done during the block: a spinner on a terminal, else one line."""
+    if not sys.stderr.isatty():
+        sys.stderr.write(f"{what}\n")
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """During the block SIGTERM ends the command as Ctrl-C does."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

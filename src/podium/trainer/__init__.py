@@ -32,12 +32,12 @@ if TYPE_CHECKING:
         Evaluation as Evaluation,
         evaluate_model as evaluate_model,
         open_sampler as open_sampler,
-        served as served,
     )
     from podium.trainer.plan import describe_plan as describe_plan
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
     from podium.trainer.preload import PRELOAD as PRELOAD
     from podium.trainer.runs.directory import Summary as Summary
+    from podium.trainer.serving import ServedModel as ServedModel, served as served
     from podium.trainer.sft import SFTTrainer as SFTTrainer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +27,7 @@ from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, RewardModel, completion_texts, load_tokenizer
 
-__all__ = ["Evaluation", "evaluate_model", "gain_interval", "open_sampler", "score_held_out", "served"]
+__all__ = ["Evaluation", "evaluate_model", "gain_interval", "open_sampler", "score_held_out"]
 
 _SAMPLES: Final = 3
 _Z95: Final = 1.959964  # of the normal distribution, two-sided
@@ -168,17 +168,3 @@ def open_sampler(config: InferenceConfig, cluster: Cluster) -> Iterator[Callable
             return completion_texts(roles.generator.generate(prompt_batch(prompts, seeds), sampling), tokenizer)
 
         yield sample
-
-
-@contextmanager
-def served(config: InferenceConfig, cluster: Cluster, **where: Any) -> Iterator[str]:
-    """Start a generator that answers over HTTP during the block, and give its address.
-
-    Args:
-        where: ``model``, ``token``, ``host`` and ``port`` of :meth:`.Generator.serve`.
-    """
-    tokenizer = load_tokenizer(config.model.tokenizer_source)
-    sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
-    config = replace(config, reward=replace(config.reward, path=""), environment=EnvironmentConfig())
-    with started_generator(cluster, config) as roles:
-        yield roles.generator.serve(config.data, sampling, **where)[0]

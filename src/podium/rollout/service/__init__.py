@@ -7,6 +7,8 @@ app ──▶ service ──▶ tokens        HTTP ─▶ requests of conversati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
@@ -17,9 +19,39 @@ if TYPE_CHECKING:
     from podium.rollout.service.server import Server
     from podium.rollout.tasks.config import DataConfig
 
-__all__ = ["serve_engine"]
+__all__ = ["check_installed", "check_serving", "serve_engine", "serve_front"]
 
 _LONGEST: Final = 32768  # tokens, of a model that names no limit
+
+
+def check_installed() -> None:
+    """Raise ConfigError where the extra ``serve`` is not installed."""
+    for name in ("starlette", "uvicorn", "httpx2"):
+        if find_spec(name) is None:
+            raise ConfigError(f"serving needs {name}, which is not installed: pip install 'podium[serve]'")
+
+
+def check_serving(host: str, port: int, token: str) -> None:
+    """Check in advance, before a model is loaded, that a service can listen.
+
+    Raises:
+        ConfigError: The extra ``serve`` is not installed, or ``token`` is empty.
+        PodiumError: Nobody can listen at ``host`` and ``port``.
+    """
+    check_installed()
+    from podium.rollout.service.server import listen
+
+    if not token:
+        raise ConfigError("the token of a service is empty, so that whoever knows none would be let in")
+    listen(host, port).close()
+
+
+def serve_front(urls: Sequence[str], *, host: str = "127.0.0.1", port: int = 0) -> Server:
+    """Serve, until the server is closed, what the services at ``urls`` answer."""
+    from podium.rollout.service.front import make_front
+    from podium.rollout.service.server import Server
+
+    return Server(make_front(urls), host, port)
 
 
 def serve_engine(
@@ -39,13 +71,11 @@ def serve_engine(
         ConfigError: The extra ``serve`` is not installed.
         PodiumError: Nobody can listen at ``host`` and ``port``.
     """
-    try:
-        from podium.rollout.service.app import make_app
-        from podium.rollout.service.server import Server
-    except ImportError as error:
-        raise ConfigError(f"serving needs {error.name}, which is not installed: pip install 'podium[serve]'") from None
+    check_installed()
+    from podium.rollout.service.app import make_app
     from podium.rollout.service.chat_format import chat_format
     from podium.rollout.service.engine_client import EngineClient
+    from podium.rollout.service.server import Server
     from podium.rollout.service.service import Service
     from podium.rollout.tasks.writer import Writer
 

@@ -16,17 +16,19 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from podium.errors import PodiumError
+from podium.errors import ConfigError, PodiumError
+from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
+from podium.rollout.service.metrics import App, Metrics
 from podium.rollout.service.service import Delta, before_stop
 from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
 
@@ -38,30 +40,34 @@ __all__ = ["make_app"]
 
 T = TypeVar("T")
 
-_MOST_BYTES: Final = 16 << 20  # of a request
-SESSION_HEADER: Final = "x-session-id"
+_PATHS: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/models", "/metrics", "/health"),
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(service: Service, token: str) -> Starlette:
-    """Return the application. Requests without the bearer ``token`` are answered by 401, but for ``/health``."""
+def make_app(service: Service, token: str) -> App:
+    """Return the application. Requests without the bearer ``token`` are answered by 401, but for ``/health``.
+
+    Raises:
+        ConfigError: ``token`` is empty.
+    """
+    if not token:
+        raise ConfigError("the token of a service is empty, so that whoever knows none would be let in")
     api = _Api(service)
 
     def guarded(handler: Handler) -> Handler:
         async def run(request: Request) -> Response:
             try:
-                given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-                if not hmac.compare_digest(given, token.encode()):
+                kind, _, given = request.headers.get("authorization", "").partition(" ")
+                if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
                     raise Refusal(401, "the token is missing or wrong: send it as Authorization: Bearer TOKEN")
                 return await handler(request)
-            except Refusal as refusal:
-                headers = {"Retry-After": "1"} if refusal.status == 429 else None
-                return JSONResponse(refusal.body, refusal.status, headers)
             except ClientDisconnect:
                 return Response(status_code=499)
-            except PodiumError as error:
-                return JSONResponse(Refusal(500, str(error)).body, 500)
+            except (Refusal, PodiumError) as error:
+                return _refused(error)
 
         return run
 
@@ -74,32 +80,50 @@ def make_app(service: Service, token: str) -> Starlette:
         for prefix in ("", "/sessions/{session}")
         for path, handler in posted.items()
     ]
-    return Starlette(
-        routes=[
-            *routes,
-            Route("/inference/v1/generate", guarded(api.generate), methods=["POST"]),
-            Route("/v1/models", guarded(api.models)),
-            Route("/sessions/{session}/v1/models", guarded(api.models)),
-            Route("/metrics", guarded(api.metrics)),
-            Route("/health", health),
-        ]
-    )
+    routes += [
+        Route("/inference/v1/generate", guarded(api.generate), methods=["POST"]),
+        Route("/v1/models", guarded(api.models)),
+        Route("/sessions/{session}/v1/models", guarded(api.models)),
+        Route("/metrics", guarded(api.metrics)),
+        Route("/health", health),
+    ]
+
+    app = Starlette(routes=routes, exception_handlers={404: _elsewhere, 405: _otherwise, Exception: _failed})
+    return api.metrics_of.measured(app, _PATHS)
+
+
+def _elsewhere(request: Request, error: Exception) -> Response:
+    return _refused(Refusal(404, f"nothing is at {request.url.path}; the paths are {', '.join(_PATHS)}"))
+
+
+def _otherwise(request: Request, error: Exception) -> Response:
+    allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
+    return _refused(Refusal(405, f"{request.url.path} takes {allowed or 'another method'}"))
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return _refused(Refusal(500, f"the service failed, and its log says where: {type(error).__name__}"))
+
+
+def _refused(error: Refusal | PodiumError) -> Response:
+    refusal = error if isinstance(error, Refusal) else Refusal(500, str(error))
+    return JSONResponse(refusal.body, refusal.status, {"Retry-After": "1"} if refusal.status == 429 else None)
 
 
 class _Api:
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._counts = {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
+        self.metrics_of = Metrics()
 
     async def chat(self, request: Request) -> Response:
-        body = await _body(request)
+        body = as_json(await read_body(request))
         asked_for = parse(ChatRequest, body)
         self._check_model(asked_for.model)
-        asked = self.service.chat(asked_for, _session_of(request, body))
+        asked = self.service.chat(asked_for, session_of(request, body))
         head = _head("chatcmpl", "chat.completion", self.service)
         if asked_for.stream:
             return _events(self._chat_stream(asked_for, asked, {**head, "object": "chat.completion.chunk"}))
-        answers = await _while_there(request, [self.service.answer(asked, place) for place in range(len(asked.seeds))])
+        answers = await while_there(request, [self.service.answer(asked, place) for place in range(len(asked.seeds))])
         choices = [
             {"index": index, "message": answer.message, **self._ending(asked_for, answer)}
             for index, answer in enumerate(answers)
@@ -110,7 +134,7 @@ class _Api:
         return JSONResponse(whole)
 
     async def completions(self, request: Request) -> Response:
-        body = await _body(request)
+        body = as_json(await read_body(request))
         asked_for = parse(CompletionRequest, body)
         self._check_model(asked_for.model)
         if self.service.rules is not None:
@@ -126,19 +150,19 @@ class _Api:
         head = _head("cmpl", "text_completion", self.service)
         if asked_for.stream:
             return _events(self._text_stream(asked_for, asked, each, head))
-        drawn = await _while_there(request, [self.service.draw(one, place) for one, place in each])
+        drawn = await while_there(request, [self.service.draw(one, place) for one, place in each])
         choices = [self._text_choice(asked_for, index, sampled) for index, sampled in enumerate(drawn)]
         return JSONResponse({**head, "choices": choices, "usage": self._usage(asked, drawn)})
 
     async def generate(self, request: Request) -> Response:
-        asked_for = parse(GenerateRequest, await _body(request))
+        asked_for = parse(GenerateRequest, as_json(await read_body(request)))
         if asked_for.stream:
             raise Refusal(400, "stream: /inference/v1/generate answers as a whole", "stream")
         if self.service.rules is not None:
             raise Refusal(400, "/inference/v1/generate is recorded in no session: use /v1/chat/completions in training")
         params = asked_for.sampling_params
         asked = self.service.ask(asked_for.token_ids, params, params.max_tokens, stop=params.stop_token_ids)
-        drawn = await _while_there(request, [self.service.draw(asked, place) for place in range(len(asked.seeds))])
+        drawn = await while_there(request, [self.service.draw(asked, place) for place in range(len(asked.seeds))])
         choices = [
             {
                 "index": index,
@@ -162,19 +186,20 @@ class _Api:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def metrics(self, request: Request) -> Response:
-        lines = [f"podium_{name}_total {count}" for name, count in self._counts.items()]
-        lines += [
-            f"podium_tokens_in_flight {self.service.source.in_flight}",
-            f"podium_sessions {len(self.service.sessions)}",
-            f"podium_weights_version {self.service.source.version}",
-        ]
-        return PlainTextResponse("\n".join(lines) + "\n")
+        source = self.service.source
+        gauges = {
+            "requests_waiting": ("Completions of which no token is drawn yet.", source.waiting),
+            "tokens_in_flight": ("Tokens that requests in flight may still hold, prompts included.", source.in_flight),
+            "sessions": ("Sessions that are recorded.", len(self.service.sessions)),
+            "weights_version": ("Version of the weights that the next token is drawn from.", source.version),
+        }
+        return PlainTextResponse(self.metrics_of.text(gauges), media_type="text/plain; version=0.0.4")
 
     # -- streams ---------------------------------------------------------------------------------------------------
 
     async def _chat_stream(
         self, asked_for: ChatRequest, asked: Asked, head: Mapping[str, Any]
-    ) -> AsyncIterator[Mapping[str, Any]]:
+    ) -> AsyncGenerator[Mapping[str, Any]]:
         streams = [self.service.stream(asked, place) for place in range(len(asked.seeds))]
         begun: set[int] = set()
         sampled: list[Sampled] = []
@@ -201,7 +226,7 @@ class _Api:
         asked: Sequence[Asked],
         each: Sequence[tuple[Asked, int]],
         head: Mapping[str, Any],
-    ) -> AsyncIterator[Mapping[str, Any]]:
+    ) -> AsyncGenerator[Mapping[str, Any]]:
         """A chunk for each completion, in the order in which they end."""
 
         async def one(asked: Asked, place: int) -> AsyncGenerator[Sampled]:
@@ -252,55 +277,12 @@ class _Api:
 
     def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, int]:
         prompt, completion = sum(len(one.prompt) for one in asked), sum(len(one.ids) for one in drawn)
-        self._counts["requests"] += 1
-        self._counts["prompt_tokens"] += prompt
-        self._counts["completion_tokens"] += completion
+        self.metrics_of.tokens.update(prompt=prompt, completion=completion)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _check_model(self, name: str) -> None:
         if name not in ("", self.service.model):
             raise Refusal(404, f"the model {name!r} is not here; this service has {self.service.model!r}", "model")
-
-
-async def _body(request: Request) -> Any:
-    """Read the body as JSON. Raises Refusal for one that is too large, or no JSON."""
-    parts, count = list[bytes](), 0
-    async for part in request.stream():  # to the end, since a client that still sends would not read the answer
-        count += len(part)
-        if count <= _MOST_BYTES:
-            parts.append(part)
-    if count > _MOST_BYTES:
-        raise Refusal(413, f"the request is larger than {_MOST_BYTES >> 20} MiB")
-    try:
-        return json.loads(b"".join(parts))
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
-
-
-def _session_of(request: Request, body: Mapping[str, Any]) -> str:
-    metadata = body.get("metadata")
-    named = metadata.get("session_id") if isinstance(metadata, Mapping) else None
-    in_path = request.path_params.get("session", "")
-    return in_path or request.headers.get(SESSION_HEADER) or (named if isinstance(named, str) else "")
-
-
-async def _while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Wait for all of ``works``. They are cancelled when one fails, and when the client goes away."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    everything = asyncio.gather(*works)
-    watcher = asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({everything, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not everything.done():
-            raise ClientDisconnect
-        return everything.result()
-    finally:
-        watcher.cancel()
-        everything.cancel()
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
@@ -331,7 +313,7 @@ async def _merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[
             one.cancel()
 
 
-def _events(chunks: AsyncIterator[Mapping[str, Any]]) -> StreamingResponse:
+def _events(chunks: AsyncGenerator[Mapping[str, Any]]) -> Response:
     async def lines() -> AsyncIterator[str]:
         try:
             async for chunk in chunks:
@@ -341,7 +323,7 @@ def _events(chunks: AsyncIterator[Mapping[str, Any]]) -> StreamingResponse:
             yield f"data: {json.dumps(refusal.body)}\n\n"
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream")
+    return Streamed(lines(), chunks.aclose, media_type="text/event-stream")
 
 
 def _head(prefix: str, kind: str, service: Service) -> dict[str, Any]:

@@ -54,6 +54,11 @@ class EngineClient:
         self._thread: threading.Thread | None = None
 
     @property
+    def waiting(self) -> int:
+        """The completions that the engine has not begun."""
+        return len(self.engine.waiting)
+
+    @property
     def version(self) -> int:
         """The version of the weights that the next token is drawn from."""
         return self.engine.version

@@ -59,6 +59,7 @@ class _Opened:
             import uvicorn
 
             from podium.rollout.service.app import make_app
+            from podium.rollout.service.peers import OwnUserProtocol
         except ImportError as error:
             raise ConfigError(
                 f"an agent asked for the address of the model, and that needs {error.name}, which is not installed: "
@@ -72,7 +73,13 @@ class _Opened:
 
         listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         config = uvicorn.Config(
-            make_app(service, token), log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            make_app(service, token),
+            http=OwnUserProtocol,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=1,
         )
         self._server = Server(config)
         self._over = asyncio.run_coroutine_threadsafe(self._server.serve([listening]), loop)

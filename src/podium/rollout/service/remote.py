@@ -56,11 +56,17 @@ class RemoteTokens:
         self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
         self.version = 0
         self.moved = 0
+        self._waiting = 0
 
     @property
     def in_flight(self) -> int:
         """The tokens that the requests in flight may still hold, prompts included."""
         return sum(generator.in_flight for generator in self._generators)
+
+    @property
+    def waiting(self) -> int:
+        """The requests for which no generator is there."""
+        return self._waiting
 
     def connect(self, urls: Sequence[str]) -> None:
         """Ask the generators at ``urls`` from now on. Those that are known already keep their sessions."""
@@ -88,7 +94,11 @@ class RemoteTokens:
         while time.monotonic() < until_s:
             generator = self._choose(session)
             if generator is None:
-                await asyncio.sleep(_PAUSE_S)
+                self._waiting += 1
+                try:
+                    await asyncio.sleep(_PAUSE_S)
+                finally:
+                    self._waiting -= 1
                 continue
             generator.in_flight += size
             try:

@@ -6,18 +6,31 @@ import asyncio
 import secrets
 import socket
 import threading
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import uvicorn
 
 from podium.errors import PodiumError
+from podium.rollout.service.peers import OwnUserProtocol
 
-__all__ = ["Server", "new_token"]
+__all__ = ["Server", "listen", "new_token"]
+
+_BACKLOG: Final = 1024  # connections that wait
 
 
 def new_token() -> str:
     """A bearer token that nobody guesses."""
     return secrets.token_urlsafe(32)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at an address. Raises PodiumError where nobody can."""
+    try:
+        return socket.create_server((host, port), backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        other = "; --port 0 takes one that is free" if port else ""
+        raise PodiumError(f"cannot listen at {host}:{port}: {reason}{other}") from error
 
 
 class Server:
@@ -36,12 +49,17 @@ class Server:
     """
 
     def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> None:
-        try:
-            self._socket = socket.create_server((host, port), backlog=1024)
-        except OSError as error:
-            raise PodiumError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        self._socket = listen(host, port)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            http=OwnUserProtocol,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="podium-http", daemon=True)
         self._thread.start()

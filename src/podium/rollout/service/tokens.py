@@ -23,6 +23,11 @@ class TokenSource(Protocol):
         ...
 
     @property
+    def waiting(self) -> int:
+        """The completions of which no token is drawn yet, as far as it is known here."""
+        ...
+
+    @property
     def version(self) -> int:
         """The version of the weights, as far as it is known here."""
         ...

@@ -1,0 +1,105 @@
+"""Reads requests up to a size, and ends answers with the client that waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from podium.rollout.service.wire import Refusal
+
+__all__ = ["SESSION_HEADER", "Streamed", "as_json", "read_body", "session_of", "while_there"]
+
+T = TypeVar("T")
+
+SESSION_HEADER: Final = "x-session-id"
+_MOST_BYTES: Final = 16 << 20  # of a request
+_MOST_SENT: Final = 1 << 30  # bytes that are read and thrown away before a client is told that it sends too much
+_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body. What comes beyond the largest that is taken is read too, and not kept: a client that still
+    sends would not read the answer.
+
+    Raises:
+        Refusal: It is too large.
+        ClientDisconnect: The client went away.
+    """
+    parts, count = list[bytes](), 0
+    async for part in request.stream():
+        count += len(part)
+        if count <= _MOST_BYTES:
+            parts.append(part)
+        else:
+            parts.clear()
+        if count > _MOST_SENT:
+            break
+    if count > _MOST_BYTES:
+        raise Refusal(413, f"the request is larger than {_MOST_BYTES >> 20} MiB")
+    return b"".join(parts)
+
+
+def as_json(raw: bytes) -> Any:
+    """Read a body. Raises Refusal for what is no JSON, or has text that is no Unicode."""
+    try:
+        body = json.loads(raw)
+        if _HALF.search(raw):
+            json.dumps(body, ensure_ascii=False).encode()
+        return body
+    except UnicodeEncodeError:
+        raise Refusal(400, "the body has half of a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+
+
+def session_of(request: Request, body: Any) -> str:
+    """The name of the session that a request names; "" for none."""
+    metadata = body.get("metadata") if isinstance(body, Mapping) else None
+    named = metadata.get("session_id") if isinstance(metadata, Mapping) else None
+    in_path = request.path_params.get("session", "")
+    return in_path or request.headers.get(SESSION_HEADER) or (named if isinstance(named, str) else "")
+
+
+async def while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for all of ``works``. They are cancelled when one fails, and when the client goes away.
+
+    Raises:
+        ClientDisconnect: The client went away.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    everything = asyncio.gather(*works)
+    watcher = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({everything, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not everything.done():
+            raise ClientDisconnect
+        return everything.result()
+    finally:
+        watcher.cancel()
+        everything.cancel()
+
+
+class Streamed(StreamingResponse):
+    """An answer in pieces. ``close`` is awaited at its end, also where the client went away before."""
+
+    def __init__(self, pieces: AsyncIterator[str | bytes], close: Callable[[], Awaitable[None]], **how: Any) -> None:
+        super().__init__(pieces, **how)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As Starlette's."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._close()

@@ -1,0 +1,126 @@
+"""One address for several services of the same model.
+
+    client ─▶ front ─┬▶ service of rank 0     the session's own, or else the one with the fewest requests
+                     └▶ service of rank 1
+
+A request is passed on as it came, with its token, and its answer as it comes. The service checks both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import httpx2
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from podium.rollout.service.exchange import Streamed, read_body, session_of, while_there
+from podium.rollout.service.metrics import added
+from podium.rollout.service.wire import Refusal
+
+__all__ = ["make_front"]
+
+_REMEMBERED: Final = 1 << 16  # sessions whose service is known
+_IN_PATH: Final = re.compile(r"/sessions/([^/]+)/")
+_PASSED_ON: Final = ("content-type", "retry-after", "www-authenticate")
+_NOT_SENT: Final = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
+
+
+@dataclass(eq=False)
+class _Rank:
+    url: str
+    requests: int = 0
+    taken: int = 0
+
+
+def make_front(urls: Sequence[str]) -> Starlette:
+    """Return an application that hands requests to the services at ``urls``."""
+    front = _Front(urls)
+    return Starlette(
+        routes=[
+            Route("/metrics", front.metrics),
+            Route("/{path:path}", front.pass_on, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]),
+        ],
+    )
+
+
+class _Front:
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._ranks = [_Rank(url) for url in urls]
+        self._of: OrderedDict[str, _Rank] = OrderedDict()
+
+    @cached_property
+    def _services(self) -> httpx2.AsyncClient:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
+        return httpx2.AsyncClient(limits=limits, timeout=httpx2.Timeout(None), trust_env=False)
+
+    async def pass_on(self, request: Request) -> Response:
+        """Hand a request to a service, and its answer to the client."""
+        try:
+            raw = await read_body(request)
+        except Refusal as refusal:
+            return JSONResponse(refusal.body, refusal.status)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        rank = self._choose(_session_of(request, raw))
+        target = rank.url + request.scope["raw_path"].decode("latin-1")
+        headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_SENT]
+        asked = self._services.build_request(request.method, target, content=raw, headers=headers)
+        rank.requests += 1
+        rank.taken += 1
+        got: httpx2.Response | None = None
+
+        async def close() -> None:
+            rank.requests -= 1
+            if got is not None:
+                await got.aclose()
+
+        try:
+            (got,) = await while_there(request, [self._services.send(asked, stream=True)])
+        except (httpx2.HTTPError, ClientDisconnect) as error:
+            await close()
+            lost = Refusal(502, f"the generator at {rank.url} does not answer: {type(error).__name__}")
+            return JSONResponse(lost.body, lost.status)
+        kept = {name: got.headers[name] for name in _PASSED_ON if name in got.headers}
+        return Streamed(got.aiter_raw(), close, status_code=got.status_code, headers=kept)
+
+    async def metrics(self, request: Request) -> Response:
+        headers = {"Authorization": request.headers.get("authorization", "")}
+        texts = list[str]()
+        for rank in self._ranks:
+            try:
+                got = await self._services.get(f"{rank.url}/metrics", headers=headers)
+            except httpx2.HTTPError:
+                continue
+            if got.status_code != httpx2.codes.OK:
+                return Response(got.content, got.status_code, media_type="application/json")
+            texts.append(got.text)
+        return PlainTextResponse(added(texts))
+
+    def _choose(self, session: str) -> _Rank:
+        if (own := self._of.get(session)) is not None:
+            self._of.move_to_end(session)
+            return own
+        chosen = min(self._ranks, key=lambda rank: (rank.requests, rank.taken))
+        if session:
+            self._of[session] = chosen
+            while len(self._of) > _REMEMBERED:
+                self._of.popitem(last=False)
+        return chosen
+
+
+def _session_of(request: Request, raw: bytes) -> str:
+    if found := _IN_PATH.match(request.url.path):
+        return found[1]
+    try:
+        return session_of(request, json.loads(raw) if b"session_id" in raw else {})
+    except (ValueError, RecursionError):
+        return ""  # the service says what is wrong with it

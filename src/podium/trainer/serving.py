@@ -1,0 +1,79 @@
+"""A model that answers the OpenAI API during a block: see :mod:`podium.rollout.service`.
+
+one rank       client ─▶ its service
+several        client ─▶ front ─▶ the service of a rank
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+from podium.errors import PodiumError
+from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.service import check_serving, serve_front
+from podium.runtime import Cluster, Handle
+from podium.trainer.config import InferenceConfig
+from podium.trainer.preflight import with_stop_tokens
+from podium.trainer.roles import started_generator
+from podium.workers import Generator, load_tokenizer
+
+__all__ = ["ServedModel", "served"]
+
+_LOOK_S: Final = 0.2  # between two looks at whether the workers live
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that answers.
+
+    Attributes:
+        url: Where it answers, such as ``http://127.0.0.1:43210``; the OpenAI API is below ``/v1``.
+        generator: Its workers.
+    """
+
+    url: str
+    generator: Handle[Generator]
+
+    def wait(self) -> None:
+        """Wait as long as it answers. Raises PodiumError when a worker is lost."""
+        while not (lost := self.generator.group.lost):
+            time.sleep(_LOOK_S)
+        rank, cause = next(iter(lost.items()))
+        raise PodiumError(f"the generator's worker of rank {rank} is lost: {cause}")
+
+
+@contextmanager
+def served(
+    config: InferenceConfig, cluster: Cluster, *, model: str, token: str, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[ServedModel]:
+    """Start generators that answer over HTTP during the block.
+
+    Args:
+        config: The model, its engine, how conversations are written, and in ``placement`` the number of ranks.
+        cluster: Where the generators run. All of its processes must be on this machine.
+        model: The name of the model for clients.
+        token: The bearer token that clients send.
+        host: The address to listen at. At the loopback, the default, other users of the machine are refused.
+        port: The port; 0 takes one that is free.
+
+    Raises:
+        ConfigError: The extra ``serve`` is not installed, the model cannot be had, or ``token`` is empty.
+        PodiumError: Nobody can listen there.
+    """
+    check_serving(host, port, token)
+    tokenizer = load_tokenizer(config.model.tokenizer_source)
+    sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
+    config = replace(config, reward=replace(config.reward, path=""), environment=EnvironmentConfig())
+    with started_generator(cluster, config) as roles:
+        generator = roles.generator
+        if generator.group.world_size == 1:
+            (url,) = generator.serve(config.data, sampling, model=model, token=token, host=host, port=port)
+            yield ServedModel(url, generator)
+            return
+        urls = generator.serve(config.data, sampling, model=model, token=token)
+        with serve_front(urls, host=host, port=port) as front:
+            yield ServedModel(front.url, generator)

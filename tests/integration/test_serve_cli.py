@@ -1,0 +1,184 @@
+"""``podium serve`` as a person runs it: a real command, real HTTP, a real end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from podium.cli import main
+from podium.supervisor import children_of
+from podium.testing.target import all_gone
+from podium.workers import ModelConfig, char_tokenizer, load_model
+from tests.integration.processes import listeners_of
+
+pytest.importorskip("uvicorn")
+
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+USER = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a model with a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = char_tokenizer(ALPHABET, chat_template=TEMPLATE)
+    settings = {
+        "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096,
+        "vocab_size": len(tokenizer),
+    }  # fmt: skip
+    made = load_model(ModelConfig(config=settings, tokenizer=f"chars:{ALPHABET}"))
+    made.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def command(*words: str, token: str | None = "secret", **how: Any) -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if name != "PODIUM_TOKEN"}
+    if token is not None:
+        env["PODIUM_TOKEN"] = token
+    return subprocess.Popen(
+        [sys.executable, "-m", "podium", "serve", *words],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how,
+    )  # fmt: skip
+
+
+class Serving:
+    """A command that answers, with what it has said so far."""
+
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        self.child, self.said = child, ""
+        for line in child.stdout:
+            self.said += line
+            if line.startswith("Ctrl-C"):
+                break
+        assert "Ctrl-C" in self.said, child.communicate()
+        found = re.search(r"answers at (http://\S+)/v1", self.said)
+        assert found is not None
+        self.url = found[1]
+
+    def ask(self, path: str, body: Any = None, token: str = "secret", **headers: str) -> tuple[int, str]:
+        content = None if body is None else json.dumps(body).encode()
+        asked = Request(self.url + path, content, {"Authorization": f"Bearer {token}", **headers})
+        try:
+            with urlopen(asked, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as error:
+            return error.code, error.read().decode()
+
+    @property
+    def processes(self) -> list[int]:
+        """The command's descendants."""
+        return [one for child in children_of(self.child.pid) for one in [child, *children_of(child)]]
+
+    def end(self, number: int = signal.SIGINT) -> tuple[int, str]:
+        """The exit status and what was said on stderr."""
+        workers = self.processes
+        self.child.send_signal(number)
+        _, errors = self.child.communicate(timeout=60)
+        assert not all_gone(workers, 30)
+        return self.child.returncode, errors
+
+
+@contextmanager
+def serving(*words: str, **how: Any) -> Iterator[Serving]:
+    child = command(*words, **how)
+    try:
+        yield Serving(child)
+    finally:
+        with suppress(ProcessLookupError):
+            child.kill()
+        child.communicate()
+
+
+def counted(text: str) -> Mapping[str, float]:
+    """The samples of /metrics, by name and labels."""
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_a_person_serves_a_model_asks_it_and_ends_it(model: Path) -> None:
+    with serving(str(model), token=None) as served:
+        found = re.search(r"OPENAI_API_KEY=(\S+)", served.said)
+        assert found is not None
+        token = found[1]
+        assert len(token) > 30
+        body = {"model": "tiny", "messages": [USER], "max_tokens": 5}
+        assert served.ask("/v1/chat/completions", body)[0] == 401
+        status, answer = served.ask("/v1/chat/completions", body, token)
+        assert status == 200
+        assert json.loads(answer)["usage"]["completion_tokens"] == 5
+        status, errors = served.end()
+        assert (status, errors) == (0, "loading tiny\n")
+        assert "Traceback" not in served.said
+
+
+def test_all_ranks_answer_and_are_counted_as_one_service(model: Path) -> None:
+    with serving(str(model), "--placement.ranks", "2", "--name", "both", "--host", "0.0.0.0") as served:
+        body = {"messages": [USER], "max_tokens": 4}
+        for _ in range(4):
+            assert served.ask("/v1/chat/completions", body)[0] == 200
+        status, text = served.ask("/v1/chat/completions", {**body, "stream": True})
+        assert (status, text.count("data: ")) == (200, text.count("data: {") + 1)
+        assert json.loads(served.ask("/v1/models")[1])["data"][0]["id"] == "both"
+        for _ in range(3):  # a session stays where it is, by path, header and body
+            assert served.ask("/sessions/one/v1/chat/completions", body)[0] == 200
+            assert served.ask("/v1/chat/completions", body, **{"X-Session-ID": "one"})[0] == 200
+            assert served.ask("/v1/chat/completions", {**body, "metadata": {"session_id": "one"}})[0] == 200
+        numbers = counted(served.ask("/metrics")[1])
+        assert numbers['podium_requests_total{path="/v1/chat/completions",code="200"}'] == 14
+        assert numbers["podium_sessions"] == 1
+        assert served.ask("/v1/chat/completions", body, "wrong")[0] == 401
+        assert served.ask("/metrics", token="wrong")[0] == 401
+        assert served.ask("/v1/chat/completions", {"messages": []})[0] == 400
+        # one of the workers is killed, and the command says so and ends
+        os.kill(next(one for one in served.processes if _listens(one)), signal.SIGKILL)
+        _, errors = served.child.communicate(timeout=60)
+        assert served.child.returncode == 2
+        assert "the generator's worker of rank" in errors and "SIGKILL" in errors
+        assert "other machines reach it too" in errors
+        assert "secret" not in errors + served.said
+
+
+def _listens(process: int) -> bool:
+    with suppress(OSError):
+        return bool(listeners_of(process)) and not children_of(process)
+    return False
+
+
+def test_what_cannot_be_served_is_said_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words, token, said in [
+            ([str(model), "--port", port], "secret", f"cannot listen at 127.0.0.1:{port}: Address already in use"),
+            ([str(model), "--port", "99999"], "secret", "cannot listen at 127.0.0.1:99999"),
+            ([str(model)], "", "PODIUM_TOKEN is empty"),
+            ([str(tmp_path / "none")], "secret", f"no run and no model at {tmp_path / 'none'}"),
+            ([str(tmp_path)], "secret", "is no run (it has no config.yaml) and no model"),
+            ([str(model), "--backend", "ray"], "secret", "podium serve runs on this machine"),
+            ([str(model), "--colour", "red"], "secret", "colour"),
+        ]:
+            monkeypatch.setenv("PODIUM_TOKEN", token)
+            status = main(["serve", *words])
+            out, errors = capsys.readouterr()
+            assert (status, out) == (2, "")
+            assert said in errors and errors.startswith("podium serve: ")
