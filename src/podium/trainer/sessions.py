@@ -123,6 +123,7 @@ class Sessions:
         batch = self._workers.live(tasks, sampling)
         reports = [one for one in self._workers.report(key) if one]
         self._say_overruled({name for one in reports for name in one["overruled"]})
+        self._say_unknown(sum(one["unknown"] for one in reports), len(batch))
         report = _joined(reports)
         self._say(report, step, len(batch))
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY)
@@ -135,6 +136,16 @@ class Sessions:
                 Note(
                     f"the environment's agent asks for its own {', '.join(sorted(asked))}; training draws by the run's "
                     "sampling.*, because a step learns from one distribution"
+                )
+            )
+
+    def _say_unknown(self, rows: int, total: int) -> None:
+        if rows and "unknown" not in self._said:
+            self._said.add("unknown")
+            emit(
+                Note(
+                    f"{rows} of {total} rows hold characters that the tokenizer does not know, in what the environment "
+                    "or the chat template says: the model sees its unknown token in their place"
                 )
             )
 

@@ -117,7 +117,7 @@ class Rollout(Worker):
                 address=address,
                 api_key=self._api_key,
             )
-            self._reports[key] = _report(episodes, service)
+            self._reports[key] = {**_report(episodes, service), "unknown": self._unknown(episodes)}
         return _as_batch(
             [
                 (episode, trajectory, group, number * _AGENTS + place)
@@ -133,6 +133,17 @@ class Rollout(Worker):
     def report(self, key: str) -> dict[str, Any]:
         """What became of the sessions of the call of :meth:`live` with this key; a second call gives nothing."""
         return self._reports.pop(key, {})
+
+    def _unknown(self, episodes: Sequence[Episode]) -> int:
+        """How many rows hold a character that the tokenizer does not know, in what the model has read."""
+        unknown = self._writer.unknown
+        return sum(
+            any(id == unknown and not sampled for id, sampled in zip(row.ids, row.sampled, strict=True))
+            for episode in episodes
+            for trajectory in episode.trajectories
+            for row in trajectory.session.rows
+            if unknown is not None
+        )
 
     @asynccontextmanager
     async def _service(self, sampling: SamplingParams) -> AsyncIterator[tuple[Service, Any]]:
@@ -179,7 +190,11 @@ class Rollout(Worker):
 
     @cached_property
     def _form(self) -> ChatFormat:
-        return chat_format(Writer(self._tokenizer, self._data), self._tokenizer)
+        return chat_format(self._writer, self._tokenizer)
+
+    @cached_property
+    def _writer(self) -> Writer:
+        return Writer(self._tokenizer, self._data)
 
 
 def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from podium.errors import ConfigError
+from podium.rollout.tasks.examples import template_messages
 
 if TYPE_CHECKING:
     from podium.rollout.tasks.writer import Writer
@@ -189,7 +190,7 @@ class TemplateFormat:
         return self._text([*said[:-1], answer], tools, opened=False).rpartition(_MARK)[2]
 
     def _text(self, messages: Messages, tools: Tools, *, opened: bool) -> str:
-        return self._writer.text(_for_template(messages), list(tools) or None, opened=opened)
+        return self._writer.text(template_messages(messages), list(tools) or None, opened=opened)
 
 
 class RendererFormat:
@@ -207,7 +208,9 @@ class RendererFormat:
         """As :meth:`ChatFormat.prompt`."""
         try:
             return list(
-                self._renderer.render_ids(_for_template(messages), tools=_functions(tools), add_generation_prompt=True)
+                self._renderer.render_ids(
+                    template_messages(messages), tools=_functions(tools), add_generation_prompt=True
+                )
             )
         except Exception as error:
             raise ConfigError(f"the renderer cannot write {str(messages)[:120]}: {error}") from error
@@ -217,7 +220,7 @@ class RendererFormat:
     ) -> list[int] | None:
         """As :meth:`ChatFormat.bridge`."""
         bridged = self._renderer.bridge_to_next_turn(
-            list(prompt), list(sampled), _for_template(new), tools=_functions(tools)
+            list(prompt), list(sampled), template_messages(new), tools=_functions(tools)
         )
         if bridged is None:
             return None
@@ -295,25 +298,3 @@ def _hermes_call(text: str) -> ToolCall | None:
 def _functions(tools: Tools) -> list[Any] | None:
     """The tools as the library takes them: without the entry "type" around them."""
     return [tool.get("function", tool) for tool in tools] or None
-
-
-def _for_template(messages: Messages) -> list[Any]:
-    """Messages as templates expect them: text content, and tool calls with arguments that are objects, not JSON."""
-    written: list[Any] = []
-    for message in messages:
-        made = {name: value for name, value in message.items() if value is not None or name == "content"}
-        if isinstance(made.get("content"), list):
-            made["content"] = "".join(part.get("text", "") for part in made["content"] or ())
-        made["content"] = made.get("content") or ""
-        if made.get("tool_calls"):
-            made["tool_calls"] = [_with_object(call) for call in made["tool_calls"] or ()]
-        written.append(made)
-    return written
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function", {}))
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {**call, "function": function}

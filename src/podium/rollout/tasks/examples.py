@@ -314,19 +314,32 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Return messages as every chat template can write them: the content is text, and no entry is None but a content.
+    """Return messages as every chat template can write them: the content is text, no entry is None, and the arguments
+    of tool calls are objects.
 
-    A template that expects text writes a list of parts as Python shows it. An entry of None is one that a Parquet row
-    lacks.
+    A template that expects text writes a list of parts as Python shows it, and arguments that are JSON text, which the
+    OpenAI API has, as a string in quotes. An entry of None is one that a Parquet row lacks.
     """
-    return [
-        {
-            name: message_text(message) if name == "content" and isinstance(entry, list) else entry
-            for name, entry in message.items()
-            if entry is not None or name == "content"
-        }
-        for message in messages
-    ]
+    written: list[Any] = []
+    for message in messages:
+        made = {name: entry for name, entry in message.items() if entry is not None}
+        made["content"] = message_text(message) if isinstance(made.get("content"), list) else made.get("content", "")
+        if isinstance(made.get("tool_calls"), list):
+            made["tool_calls"] = [_with_object(call) for call in made["tool_calls"]]
+        written.append(made)
+    return written
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call with its arguments as an object. What is no JSON object stays as it is."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not (isinstance(function, Mapping) and isinstance(function.get("arguments"), str)):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def answer_text(answer: object) -> str | None:
