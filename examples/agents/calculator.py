@@ -63,7 +63,7 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
     environment = EnvironmentConfig(name="" if single else f"{__file__}:play")
     return reinforce(
         *(cluster, out, warm, data, environment),
-        **{"seed": seed, "steps": 60, "max_new_tokens": 10, "lr": 1e-3, "reward": RewardConfig(name="exact")},
+        **{"seed": seed, "steps": 80, "max_new_tokens": 10, "lr": 5e-4, "reward": RewardConfig(name="exact")},
     )
 
 

@@ -1,6 +1,6 @@
 """A model learns to win a game of Nim against an opponent that plays at random half of the time and well otherwise.
 
-Two players take one, two or three of up to twenty sticks. Whoever takes the last one wins. The model begins from
+Two players take one, two or three of up to eleven sticks. Whoever takes the last one wins. The model begins from
 nothing: what is no move loses at once, and a move earns a little. Trained by single answers, it makes one move, and the
 game is played to its end at random.
 """
@@ -58,8 +58,8 @@ class Nim:
 
 
 def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summary:
-    """Games that begin with eight to twenty sticks, and with an opponent of many moods."""
-    lefts = [left for left in range(8, 21) if left % 4] * 60  # where whoever begins can win
+    """Games that begin with five to eleven sticks, and with an opponent of many moods."""
+    lefts = [left for left in range(5, 12) if left % 4] * 100  # where whoever begins can win
     random.Random(0).shuffle(lefts)
     rows = [{"prompt": f"{left:02d}:", "answer": str(left), "dice": place} for place, left in enumerate(lefts)]
     tokenizer = write_tokenizer(out / "tokenizer", "0123456789:")
@@ -74,9 +74,9 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
         data,
         environment,
         seed=seed,
-        steps=120,
+        steps=150,
         max_new_tokens=1,
-        lr=3e-3,
+        lr=2e-3,
         algorithm=AlgorithmConfig(advantage="grpo_turns"),
     )
 

@@ -118,8 +118,11 @@ def test_a_template_that_forgets_reasoning_is_not_bridged_over_a_user_but_over_a
     assert whole is not None and whole[: len(prompt) + len(answer)] == [*prompt, *answer]
 
 
-def test_an_assistants_message_that_was_never_sampled_is_not_bridged() -> None:
+def test_an_assistants_message_that_was_never_sampled_is_read_like_any_other() -> None:
     form, tokenizer = make()
     prompt, answer = form.prompt([USER]), said("4", tokenizer)
     new = [{"role": "assistant", "content": "made up"}, {"role": "user", "content": "?"}]
-    assert form.bridge(prompt, answer, [USER, {"role": "assistant", "content": "4"}], new) is None
+    whole = form.bridge(prompt, answer, [USER, {"role": "assistant", "content": "4"}], new)
+    assert whole is not None
+    assert whole[: len(prompt) + len(answer)] == [*prompt, *answer]
+    assert "assistant\nmade up<|im_end|>" in tokenizer.decode(whole[len(prompt) + len(answer) :])

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from podium.errors import ConfigError
+from podium.rollout.service.tool_calls import CallReader, Reply, ToolCall, read_hermes, reader_of
 from podium.rollout.tasks.examples import template_messages
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ __all__ = ["ChatFormat", "RendererFormat", "Reply", "TemplateFormat", "ToolCall"
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
-_REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
-_TOOL_CALL: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _NO_FAMILY: Final = {"BaseRendererConfig", "AutoRendererConfig", "DefaultRendererConfig", "CustomRendererConfig"}
 _PROBE_TOOL: Final = {
     "type": "function",
@@ -48,37 +46,17 @@ _PROBE_CALL: Final = {
         {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"place": "a"}'}}
     ],
 }
+_PROBE_RESULT: Final = {"role": "tool", "tool_call_id": "call00001", "content": "a tree"}
 _PROBES: Final[Sequence[tuple[Messages, Tools]]] = (
     ([_PROBE_USER], ()),
     ([{"role": "system", "content": "Be brief."}, _PROBE_USER], ()),
     ([_PROBE_USER, {"role": "assistant", "content": "A house."}, {"role": "user", "content": "And there?"}], ()),
     ([_PROBE_USER], [_PROBE_TOOL]),
-    ([_PROBE_USER, _PROBE_CALL, {"role": "tool", "tool_call_id": "call00001", "content": "a tree"}], [_PROBE_TOOL]),
+    ([_PROBE_USER, _PROBE_CALL, _PROBE_RESULT], [_PROBE_TOOL]),
+    ([_PROBE_USER, {**_PROBE_CALL, "reasoning_content": "Hm."}, _PROBE_RESULT], [_PROBE_TOOL]),
+    ([_PROBE_USER, {"role": "assistant", "content": "A house.", "reasoning_content": "Hm."}, _PROBE_USER], ()),
 )
 _MARK: Final = "podium\u241fmark"  # stands for an answer whose place in a written conversation is looked for
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool that the model asked for; ``arguments`` is JSON text as the model wrote it."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What sampled ids say.
-
-    Attributes:
-        content: The text, without reasoning and tool calls.
-        reasoning: What the model wrote to itself; None where it did not.
-        tool_calls: The tools that it asked for. What is no valid call stays in ``content``.
-    """
-
-    content: str
-    reasoning: str | None = None
-    tool_calls: Sequence[ToolCall] = field(default_factory=tuple)
 
 
 class ChatFormat(Protocol):
@@ -110,8 +88,7 @@ class ChatFormat(Protocol):
             tools: The tools of the conversation.
 
         Returns:
-            The ids; None where the template writes ``said`` otherwise once ``new`` follows, or an assistant's message
-            is among ``new``.
+            The ids; None where the template writes ``said`` otherwise once ``new`` follows.
         """
         ...
 
@@ -121,7 +98,7 @@ class ChatFormat(Protocol):
 
 
 class TemplateFormat:
-    """Any chat template. Tool calls are read as ``<tool_call>{"name": …, "arguments": …}</tool_call>``.
+    """Any chat template. Tool calls are read in the form in which it writes them (:mod:`.tool_calls`).
 
     Args:
         writer: Writes conversations by the template.
@@ -143,8 +120,6 @@ class TemplateFormat:
         self, prompt: Sequence[int], sampled: Sequence[int], said: Messages, new: Messages, tools: Tools = ()
     ) -> list[int] | None:
         """As :meth:`ChatFormat.bridge`."""
-        if any(message.get("role") == "assistant" for message in new):
-            return None
         asked = self._text(said[:-1], tools, opened=True)
         whole = self._text([*said, *new], tools, opened=True)
         closed = self._text(said, tools, opened=False)
@@ -161,22 +136,22 @@ class TemplateFormat:
         while ids and ids[-1] in self._special:
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        reasoning = None
         if self._opens_reasoning(prompt):
             text = f"<think>{text}"
-        if found := _REASONING.match(text):
-            reasoning, text = found[1].strip("\n"), text[found.end() :]
-        calls: list[ToolCall] = []
+        return self._reader(text, bool(tools))
 
-        def take(found: re.Match[str]) -> str:
-            call = _hermes_call(found[1]) if tools else None
-            if call is None:
-                return found[0]
-            calls.append(call)
-            return ""
-
-        text = _TOOL_CALL.sub(take, text)
-        return Reply(text.rstrip("\n") if calls else text, reasoning, tuple(calls))
+    @cached_property
+    def _reader(self) -> CallReader:
+        """Reads what the model writes, in the form in which the template writes a call of a tool."""
+        for call in (_PROBE_CALL, {**_PROBE_CALL, "content": "So."}):
+            try:
+                asked = self._text([_PROBE_USER], [_PROBE_TOOL], opened=False)
+                whole = self._text([_PROBE_USER, call], [_PROBE_TOOL], opened=False)
+            except ConfigError:
+                continue
+            if "look" in (written := whole.removeprefix(asked)):
+                return reader_of(written)
+        return read_hermes
 
     def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
         tail = self._tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False)
@@ -281,18 +256,6 @@ def _agree(found: ChatFormat, plain: ChatFormat) -> bool:
             return False
         compared += 1
     return compared > 1
-
-
-def _hermes_call(text: str) -> ToolCall | None:
-    """Read a tool call. None for what is none."""
-    try:
-        call = json.loads(text)
-    except ValueError:
-        return None
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-        return None
-    arguments = call.get("arguments", {})
-    return ToolCall(call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def _functions(tools: Tools) -> list[Any] | None:

@@ -334,7 +334,7 @@ class Service:
         if reply.tool_calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }

@@ -1,0 +1,157 @@
+"""How models write calls of tools and reasoning, chosen by what the chat template writes for a call.
+
+    hermes     <tool_call>{"name": …, "arguments": …}</tool_call>, after text         Qwen and many others
+    bare       {"name": …, "parameters": …} and nothing else                           Llama 3
+    listed     [TOOL_CALLS] [{"name": …, "arguments": …}, …]                           Mistral
+    channels   <|channel|>commentary to=functions.NAME …<|message|>{…}<|call|>         gpt-oss
+
+What is no valid call stays text. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+__all__ = ["CallReader", "Reply", "ToolCall", "read_hermes", "reader_of"]
+
+_REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
+_HERMES: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_CHANNEL: Final = re.compile(
+    r"(?:<\|start\|>assistant)?(?P<head>(?:(?!<\|message\|>).)*)<\|message\|>"
+    r"(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+_RECIPIENT: Final = re.compile(r"to=functions\.([\w.-]+)")
+_LISTED: Final = "[TOOL_CALLS]"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that the model asked for.
+
+    Attributes:
+        name: The name of the tool.
+        arguments: JSON text, as the model wrote it.
+        id: The id that the model gave the call; "" where it gives none.
+    """
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What sampled ids say.
+
+    Attributes:
+        content: The text, without reasoning and tool calls.
+        reasoning: What the model wrote to itself; None where it did not.
+        tool_calls: The tools that it asked for. What is no valid call stays in ``content``.
+    """
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: Sequence[ToolCall] = field(default_factory=tuple)
+
+
+CallReader: TypeAlias = Callable[[str, bool], Reply]
+"""Reads an answer, special tokens included. The second argument says whether the conversation has tools."""
+
+
+def reader_of(written: str) -> CallReader:
+    """Return the reader for a template that writes an assistant's call of a tool as ``written``."""
+    if "<|channel|>" in written:
+        return read_channels
+    if _LISTED in written:
+        return read_listed
+    if "<tool_call>" not in written and re.search(r'\{\s*"name"\s*:', written):
+        return read_bare
+    return read_hermes
+
+
+def read_hermes(text: str, tools: bool) -> Reply:
+    """Calls in ``<tool_call>``, among text."""
+    reasoning, text = _thoughts(text)
+    calls: list[ToolCall] = []
+
+    def take(found: re.Match[str]) -> str:
+        call = _call(_object(found[1]), "arguments") if tools else None
+        if call is None:
+            return found[0]
+        calls.append(call)
+        return ""
+
+    text = _HERMES.sub(take, text)
+    return Reply(text.rstrip("\n") if calls else text, reasoning, tuple(calls))
+
+
+def read_bare(text: str, tools: bool) -> Reply:
+    """A single object, which is the whole answer."""
+    reasoning, text = _thoughts(text)
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    call = _call(_object(body), "parameters") if tools and body.startswith("{") else None
+    return Reply(text, reasoning) if call is None else Reply("", reasoning, (call,))
+
+
+def read_listed(text: str, tools: bool) -> Reply:
+    """A list of objects after a mark; or a name, a second mark and an object, as later models of the family write."""
+    reasoning, text = _thoughts(text)
+    before, mark, rest = text.partition(_LISTED)
+    if not (mark and tools):
+        return Reply(text, reasoning)
+    if "[ARGS]" in rest:
+        parts = [one.partition("[ARGS]") for one in rest.split(_LISTED)]
+        given = [{"name": name.strip(), "arguments": _object(body)} for name, _, body in parts]
+    else:
+        found = _object(rest)
+        given = found if isinstance(found, list) else [found]
+    calls = [_call(one, "arguments") for one in given]
+    if not calls or None in calls:
+        return Reply(text, reasoning)
+    return Reply(before.strip(), reasoning, tuple(call for call in calls if call is not None))
+
+
+def read_channels(text: str, tools: bool) -> Reply:
+    """Messages in channels: what is analyzed is reasoning, what is addressed to a function is a call."""
+    content, reasoning, calls, done = list[str](), list[str](), list[ToolCall](), 0
+    for found in _CHANNEL.finditer(text):
+        content.append(text[done : found.start()])
+        done = found.end()
+        head, body = found["head"], found["body"]
+        to = _RECIPIENT.search(head)
+        if to and tools and isinstance(_object(body), dict):
+            calls.append(ToolCall(to[1], body.strip()))
+        elif "analysis" in head:
+            reasoning.append(body)
+        else:
+            content.append(body if not to else found[0])
+    content.append(text[done:])
+    return Reply("".join(content), "\n".join(reasoning) if reasoning else None, tuple(calls))
+
+
+def _thoughts(text: str) -> tuple[str | None, str]:
+    """The reasoning at the beginning of an answer, and the rest."""
+    found = _REASONING.match(text)
+    return (found[1].strip("\n"), text[found.end() :]) if found else (None, text)
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(found: Any, key: str) -> ToolCall | None:
+    """A call from an object with a name and arguments. None for what is none."""
+    if not (isinstance(found, Mapping) and isinstance(found.get("name"), str)):
+        return None
+    arguments = found.get(key, found.get("arguments", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    own = found.get("id")
+    return ToolCall(found["name"], text, own if isinstance(own, str) else "")
