@@ -31,6 +31,8 @@ TEMPLATE = (
 )
 TOKEN = "secret"
 USER = {"role": "user", "content": "hello"}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+AT_NONE = {"type": "function", "function": {"name": "fly"}}
 
 
 @dataclass
@@ -131,6 +133,20 @@ def test_texts_ids_and_models(served: Served) -> None:
         ({"messages": [USER], "model": "other"}, 404, "the model 'other' is not here"),
         ({"messages": [USER], "max_tokens": 5000}, 400, "the model's context has 512"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "the model's context has 512"),
+        ({"messages": [USER], "temperature": 1e-9}, 400, "too small to divide by"),
+        ({"messages": [USER], "top_k": 10**30}, 400, "sampling.top_k"),
+        ({"messages": [USER], "stop_token_ids": [-5]}, 400, "sampling.stop_token_ids"),
+        ({"messages": [{"content": "x"}]}, 400, "message 0 has no role"),
+        ({"messages": [{"role": "user", "content": 1}]}, 400, "neither a text nor a list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "'image_url'; this service reads text",
+        ),
+        ({"messages": [USER], "tools": [{"type": "web_search"}]}, 400, "tool 0 is no function"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": AT_NONE}, 400, "tool_choice names 'fly', which is not"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": "required"}, 400, "a model is not forced here"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "half of a surrogate pair"),
         (b" " * (17 << 20), 413, "larger than 16 MiB"),
     ],
 )
@@ -164,3 +180,28 @@ def test_another_user_of_the_machine_is_refused_although_he_has_the_token(served
                 user=user, group=user, extra_groups=[], capture_output=True, text=True, check=True, cwd="/",
             )  # fmt: skip
             assert asked.stdout.startswith(said), asked
+
+
+def test_the_log_probabilities_of_a_prompt_are_those_of_transformers(served: Served) -> None:
+    engine: Any = served.service.source.engine  # type: ignore[attr-defined]
+    prompts = ["to be or not", "x", "that is the question"]
+    found = served.client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True
+    )
+    for prompt, choice in zip(prompts, found.choices, strict=True):
+        ids = served.service.encode(prompt)
+        with torch.no_grad():
+            expected = engine.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        said = choice.logprobs
+        assert "".join(said.tokens) == choice.text and choice.text.startswith(prompt)
+        assert [said.text_offset[place] for place in range(len(prompt))] == [*range(len(prompt))]
+        assert (said.token_logprobs[0], said.top_logprobs[0], said.top_logprobs[-1]) == (None, None, None)
+        chosen = [float(expected[place, token]) for place, token in enumerate(ids[1:])]
+        assert said.token_logprobs[1 : len(ids)] == pytest.approx(chosen, abs=1e-5)
+        best = [float(row.max()) for row in expected[:-1]]
+        assert [max(top.values()) for top in said.top_logprobs[1 : len(ids)]] == pytest.approx(best, abs=1e-5)
+        assert said.token_logprobs[-1] == pytest.approx(float(expected[-1].max()), abs=1e-5)  # drawn greedily
+    alone = served.client.completions.create(model="tiny", prompt="to be", max_tokens=0, logprobs=0, echo=True)
+    assert (alone.choices[0].text, alone.usage.completion_tokens) == ("to be", 0)
+    status, answer = served.post("/v1/completions", {"prompt": "x", "max_tokens": 0})
+    assert (status, "max_tokens = 0 draws nothing" in answer["error"]["message"]) == (400, True)

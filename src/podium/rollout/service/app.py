@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
 import time
 import uuid
@@ -30,11 +31,12 @@ from podium.errors import ConfigError, PodiumError
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium.rollout.service.metrics import App, Metrics
 from podium.rollout.service.service import Delta, before_stop
+from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
 
 if TYPE_CHECKING:
     from podium.rollout.service.service import Answer, Asked, Service
-    from podium.rollout.service.sessions import Sampled
+    from podium.rollout.service.tokens import Scored
 
 __all__ = ["make_app"]
 
@@ -139,6 +141,8 @@ class _Api:
         self._check_model(asked_for.model)
         if self.service.rules is not None:
             raise Refusal(400, "/v1/completions is recorded in no session: use /v1/chat/completions in training")
+        if asked_for.echo and asked_for.max_tokens == 0:
+            return await self._echo(request, asked_for)
         asked = [
             replace(
                 self.service.ask(ids, asked_for, asked_for.max_tokens, stop=asked_for.stop_token_ids),
@@ -151,8 +155,33 @@ class _Api:
         if asked_for.stream:
             return _events(self._text_stream(asked_for, asked, each, head))
         drawn = await while_there(request, [self.service.draw(one, place) for one, place in each])
-        choices = [self._text_choice(asked_for, index, sampled) for index, sampled in enumerate(drawn)]
+        scored = await self._scored(request, asked_for, [one.prompt for one in asked])
+        choices = [
+            self._text_choice(asked_for, index, sampled, which.prompt, scored[index // asked_for.n])
+            for index, ((which, _), sampled) in enumerate(zip(each, drawn, strict=True))
+        ]
         return JSONResponse({**head, "choices": choices, "usage": self._usage(asked, drawn)})
+
+    async def _echo(self, request: Request, asked_for: CompletionRequest) -> Response:
+        """Answer with the prompts themselves and, where that is asked for, their log-probabilities."""
+        prompts = self._prompts(asked_for.prompt)
+        scored = await self._scored(request, asked_for, prompts)
+        nothing = Sampled((), (), (), "length")
+        choices = [
+            self._text_choice(asked_for, index, nothing, prompts[index // asked_for.n], scored[index // asked_for.n])
+            for index in range(len(prompts) * asked_for.n)
+        ]
+        count = sum(map(len, prompts))
+        self.metrics_of.tokens.update(prompt=count)
+        usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
+        return JSONResponse({**_head("cmpl", "text_completion", self.service), "choices": choices, "usage": usage})
+
+    async def _scored(
+        self, request: Request, asked_for: CompletionRequest, prompts: Sequence[Sequence[int]]
+    ) -> Sequence[Scored | None]:
+        if not asked_for.echo or asked_for.logprobs is None:
+            return [None] * len(prompts)
+        return await while_there(request, [self.service.score(prompt) for prompt in prompts])
 
     async def generate(self, request: Request) -> Response:
         asked_for = parse(GenerateRequest, as_json(await read_body(request)))
@@ -252,14 +281,45 @@ class _Api:
             found |= {"token_ids": list(answer.sampled.ids), "versions": list(answer.sampled.versions)}
         return found
 
-    def _text_choice(self, asked_for: CompletionRequest, index: int, sampled: Sampled) -> dict[str, Any]:
+    def _text_choice(
+        self,
+        asked_for: CompletionRequest,
+        index: int,
+        sampled: Sampled,
+        prompt: Sequence[int] = (),
+        scored: Scored | None = None,
+    ) -> dict[str, Any]:
         text = before_stop(self.service.decode(sampled.ids), asked_for.stops)
+        if asked_for.echo:
+            text = self.service.decode(prompt, special=True) + text
         choice: dict[str, Any] = {
             "index": index, "text": text, "finish_reason": sampled.finish_reason, "logprobs": None,
         }  # fmt: skip
+        if asked_for.logprobs is not None:
+            choice["logprobs"] = self._text_logprobs(sampled, prompt if asked_for.echo else (), scored)
         if asked_for.return_token_ids:
             choice |= {"token_ids": list(sampled.ids), "versions": list(sampled.versions)}
         return choice
+
+    def _text_logprobs(self, sampled: Sampled, prompt: Sequence[int], scored: Scored | None) -> dict[str, Any]:
+        """The log-probabilities of the prompt and of what was drawn; the most probable tokens of the prompt alone."""
+        names = [self.service.decode([token], special=True) for token in (*prompt, *sampled.ids)]
+        logprobs: list[float | None] = [None] * len(prompt)
+        top: list[dict[str, float] | None] = [None] * len(names)
+        if scored is not None:
+            logprobs[1:] = scored.logprobs
+            for place, (best, logprob) in enumerate(zip(scored.best, scored.best_logprobs, strict=True), start=1):
+                top[place] = {
+                    names[place]: scored.logprobs[place - 1],
+                    self.service.decode([best], special=True): logprob,
+                }
+        offsets = itertools.accumulate(map(len, names[:-1]), initial=0) if names else ()
+        return {
+            "tokens": names,
+            "token_logprobs": [*logprobs, *sampled.logprobs],
+            "top_logprobs": top,
+            "text_offset": list(offsets),
+        }
 
     def _prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
         if isinstance(prompt, str):

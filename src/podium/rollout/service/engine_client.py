@@ -14,18 +14,25 @@ import itertools
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from podium.errors import GenerationError
+import torch
+from torch import Tensor
+
+from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines.requests import Aborted, Event, Failed, Finished, Request, RequestId, Tokens
-from podium.rollout.service.tokens import sampled_of
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.tokens import Scored, sampled_of
 
 if TYPE_CHECKING:
     from podium.rollout.engines import Engine
-    from podium.rollout.sampling import SamplingParams
     from podium.rollout.service.sessions import Sampled
 
 __all__ = ["EngineClient"]
+
+
+_MOST_LOGITS: Final = 1 << 29  # that a text is scored by at the same time
+_ROWS: Final = 512  # of them, whose log-probabilities are computed at the same time
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -49,6 +56,7 @@ class EngineClient:
         self.engine = engine
         self.in_flight = 0
         self._numbers = itertools.count()
+        self._scoring = threading.Lock()
         self._changed = threading.Condition()
         self._waiting: dict[RequestId, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
         self._thread: threading.Thread | None = None
@@ -102,6 +110,29 @@ class EngineClient:
                 if self._waiting.pop(request.id, None) is not None:
                     self.engine.abort(request.id)
 
+    async def score(self, ids: Sequence[int]) -> Scored:
+        """As :meth:`.TokenSource.score`. The engine's model reads the text in one pass, beside what it draws."""
+        return await asyncio.to_thread(self._score, list(ids))
+
+    def _score(self, ids: list[int]) -> Scored:
+        model = getattr(self.engine, "model", None)
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"{type(self.engine).__name__} gives no log-probabilities of prompts; serve by engine.name native or "
+                "transformers"
+            )
+        if len(ids) * self.engine.vocabulary > _MOST_LOGITS:
+            most = _MOST_LOGITS // self.engine.vocabulary
+            raise ConfigError(f"the log-probabilities of {len(ids)} tokens are too many at a time; {most} are the most")
+        self.engine.check("the prompt", ids, SamplingParams(max_new_tokens=1))
+        device = next(model.parameters()).device
+        with self._scoring, self.engine.gate, torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
+            chosen = torch.tensor(ids[1:], device=device)
+            parts = [_scores(logits[at : at + _ROWS], chosen[at : at + _ROWS]) for at in range(0, len(ids) - 1, _ROWS)]
+        logprobs, best, values = (torch.cat(of).tolist() for of in zip(*parts, strict=True)) if parts else ([], [], [])
+        return Scored(logprobs, best, values)
+
     def _run(self) -> None:
         """Drive the engine while requests are in flight."""
         while True:
@@ -118,3 +149,9 @@ class EngineClient:
                 if not self._waiting:
                     self._thread = None
                     return
+
+
+def _scores(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs = logits.float().log_softmax(-1)
+    best = logprobs.max(-1)
+    return logprobs.gather(-1, chosen[:, None])[:, 0], best.indices, best.values

@@ -24,6 +24,7 @@ from podium.rollout.service.sessions import Sampled
 if TYPE_CHECKING:
     from podium.rollout.engines.requests import Tokens
     from podium.rollout.sampling import SamplingParams
+    from podium.rollout.service.tokens import Scored
 
 __all__ = ["RemoteTokens"]
 
@@ -120,6 +121,10 @@ class RemoteTokens:
             else:
                 self._lose(generator)
         raise GenerationError(f"no generator answered within {self._patience_s:g} s; the last reason: {reason}")
+
+    async def score(self, ids: Sequence[int]) -> Scored:
+        """Raise ConfigError: generators elsewhere are asked for tokens alone."""
+        raise ConfigError("no log-probabilities of prompts are had in a run; podium serve gives them")
 
     async def close(self) -> None:
         """Close the connections of this event loop."""

@@ -24,7 +24,7 @@ from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.service.chat_format import ChatFormat, Reply
-    from podium.rollout.service.tokens import TokenSource
+    from podium.rollout.service.tokens import Scored, TokenSource
 
 __all__ = ["Answer", "Asked", "Delta", "Service", "before_stop"]
 
@@ -177,7 +177,7 @@ class Service:
             Refusal: The template cannot write it, it leaves no room for an answer, or there is no such session.
         """
         tools = request.tools or []
-        if request.model_extra and request.model_extra.get("tool_choice") == "none":
+        if request.tool_choice == "none":
             tools = []
         recorded = self._session(session)
         continues = recorded.find(request.messages) if recorded is not None else None
@@ -229,7 +229,10 @@ class Service:
                 "context_length_exceeded",
             )
         stops = (*self.stop_token_ids, *(stop or ()))
-        params = self._params(sampling, limit or room, stops)
+        try:
+            params = self._params(sampling, limit or room, stops)
+        except ConfigError as error:
+            raise Refusal(400, str(error)) from None
         in_flight = self.source.in_flight
         if in_flight and in_flight + sampling.n * (len(prompt) + (limit or 0)) > self.most_tokens:
             raise Refusal(429, "too many tokens are in flight: try again later", code="overloaded")
@@ -251,6 +254,13 @@ class Service:
             self.overruled[name] += name in sampling.model_fields_set and max(0, asked) != getattr(rules, name)
         self.overruled["seed"] += sampling.seed is not None  # completions of one prompt are to differ
         return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
+
+    async def score(self, ids: Sequence[int]) -> Scored:
+        """Return how probable the model finds a text. Raises Refusal where it cannot be told."""
+        try:
+            return await self.source.score(ids)
+        except ConfigError as error:
+            raise Refusal(400, str(error)) from None
 
     # -- answers ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from podium.rollout.service.sessions import Sampled
@@ -11,7 +12,22 @@ if TYPE_CHECKING:
     from podium.rollout.engines.requests import Tokens
     from podium.rollout.sampling import Completion, SamplingParams
 
-__all__ = ["TokenSource", "sampled_of"]
+__all__ = ["Scored", "TokenSource", "sampled_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """How probable each of L tokens is after those before it, without temperature.
+
+    Attributes:
+        logprobs: L - 1 natural logarithms; nothing comes before the first token.
+        best: L - 1 ids, the most probable token at each place.
+        best_logprobs: L - 1 natural logarithms, those of ``best``.
+    """
+
+    logprobs: Sequence[float]
+    best: Sequence[int]
+    best_logprobs: Sequence[float]
 
 
 class TokenSource(Protocol):
@@ -53,6 +69,14 @@ class TokenSource(Protocol):
         Raises:
             ConfigError: The prompt does not fit the model.
             GenerationError: Nothing can be drawn.
+        """
+        ...
+
+    async def score(self, ids: Sequence[int]) -> Scored:
+        """Return how probable the model finds a text.
+
+        Raises:
+            ConfigError: It cannot be told here, or the ids do not fit the model.
         """
         ...
 

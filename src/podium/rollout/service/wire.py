@@ -6,9 +6,9 @@ A parameter that changes what is sampled is taken or refused. None is ignored wi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerateRequest", "Refusal", "parse"]
 
@@ -28,10 +28,8 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "logit_bias": ({}, None),
     "top_logprobs": (0, None),
     "best_of": (1, None),
-    "echo": (False, None),
     "suffix": ("", None),
     "ignore_eos": (False, None),
-    "tool_choice": ("auto", "none", None),
     "response_format": ({"type": "text"}, None),
     "modalities": (["text"], None),
     "functions": ([], None),
@@ -46,6 +44,9 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "chat_template_kwargs": ({}, None),
 }
 """Parameters that the service does not have, and the values with which they change nothing."""
+
+_MOST_COMPLETIONS: Final = 4096  # of one request
+_COLDEST: Final = 1e-3  # the least temperature beside 0; logits divided by less overflow
 
 
 class Refusal(Exception):
@@ -71,12 +72,21 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def _checked_temperature(temperature: float) -> float:
+    if 0 < temperature < _COLDEST:
+        raise ValueError(f"{temperature:g} is too small to divide by: give 0, or at least {_COLDEST:g}")
+    return temperature
+
+
+Temperature = Annotated[float, AfterValidator(_checked_temperature)]
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(extra="allow", strict=False)
 
     model: str = ""
     n: int = Field(default=1, ge=1, le=128)
-    temperature: float = Field(default=1.0, ge=0, le=100)
+    temperature: Temperature = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
     seed: int | None = None
@@ -93,22 +103,88 @@ class _Request(BaseModel):
         return [text for text in given if text]
 
 
+def _checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for place, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"message {place} has no role")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise ValueError(
+                    f"message {place} has a part of type {str(kind)[:40]!r}; this service reads text alone"
+                )
+        if not isinstance(content, str | list | None):
+            raise ValueError(f"the content of message {place} is neither a text nor a list of texts")
+        calls = message.get("tool_calls")
+        if not (calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))):
+            raise ValueError(f"the tool_calls of message {place} are no calls of functions with name and arguments")
+    return messages
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments", ""), str | dict)
+    )
+
+
+def _checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    for place, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise ValueError(f"tool {place} is no function: this service knows tools of type 'function'")
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters", {}), dict):
+            raise ValueError(f"tool {place} is a function without a name, or its parameters are no JSON schema")
+    return tools
+
+
 class ChatRequest(_Request):
     """The body of ``/v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], AfterValidator(_checked_messages)] = Field(min_length=1)
+    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(_checked_tools)] = None
+    tool_choice: Any = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        if self.tool_choice in (None, "auto", "none"):
+            return self
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        wanted = self.tool_choice
+        wanted = wanted.get("function") if isinstance(wanted, dict) else None
+        wanted = wanted.get("name") if isinstance(wanted, dict) else None
+        if wanted is not None and wanted not in names:
+            raise ValueError(f"tool_choice names {str(wanted)[:80]!r}, which is not among the tools {names}")
+        raise ValueError(f"tool_choice = {str(self.tool_choice)[:80]}: a model is not forced here; use auto or none")
 
 
 class CompletionRequest(_Request):
     """The body of ``/v1/completions``. ``prompt`` is a text, ids, or several of either."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(default=16, ge=1)
+    max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=1)
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
+            raise ValueError("max_tokens = 0 draws nothing: that is for echo with logprobs")
+        if self.echo and self.stream:
+            raise ValueError("echo comes as a whole: leave stream out")
+        alone = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        several = 1 if alone else len(self.prompt)
+        if several * self.n > _MOST_COMPLETIONS:
+            raise ValueError(
+                f"{several} prompts with n = {self.n}: {_MOST_COMPLETIONS} completions are the most at a time"
+            )
+        return self
 
 
 class Sampling(BaseModel):
@@ -118,7 +194,7 @@ class Sampling(BaseModel):
 
     n: int = Field(default=1, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0, le=100)
+    temperature: Temperature = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
     seed: int | None = None
@@ -148,9 +224,10 @@ def parse(cls: type[R], body: Any) -> R:
     try:
         found = cls.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise Refusal(400, f"{where}: {first['msg']}", where) from None
+        what = first["msg"].removeprefix("Value error, ")
+        raise Refusal(400, f"{where}: {what}" if where else what, where or None) from None
     for holder in (found, getattr(found, "sampling_params", None)):
         for name, value in ((holder.model_extra or {}) if holder is not None else {}).items():
             if name in _HARMLESS or value in _NEUTRAL.get(name, ()):
