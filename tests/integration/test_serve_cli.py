@@ -24,8 +24,10 @@ from podium.testing.target import all_gone
 from podium.workers import ModelConfig, char_tokenizer, load_model
 from tests.integration.processes import listeners_of
 
+pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
+PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
@@ -125,6 +127,12 @@ def test_a_person_serves_a_model_asks_it_and_ends_it(model: Path) -> None:
         status, answer = served.ask("/v1/chat/completions", body, token)
         assert status == 200
         assert json.loads(answer)["usage"]["completion_tokens"] == 5
+        env = {**os.environ, "OPENAI_BASE_URL": f"{served.url}/v1", "OPENAI_API_KEY": token}
+        for language, block in re.findall(r"```(python|bash)\n(.*?)```", PAGE.read_text(), re.DOTALL)[:2]:
+            with_name = block.replace('"NAME"', '"tiny"')
+            program = ["bash", "-c", with_name] if language == "bash" else [sys.executable, "-c", with_name]
+            done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
+            assert done.stdout.strip() and '"error"' not in done.stdout, (block, done)
         status, errors = served.end()
         assert (status, errors) == (0, "loading tiny\n")
         assert "Traceback" not in served.said

@@ -21,7 +21,14 @@ ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HOME = "https://github.com/podium-rl/podium"
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "AGENTS.md", "llms.txt")
-COMMAND_PAGES = ("README.md", "docs/quick-start.md", "docs/coming-from-trl.md", "docs/rewards.md", "llms.txt")
+COMMAND_PAGES = (
+    "README.md",
+    "docs/quick-start.md",
+    "docs/coming-from-trl.md",
+    "docs/rewards.md",
+    "docs/serve.md",
+    "llms.txt",
+)
 
 
 @pytest.mark.parametrize("name", ROOT_PAGES)
