@@ -17,7 +17,7 @@ from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config
 from podium.trainer.evaluate import evaluate_model
 from tests.integration import worlds
-from tests.integration.training import losses, metrics_rows, tiny
+from tests.integration.training import MODEL, losses, metrics_rows, tiny
 
 WORLDS = Path(worlds.__file__)
 TEMPLATE = (
@@ -201,3 +201,26 @@ def test_a_wrong_environment_is_refused_before_a_worker_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         PPOTrainer(config_of(name, tmp_path, options=options), cluster="inline", show=False).fit()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3", "gemma", "mistral", "gpt_oss"])
+def test_the_policy_would_have_drawn_what_was_recorded_under_the_template_of(family: str, tmp_path: Path) -> None:
+    from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of
+
+    tokenizer_of(next(one for one in FAMILIES if one.name == family)).save_pretrained(tmp_path / "tokenizer")
+    model = {
+        "config": {**MODEL["config"], "max_position_embeddings": 256},
+        "tokenizer": str(tmp_path / "tokenizer"),
+    }
+    config = tiny(
+        GRPOConfig,
+        tmp_path,
+        model=model,
+        environment={"name": f"{WORLDS}:twice"},
+        run={"steps": 1},
+        sampling={"max_new_tokens": 12},
+        eval={"items": 0},
+    )
+    (row,) = metrics_rows(train(config))
+    assert (row[metrics.SESSIONS_TRAINED], row[metrics.SESSIONS_TURNS]) == (16, 2)
+    assert row[metrics.MISMATCH_MAX] < 1e-5

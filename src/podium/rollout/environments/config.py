@@ -22,9 +22,6 @@ class SessionLimits:
     """A session lasts at most this many seconds. One that lasts longer ends, and is not trained."""
     at_once: int = Field(default=256, ge=1, le=65536)
     """Each rollout worker lives at most this many sessions at the same time."""
-    processes: int = Field(default=0, ge=0, le=1024)
-    """Sessions live in this many processes of their own, which can be killed. 0 means in the rollout worker itself,
-    side by side in one event loop."""
 
 
 @section("environment")
@@ -35,7 +32,7 @@ class EnvironmentConfig:
     """The policy acts in this environment: module:function or path/file.py:function. An empty name means that each
     prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """The environment gets these options. time_limit_s, at_once and processes among them limit its sessions."""
+    """The environment gets these options. time_limit_s and at_once among them limit its sessions."""
 
     def __post_init__(self) -> None:
         if self.name:

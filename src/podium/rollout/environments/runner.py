@@ -188,7 +188,7 @@ def _watched() -> Iterator[None]:
                 emit(
                     Note(
                         f"an environment blocks all sessions of its process for more than {_STALL_S:g} s: write it as "
-                        "a plain function, which gets a thread, or set environment.options.processes\n" + stack
+                        "a plain function, which gets a thread, or run what blocks by tool(..., process=True)\n" + stack
                     )
                 )
                 said = True
