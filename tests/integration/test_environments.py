@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -224,3 +228,32 @@ def test_the_policy_would_have_drawn_what_was_recorded_under_the_template_of(fam
     (row,) = metrics_rows(train(config))
     assert (row[metrics.SESSIONS_TRAINED], row[metrics.SESSIONS_TURNS]) == (16, 2)
     assert row[metrics.MISMATCH_MAX] < 1e-5
+
+
+class Struck(PPOTrainer):
+    """Its generators are killed while sessions ask them, one a step."""
+
+    def collect_sessions(self, sessions: Any, prompts: Any, step: int) -> Any:
+        pids = [pid for handle in self.roles.generators for pid in handle.group.pids]
+
+        def strike() -> None:
+            time.sleep(0.1)
+            os.kill(pids[step % len(pids)], signal.SIGKILL)
+
+        threading.Thread(target=strike).start()
+        return super().collect_sessions(sessions, prompts, step)
+
+
+def test_a_lost_generator_loses_no_session(tmp_path: Path) -> None:
+    placement = {"layout": "split", "generator_ranks": 2}
+    config = config_of("patient", tmp_path, placement=placement, run={"steps": 3, "max_restarts": 8})
+    with told() as notes:
+        Struck(config, cluster="local", show=False).fit()
+    rows = metrics_rows(tmp_path / "runs" / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert sum("generator" in note for note in notes) >= 3, notes
+    for row in rows:
+        assert row[metrics.SESSIONS_TRAINED] == row[metrics.SESSIONS_ROWS] == 16 * (1 - row[metrics.SESSIONS_FAILED])
+        assert row[metrics.MISMATCH_MAX] < 1e-5  # ids and log-probabilities are those of one policy
+    ledger = [json.loads(line) for line in (tmp_path / "runs" / "run" / "ledger.jsonl").read_text().splitlines()]
+    assert ledger

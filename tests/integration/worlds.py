@@ -57,6 +57,16 @@ async def unlucky(task: Task, client: Client) -> float:
     return 1.0
 
 
+async def patient(task: Task, client: Client) -> float:
+    """Five turns with pauses, in which generators are lost."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
+    for _ in range(5):
+        reply = await client.chat(said, max_tokens=3)
+        said += [reply.message, {"role": "user", "content": "="}]
+        await asyncio.sleep(0.05)
+    return digits(reply.text)
+
+
 async def hopeless(task: Task, client: Client) -> float:
     """Always fails."""
     raise RuntimeError("the world is closed")

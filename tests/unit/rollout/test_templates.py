@@ -129,6 +129,7 @@ class Dice:
     tools: bool = True  # whether tools are called
     log: list[tuple[list[int], Sampled]] = field(default_factory=list)
     in_flight: int = 0
+    waiting: int = 0
     version: int = 0
 
     async def stream(

@@ -43,6 +43,7 @@ class Writer:
         self.config = config
         self._template = chat_template(tokenizer, config)
         self._options = _template_options(tokenizer, config, self._template)
+        self._has_written = False
         unknown, special = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id)
         # GPT-2's is its end-of-sequence token, and never stands for a character.
         self.unknown = unknown if isinstance(unknown, int) and unknown not in special else None
@@ -92,7 +93,11 @@ class Writer:
             raise ConfigError(
                 "conversations need a chat template, and the tokenizer has none: set data.chat_template to a Jinja file"
             )
-        return _in_time(lambda: self._render(messages, tools, opened=opened))
+        if self._has_written:
+            return self._render(messages, tools, opened=opened)
+        text = _in_time(lambda: self._render(messages, tools, opened=opened))
+        self._has_written = True  # a template that loops does so at once; a thread for each text would cost most of it
+        return text
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text that the template wrote."""

@@ -1,0 +1,267 @@
+"""What a session costs beside the model: calls of many sessions at once to an engine that answers at once.
+
+    python -m bench.sessions                 1,000 sessions of 10 calls, in process and over HTTP, beside raw floors
+    python -m bench.sessions --model         the real model of 1M parameters: single answers by sessions and by batches
+
+The echo engine draws a fixed answer of 16 tokens, so all that is measured is ours: writing the conversation by its
+template, finding what the session has recorded, reading the answer, recording it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from podium.rollout.environments.client import Client
+from podium.rollout.environments.config import SessionLimits
+from podium.rollout.environments.runner import live
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.chat_format import chat_format
+from podium.rollout.service.gateway import gateway
+from podium.rollout.service.service import Service
+from podium.rollout.service.sessions import Sampled
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.writer import Writer
+from podium.workers import char_tokenizer
+
+SESSIONS, TURNS, ANSWER = 1000, 10, 16
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Echo:
+    """A source that answers at once, always the same."""
+
+    in_flight = 0
+    waiting = 0
+    version = 0
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self.drawn = Sampled([*answer], [-1.0] * len(answer), [0] * len(answer), "stop")
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+    ) -> AsyncGenerator[Sampled]:
+        """The answer."""
+        await asyncio.sleep(0)
+        yield self.drawn
+
+
+def make_tokenizer() -> Any:
+    """One token a character, and two special ones."""
+    tokenizer = char_tokenizer("".join(map(chr, range(32, 127))) + "\n", chat_template=TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})  # type: ignore[arg-type]
+    return tokenizer
+
+
+def make_service() -> Service:
+    """A service of the echo."""
+    tokenizer = make_tokenizer()
+    answer = tokenizer.encode("It is " + "9" * (ANSWER - 7) + "<|im_end|>", add_special_tokens=False)
+    form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    return Service(
+        *(Echo(answer), form, tokenizer),
+        model="echo",
+        context=1 << 20,
+        stop_token_ids=(),
+        most_tokens=1 << 60,
+        rules=SamplingParams(max_new_tokens=ANSWER),
+    )
+
+
+def figures(label: str, calls_s: list[float], wall_s: float, lost: int) -> dict[str, Any]:
+    """The row of one way."""
+    return {
+        "way": label,
+        "calls": len(calls_s),
+        "ms_a_call": round(1e3 * wall_s / max(1, len(calls_s)), 3),
+        "lost": lost,
+    }
+
+
+async def in_process(sessions: int, turns: int) -> dict[str, Any]:
+    """Sessions in the event loop of the service."""
+    service, calls = make_service(), list[float]()
+
+    async def play(task: Any, client: Client) -> float:
+        said: list[dict[str, Any]] = [{"role": "user", "content": "Which number is it, please?"}]
+        for _ in range(turns):
+            began = time.perf_counter()
+            reply = await client.chat(said)
+            calls.append(time.perf_counter() - began)
+            said += [reply.message, {"role": "user", "content": "Are you sure?"}]
+        return 1.0
+
+    began = time.perf_counter()
+    episodes = await live(
+        *(play, [{}] * sessions, range(sessions), [f"s{n}" for n in range(sessions)], service),
+        SessionLimits(at_once=sessions),
+        address=lambda: "",
+    )
+    wall_s = time.perf_counter() - began
+    rows = [row for one in episodes for trajectory in one.trajectories for row in trajectory.session.rows]
+    whole = sum(len(row.turns) == turns and sum(row.sampled) == turns * ANSWER for row in rows)
+    return figures("sessions in process", calls, wall_s, sessions - whole)
+
+
+async def over_http(sessions: int, turns: int, at_once: int = 64) -> dict[str, Any]:
+    """Sessions that ask over HTTP on loopback, from the same event loop."""
+    import httpx2
+
+    service, calls = make_service(), list[float]()
+    room = asyncio.Semaphore(at_once)
+    async with gateway(service, "token") as address, httpx2.AsyncClient(timeout=60) as http:
+
+        async def play(task: Any, client: Client) -> float:
+            said: list[dict[str, Any]] = [{"role": "user", "content": "Which number is it, please?"}]
+            for _ in range(turns):
+                async with room:
+                    began = time.perf_counter()
+                    answer = await http.post(
+                        f"{client.base_url}/chat/completions",
+                        json={"model": "echo", "messages": said},
+                        headers={"Authorization": "Bearer token"},
+                    )
+                    calls.append(time.perf_counter() - began)
+                answer.raise_for_status()
+                said += [answer.json()["choices"][0]["message"], {"role": "user", "content": "Are you sure?"}]
+            return 1.0
+
+        began = time.perf_counter()
+        episodes = await live(
+            *(play, [{}] * sessions, range(sessions), [f"s{n}" for n in range(sessions)], service),
+            SessionLimits(at_once=sessions),
+            address=address,
+            api_key="token",
+        )
+        wall_s = time.perf_counter() - began
+    failed = sum(bool(one.failure) for one in episodes)
+    return figures("sessions over HTTP", calls, wall_s, failed)
+
+
+async def floor(calls_count: int, at_once: int = 64) -> dict[str, Any]:
+    """A bare application of starlette and uvicorn that answers the same bytes, and the same client."""
+    import httpx2
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    async def echo(request: Any) -> JSONResponse:
+        await request.json()
+        return JSONResponse({"choices": [{"message": {"role": "assistant", "content": "It is 999999999"}}]})
+
+    app = Starlette(routes=[Route("/v1/chat/completions", echo, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110  it has no event
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    calls, room = list[float](), asyncio.Semaphore(at_once)
+    said = [{"role": "user", "content": "Which number is it, please?"}] * 10
+    async with httpx2.AsyncClient(timeout=60) as http:
+
+        async def one() -> None:
+            async with room:
+                began = time.perf_counter()
+                await http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json={"model": "x", "messages": said})
+                calls.append(time.perf_counter() - began)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(calls_count)))
+        wall_s = time.perf_counter() - began
+    server.should_exit = True
+    await serving
+    return figures("bare starlette and httpx", calls, wall_s, 0)
+
+
+def by_model(rows: int = 512, tokens: int = 64) -> list[dict[str, Any]]:
+    """Tokens a second of a model of a million parameters: a batch of single answers, and sessions of one call."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from podium.rollout.engines import EngineConfig, make_engine
+    from podium.rollout.service.engine_client import EngineClient
+
+    tokenizer = make_tokenizer()
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", vocab_size=len(tokenizer), **shape))
+    engine = make_engine(EngineConfig(), model.eval())
+    form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    params = SamplingParams(max_new_tokens=tokens)
+    service = Service(
+        *(EngineClient(engine), form, tokenizer),
+        **{"model": "m", "context": 256, "stop_token_ids": (), "most_tokens": 1 << 60, "rules": params},
+    )
+    said = [[{"role": "user", "content": f"Which number is it, please, {row}?"}] for row in range(rows)]
+    prompts = [form.prompt(messages) for messages in said]
+
+    def batch() -> int:
+        return sum(len(one) for one in engine.generate(prompts, params, list(range(rows))))
+
+    async def play(task: Any, client: Client) -> float:
+        await client.chat(task["messages"])
+        return 1.0
+
+    def sessions() -> int:
+        episodes = asyncio.run(
+            live(
+                *(play, [{"messages": one} for one in said], range(rows), [f"s{n}" for n in range(rows)], service),
+                SessionLimits(at_once=rows),
+                address=lambda: "",
+            )
+        )
+        return sum(sum(row.sampled) for one in episodes for t in one.trajectories for row in t.session.rows)
+
+    found: list[dict[str, Any]] = []
+    for label, draw in (("batch", batch), ("sessions", sessions)):
+        began = time.perf_counter()
+        drawn = draw()
+        found.append({"way": f"1M model, {label}", "tokens_per_s": round(drawn / (time.perf_counter() - began))})
+    return found
+
+
+def say(row: dict[str, Any]) -> None:
+    """Print a row."""
+    sys.stdout.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=SESSIONS)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.model:
+        both = [by_model() for _ in range(arguments.repeats + 1)][1:]  # the first warms up
+        for place, way in enumerate(("batch", "sessions")):
+            say({"way": way, "tokens_per_s": statistics.median(one[place]["tokens_per_s"] for one in both)})
+        say({"ratio": round(statistics.median(b["tokens_per_s"] / a["tokens_per_s"] for a, b in both), 3)})
+        return
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(arguments.repeats):
+        for found in (
+            asyncio.run(in_process(arguments.sessions, arguments.turns)),
+            asyncio.run(over_http(arguments.sessions, arguments.turns)),
+            asyncio.run(floor(arguments.sessions * arguments.turns)),
+        ):
+            rows.setdefault(found["way"], []).append(found)
+    for way, found in rows.items():
+        middle = statistics.median(one["ms_a_call"] for one in found)
+        lost = sum(one["lost"] for one in found)
+        say({"way": way, "ms_a_call": middle, "calls": found[0]["calls"], "lost": lost})
+
+
+if __name__ == "__main__":
+    main()
