@@ -181,6 +181,7 @@ def test_what_cannot_be_served_is_said_at_once(
             ([str(model), "--port", "99999"], "secret", "cannot listen at 127.0.0.1:99999"),
             ([str(model)], "", "PODIUM_TOKEN is empty"),
             ([str(tmp_path / "none")], "secret", f"no run and no model at {tmp_path / 'none'}"),
+            (["./nothing"], "secret", "no run and no model at ./nothing"),
             ([str(tmp_path)], "secret", "is no run (it has no config.yaml) and no model"),
             ([str(model), "--backend", "ray"], "secret", "podium serve runs on this machine"),
             ([str(model), "--colour", "red"], "secret", "colour"),
@@ -189,4 +190,6 @@ def test_what_cannot_be_served_is_said_at_once(
             status = main(["serve", *words])
             out, errors = capsys.readouterr()
             assert (status, out) == (2, "")
-            assert said in errors and errors.startswith("podium serve: ")
+            *_, last = errors.splitlines()
+            assert last.startswith("podium serve: ") and said in last
+            assert errors in (last + "\n", f"loading {Path(words[0]).name}\n{last}\n")

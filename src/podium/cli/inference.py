@@ -83,6 +83,7 @@ def opened_config(
         ConfigError: As :func:`inference_config`.
         CheckpointError: The checkpoint is damaged.
     """
+    _refuse_early(model, path, overrides)
     from podium.trainer.runs.export import find_model, opened_model
 
     config = inference_config(model, path, overrides, needs)
@@ -119,7 +120,7 @@ def inference_config(
         values.get("sampling", {}).pop("n", None)  # training samples several completions; here a prompt gets one
         values["model"] = {"path": str(found.checkpoint or found.run / "model")}
     else:
-        _check_model(Path(model))
+        _check_model(model)
     given = read_values(InferenceConfig, path, overrides)
     for name, section in given.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
@@ -168,13 +169,24 @@ def connect(backend: Backend) -> podium.Cluster:
     return podium.connect(backend.name, hints={"preload": PRELOAD}, **backend.options)
 
 
-def _check_model(path: Path) -> None:
+def _refuse_early(model: str, path: str | None, overrides: Sequence[str]) -> None:
+    """Refuse wrong settings and wrong places of a model that is no run's, which needs no import of torch."""
+    place = Path(model)
+    if "@" in model or any((folder / "config.yaml").is_file() for folder in (place, *list(place.parents)[:2])):
+        return
+    _check_model(model)
+    given = read_values(InferenceConfig, path, overrides)
+    build_config(InferenceConfig, {**given, "model": {"path": model, **given.get("model", {})}})
+
+
+def _check_model(model: str) -> None:
     """Refuse a path without a model. A hub name looks like a path; below a directory that exists it is meant as one."""
+    path, meant = Path(model), model.startswith((".", "~", "/")) or model.endswith("/")
     if os.path.isdir(path):
         if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise ConfigError(f"{path} is no run (it has no config.yaml) and no model (it has no config.json)")
-    elif os.path.exists(path) or path.is_absolute() or (len(path.parts) > 1 and os.path.isdir(path.parts[0])):
-        raise ConfigError(f"no run and no model at {path}")
+    elif meant or os.path.exists(path) or (len(path.parts) > 1 and os.path.isdir(path.parts[0])):
+        raise ConfigError(f"no run and no model at {model}")
 
 
 def _typed() -> Iterator[str]:

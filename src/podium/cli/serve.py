@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import ipaddress
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,9 @@ from typing import NoReturn
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import connect, opened_config
 from podium.errors import ConfigError
+from podium.rollout.service import check_serving
+from podium.runtime.connecting import backend_class
+from podium.trainer.preload import PRELOAD
 
 __all__ = ["run_serve"]
 
@@ -45,24 +49,23 @@ def run_serve(arguments: Sequence[str]) -> int:
     given, name = os.environ.get(_TOKEN), options.name or Path(options.model).name or options.model
     if given is not None and not given.strip():
         raise ConfigError(f"{_TOKEN} is empty: give it a token, or unset it to get a new one")
-    with opened_config(options.model, options.config, overrides) as config:
-        from podium.rollout.service import check_serving
-        from podium.rollout.service.server import new_token
-        from podium.trainer import served
+    token = given or secrets.token_urlsafe(32)
+    check_serving(options.host, options.port, token)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
+        with _said(f"loading {name}"):
+            backend_class(backend.name, backend.options).prepare(PRELOAD)  # beside this process's own imports
+            config = stack.enter_context(opened_config(options.model, options.config, overrides))
+            from podium.trainer import served
 
-        token = given or new_token()
-        check_serving(options.host, options.port, token)  # before a backend starts
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_ended_by_sigterm())
-            with _said(f"loading {name}"):
-                cluster = stack.enter_context(connect(backend))
-                where = {"model": name, "token": token, "host": options.host, "port": options.port}
-                model = stack.enter_context(served(config, cluster, **where))
-            _tell(name, model.url, options.host, token if given is None else f"${_TOKEN}")
-            try:
-                model.wait()
-            except KeyboardInterrupt:
-                sys.stdout.write("\n" if sys.stdout.isatty() else "")
+            cluster = stack.enter_context(connect(backend))
+            where = {"model": name, "token": token, "host": options.host, "port": options.port}
+            model = stack.enter_context(served(config, cluster, **where))
+        _tell(name, model.url, options.host, token if given is None else f"${_TOKEN}")
+        try:
+            model.wait()
+        except KeyboardInterrupt:
+            sys.stdout.write("\n" if sys.stdout.isatty() else "")
     return 0
 
 

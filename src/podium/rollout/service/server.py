@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 import threading
 from typing import Any, Final, Self
@@ -13,14 +12,9 @@ import uvicorn
 from podium.errors import PodiumError
 from podium.rollout.service.peers import OwnUserProtocol
 
-__all__ = ["Server", "listen", "new_token"]
+__all__ = ["Server", "listen"]
 
 _BACKLOG: Final = 1024  # connections that wait
-
-
-def new_token() -> str:
-    """A bearer token that nobody guesses."""
-    return secrets.token_urlsafe(32)
 
 
 def listen(host: str, port: int) -> socket.socket:
