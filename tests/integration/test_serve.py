@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ import pytest
 import torch
 
 from podium.rollout.engines import EngineConfig, make_engine
+from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.chat_format import TemplateFormat
 from podium.rollout.service.engine_client import EngineClient
+from podium.rollout.service.peers import owner_of
 from podium.rollout.service.service import Service
+from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.workers import ModelConfig, char_tokenizer, load_model
@@ -205,3 +210,57 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_transformers(served: Ser
     assert (alone.choices[0].text, alone.usage.completion_tokens) == ("to be", 0)
     status, answer = served.post("/v1/completions", {"prompt": "x", "max_tokens": 0})
     assert (status, "max_tokens = 0 draws nothing" in answer["error"]["message"]) == (400, True)
+
+
+class Scripted:
+    """Says what a model with tools would say, at each call the next."""
+
+    in_flight = waiting = version = 0
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        self.texts = [tokenizer(text)["input_ids"] for text in texts]
+
+    async def stream(self, prompt: Any, params: Any, seed: int, **_: Any) -> AsyncGenerator[Any]:
+        ids = self.texts.pop(0)
+        for token in ids[:-1]:
+            yield Tokens("", [token], [-1.0], 0)
+            await asyncio.sleep(0.005)
+        yield Sampled(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+
+
+def test_the_official_client_gets_tool_calls_whole_and_in_a_stream(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = 'I look.\n<tool_call>{"name": "look", "arguments": {"place": "here"}}</tool_call>'
+    tokenizer: Any = served.service._tokenizer  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(served.service, "source", Scripted(tokenizer, said, said, "A tree."))
+    messages: list[Any] = [USER]
+    asked: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "extra_headers": {"X-Session-ID": "tools"}}
+    whole = served.client.chat.completions.create(messages=messages, **asked).choices[0]
+    (call,) = whole.message.tool_calls
+    assert (whole.finish_reason, whole.message.content, call.function.name) == ("tool_calls", "I look.", "look")
+    assert json.loads(call.function.arguments) == {"place": "here"}
+    with served.client.chat.completions.stream(messages=messages, **asked) as stream:
+        final = stream.get_final_completion().choices[0]
+    (streamed,) = final.message.tool_calls
+    assert (final.finish_reason, final.message.content, streamed.function.name) == ("tool_calls", "I look.", "look")
+    assert json.loads(streamed.function.arguments) == {"place": "here"}
+    messages += [
+        whole.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "a tree"},
+    ]
+    last = served.client.chat.completions.create(messages=messages, **asked).choices[0]
+    assert (last.finish_reason, last.message.content) == ("stop", "A tree.")
+    session = served.service.close_session("tools")
+    assert session is not None and session.splits == 0
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says who holds a connection")
+def test_the_owner_of_a_connection_is_who_holds_its_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        ends = client.getsockname(), server.getsockname()
+        assert owner_of(*ends) == os.geteuid()
+        accepted, _ = server.accept()
+        client.close()
+        assert owner_of(*ends) is None, "an end that is closed belongs to nobody, not to root"
+        accepted.close()
