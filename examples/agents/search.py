@@ -2,7 +2,7 @@
 
 A question asks for the color of a thing. ``search`` gives the numbers of pages that name it, and ``read`` the text of a
 page. Things and colors of the held-out questions are never seen in training. The warm-up shows how the tools are used,
-and ends when half of the last answers are right.
+and ends when three in four last answers are right.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
     tokenizer = write_tokenizer(out / "tokenizer", "0123456789?[]: abcdefghijklmnopqrstuvwxyz", words)
     model = ModelConfig(config=shape(hidden=96), tokenizer=str(tokenizer), seed=seed)
     warm = warm_up(
-        cluster, out, model, write_rows(out / "shown.jsonl", conversations), seed=seed, steps=300, stop_at=0.5
+        cluster, out, model, write_rows(out / "shown.jsonl", conversations), seed=seed, steps=300, stop_at=0.75
     )
     data = DataConfig(train=write_rows(out / "questions.jsonl", rows), holdout=0.2)
     environment = EnvironmentConfig(name="" if single else f"{__file__}:play")

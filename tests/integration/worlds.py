@@ -60,10 +60,11 @@ async def unlucky(task: Task, client: Client) -> float:
 async def patient(task: Task, client: Client) -> float:
     """Five turns with pauses, in which generators are lost."""
     said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
-    for _ in range(5):
-        reply = await client.chat(said, max_tokens=3)
+    reply = await client.chat(said)
+    for _ in range(4):
         said += [reply.message, {"role": "user", "content": "="}]
         await asyncio.sleep(0.05)
+        reply = await client.chat(said)
     return digits(reply.text)
 
 

@@ -10,8 +10,10 @@ from podium.functions import check_function_name
 
 __all__ = ["NAMED_ENVIRONMENTS", "EnvironmentConfig", "SessionLimits"]
 
-NAMED_ENVIRONMENTS: Final[Mapping[str, str]] = {}
-"""Podium's own environments, and adapters of other projects', by their names."""
+NAMED_ENVIRONMENTS: Final[Mapping[str, str]] = {
+    "textarena": "podium.rollout.environments.adapters.textarena:TextArena",
+}
+"""Environments of other projects by their names, and where the adapter of each is."""
 
 
 @section("environment.options")
@@ -29,8 +31,8 @@ class EnvironmentConfig:
     """The environment in which the policy acts, where a prompt and its answer are not all."""
 
     name: str = ""
-    """The policy acts in this environment: module:function or path/file.py:function. An empty name means that each
-    prompt is answered once."""
+    """The policy acts in this environment: textarena, module:function or path/file.py:function. An empty name means
+    that each prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """The environment gets these options. time_limit_s and at_once among them limit its sessions."""
 

@@ -1,0 +1,114 @@
+"""Games of textarena, against a copy of the policy, a random player or a function of one's own.
+
+podium train grpo --environment.name textarena --environment.options '{env: TicTacToe-v0, opponent: random}' ...
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from podium.errors import ConfigError
+from podium.functions import load_function
+from podium.rollout.environments.contract import Outcome, Task
+
+if TYPE_CHECKING:
+    from podium.rollout.environments.client import Client
+
+__all__ = ["TextArena"]
+
+_MOVE: Final = re.compile(r"\[[^\[\]]{1,40}\]")
+_TEST_SEEDS: Final = 1_000_000_007  # from here on, so that no game is in both splits
+
+
+class TextArena:
+    """A game with a seat for the policy. The reward is textarena's: 1 for a win, -1 for a loss, 0 for a draw.
+
+    Args:
+        env: The name of the game, as textarena has it, such as "TicTacToe-v0".
+        opponent: Who has the other seats: "self" (the policy, whose seats are trained with their own rewards),
+            "random" (a move among those in brackets in what the game said last), or the name of a function
+            ``module:function`` from what a player reads to what the player does.
+        players: The number of players.
+        games: The number of tasks in "train". "test" has a tenth of it. Each has a seed and a seat of its own.
+        settings: Further arguments of the game.
+
+    Raises:
+        ConfigError: textarena is not installed, there is no such game, or no such opponent.
+    """
+
+    def __init__(
+        self,
+        env: str,
+        opponent: str = "self",
+        players: int = 2,
+        games: int = 10_000,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.env, self.players, self.games = env, players, games
+        self._settings = dict(settings or {})
+        self._opponent: Callable[[str], Any] | None = None
+        if opponent == "random":
+            self._opponent = _random_move
+        elif opponent != "self":
+            self._opponent = load_function(opponent, key="environment.options.opponent")
+        self._make()
+
+    def _make(self) -> Any:
+        try:
+            import textarena  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError(
+                f"environment.name = 'textarena' needs {error.name}, which is not installed: pip install textarena"
+            ) from None
+        made: Any = textarena
+        try:
+            return made.make(f"{self.env.removesuffix('-raw')}-raw", **self._settings)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"environment.options.env = {self.env!r}: {error}") from None
+
+    def tasks(self, split: Literal["train", "test"]) -> Sequence[Task]:
+        """Games by seed, in which the policy sits at each place equally often."""
+        first, count = (0, self.games) if split == "train" else (_TEST_SEEDS, max(1, self.games // 10))
+        return [
+            {"prompt": f"{self.env}, game {seed}", "answer": None, "seed": seed, "seat": seed % self.players}
+            for seed in range(first, first + count)
+        ]
+
+    async def play(self, task: Task, client: Client) -> Outcome:
+        """Play one game to its end."""
+        game, seat = self._make(), int(task["seat"])
+        game.reset(num_players=self.players, seed=int(task["seed"]))
+        said: dict[int, list[dict[str, Any]]] = {}
+        players = {seat: client}
+        done = False
+        while not done:
+            player, observation = game.get_observation()
+            text = "\n".join(message for _, message, _ in observation)
+            if player == seat or self._opponent is None:
+                talk = players.setdefault(player, client.agent(f"player-{player}") if player != seat else client)
+                messages = said.setdefault(player, [])
+                messages.append({"role": "user", "content": text})
+                reply = await talk.chat(messages)
+                messages.append(reply.message)
+                action = reply.text
+            else:
+                found = self._opponent(text)
+                action = str(await found if inspect.isawaitable(found) else found)
+            done, _ = game.step(action)
+        rewards, info = game.close()
+        own = info.get(seat, {})
+        return Outcome(
+            score=float(rewards[seat]),
+            parts={"win": float(rewards[seat] > 0), "invalid": float(bool(own.get("invalid_move")))},
+            agents={f"player-{player}": float(rewards[player]) for player in players if player != seat},
+        )
+
+
+def _random_move(text: str) -> str:
+    """One of the moves in brackets in the last line that has any."""
+    lines = [found for line in text.splitlines() if (found := _MOVE.findall(line))]
+    return random.choice(lines[-1]) if lines else ""
