@@ -54,7 +54,7 @@ class Nim:
         self.left -= answer_of(self.left, self.dice, self.skill)
         if not self.left:
             return Step(reward=0.0, done=True, parts={"legal": 1.0})
-        return Step(say=f"{self.left:02d}:", reward=0.05)
+        return Step(say=f"{self.left:02d}:", reward=0.02)
 
 
 def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summary:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         Step as Step,
         Task as Task,
     )
+    from podium.rollout.environments.mcp import mcp_tools as mcp_tools
     from podium.rollout.environments.resolve import converse as converse
     from podium.rollout.environments.tools import (
         Tool as Tool,

@@ -1,0 +1,86 @@
+"""Tools of MCP servers (Model Context Protocol), by the package ``mcp`` of the extra ``agents``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from podium.errors import ConfigError
+from podium.rollout.environments.tools import Tool, ToolError
+
+__all__ = ["mcp_tools"]
+
+
+@asynccontextmanager
+async def mcp_tools(
+    server: str, *arguments: str, env: Mapping[str, str] | None = None, time_limit_s: float = 30.0
+) -> AsyncGenerator[list[Tool]]:
+    """Connect to an MCP server in the block, and give its tools.
+
+    >>> async def play(task, client):                                    # doctest: +SKIP
+    ...     async with mcp_tools("python", "server.py") as tools:
+    ...         reply = await converse(client, task["prompt"], tools)
+
+    Args:
+        server: The address of a server that runs (``http://…`` or ``https://…``), or the command of one that is
+            started here and ends with the block.
+        arguments: The command's arguments.
+        env: Environment variables of the command beside a few usual ones.
+        time_limit_s: How long a call of a tool may take.
+
+    Raises:
+        ConfigError: The package is not installed, or there is no such server.
+    """
+    try:
+        from mcp import Client, StdioServerParameters
+    except ImportError as error:
+        raise ConfigError(
+            f"MCP tools need {error.name}, which is not installed: pip install 'podium[agents]'"
+        ) from None
+    is_address = server.startswith(("http://", "https://"))
+    where = server if is_address else StdioServerParameters(command=server, args=[*arguments], env=dict(env or {}))
+    label = " ".join([server, *arguments])
+    entered = False
+    try:
+        async with Client(where) as client:
+            found: list[Any] = []
+            cursor: str | None = None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                cursor = page.next_cursor
+                if not cursor:
+                    break
+            entered = True
+            yield [_tool(client, each, label, time_limit_s) for each in found]
+    except Exception as error:
+        if entered:
+            raise _first(error) from None  # what the block raised, and not the group that the client makes of it
+        raise ConfigError(f"the MCP server {label!r} does not answer: {_reason(error)}") from error
+
+
+def _tool(client: Any, described: Any, label: str, time_limit_s: float) -> Tool:
+    async def run(arguments: Mapping[str, Any]) -> str:
+        try:
+            result = await client.call_tool(described.name, dict(arguments))
+        except Exception as error:
+            raise ToolError(f"the MCP server {label!r}: {_reason(error)}") from error
+        text = "\n".join(str(getattr(block, "text", f"[{block.type}]")) for block in result.content)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    return Tool(described.name, described.description or "", described.input_schema, run, time_limit_s)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, or of the first in a group of errors."""
+    first = _first(error)
+    return (str(first).partition("\n")[0] or type(first).__name__)[:300]
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseException", error.exceptions[0])  # pyright: ignore[reportUnknownMemberType]
+    return error

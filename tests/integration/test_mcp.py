@@ -1,0 +1,81 @@
+"""Tools of an MCP server, which is a real one in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError
+from podium.rollout.environments import Toolbox, mcp_tools
+
+pytest.importorskip("mcp")
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+
+
+def call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": "1", "function": {"name": name, "arguments": arguments}}
+
+
+def test_tools_of_a_server_are_called_and_its_errors_and_its_end_are_told() -> None:
+    async def play() -> list[str]:
+        async with mcp_tools(sys.executable, SERVER, time_limit_s=20) as tools:
+            box = Toolbox(tools)
+            assert box.schemas[0]["function"]["description"] == "Look a price up."
+            assert box.schemas[0]["function"]["parameters"]["required"] == ["name"]
+            said = [call("price", '{"name": "bolt"}'), call("price", '{"name": "nut"}'), call("price", "{}")]
+            said += [call("die", "{}"), call("price", '{"name": "bolt"}')]
+            return [message["content"] for each in said for message in await box.answer([each])]
+
+    right, wrong, missing, dead, after = asyncio.run(play())
+    assert right == "3"
+    assert wrong.startswith("error: ")
+    assert "name" in missing
+    for told in (dead, after):
+        assert told.startswith("error: the MCP server")
+
+
+def test_sessions_that_end_leave_no_server(tmp_path: Path) -> None:
+    """Not when the environment raises, and not when its time is over."""
+
+    async def play(how: str) -> None:
+        async with mcp_tools(sys.executable, SERVER):
+            (tmp_path / how).write_text(" ".join(_children()))
+            if how == "raises":
+                raise KeyError("a world")
+            await asyncio.sleep(60)
+
+    with pytest.raises(KeyError):
+        asyncio.run(play("raises"))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(play("hangs"), 8))
+    pids = (tmp_path / "raises").read_text().split() + (tmp_path / "hangs").read_text().split()
+    assert len(pids) >= 2
+    assert not [pid for pid in pids if SERVER in _command(pid)]
+
+
+def _children() -> list[str]:
+    return [path.name for path in Path("/proc").iterdir() if path.name.isdigit() and SERVER in _command(path.name)]
+
+
+def _command(pid: str) -> str:
+    if int(pid) == os.getpid():
+        return ""
+    try:
+        return (Path("/proc") / pid / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("server", ["no-such-command-anywhere", "http://127.0.0.1:9/mcp"])
+def test_a_server_that_is_not_there_is_named(server: str) -> None:
+    async def play() -> None:
+        async with mcp_tools(server):
+            pass
+
+    with pytest.raises(ConfigError, match=f"the MCP server '{server}' does not answer"):
+        asyncio.run(play())
