@@ -19,6 +19,7 @@ from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.chat_format import TemplateFormat
 from podium.rollout.service.engine_client import EngineClient
+from podium.rollout.service.gateway import gateway
 from podium.rollout.service.peers import owner_of
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
@@ -167,24 +168,44 @@ def test_a_wrong_token_is_refused(served: Served) -> None:
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong").models.list()
 
 
-@pytest.mark.skipif(
+OTHER_USERS = pytest.mark.skipif(
     not Path("/usr/bin/python3").exists() or not hasattr(os, "geteuid") or os.geteuid() != 0,
     reason="only root can become another user, who needs a Python that he can read",
 )
-def test_another_user_of_the_machine_is_refused_although_he_has_the_token(served: Served) -> None:
+NOBODY = 65534
+
+
+def asked_by(user: int, url: str) -> str:
+    """What a user of this machine is answered who has the token: the status, and the body of an error."""
     script = (
         "import sys, urllib.request, urllib.error\n"
         "asked = urllib.request.Request(sys.argv[1], None, {'Authorization': 'Bearer ' + sys.argv[2]})\n"
         "try: print(urllib.request.urlopen(asked).status)\n"
         "except urllib.error.HTTPError as error: print(error.code, error.read().decode())\n"
     )
-    for user, said in ((65534, "403"), (0, "200")):
-        for path in ("/v1/models", "/health"):
-            asked = subprocess.run(
-                ["/usr/bin/python3", "-c", script, served.url + path, TOKEN],
-                user=user, group=user, extra_groups=[], capture_output=True, text=True, check=True, cwd="/",
-            )  # fmt: skip
-            assert asked.stdout.startswith(said), asked
+    asked = subprocess.run(
+        ["/usr/bin/python3", "-c", script, url, TOKEN],
+        user=user, group=user, extra_groups=[], capture_output=True, text=True, check=True, cwd="/",
+    )  # fmt: skip
+    return asked.stdout
+
+
+@OTHER_USERS
+def test_another_user_of_the_machine_is_refused_although_he_has_the_token(served: Served) -> None:
+    for path in ("/v1/models", "/health", "/sessions/a/v1/models"):
+        assert asked_by(NOBODY, served.url + path).startswith("403")
+        assert asked_by(os.geteuid(), served.url + path).startswith("200")
+
+
+@OTHER_USERS
+def test_another_user_is_refused_by_the_service_of_a_run(served: Served) -> None:
+    async def both() -> list[str]:
+        async with gateway(served.service, TOKEN) as address:
+            url = await asyncio.to_thread(address) + "/v1/models"
+            return [await asyncio.to_thread(asked_by, user, url) for user in (NOBODY, os.geteuid())]
+
+    other, own = asyncio.run(both())
+    assert other.startswith("403") and own.startswith("200")
 
 
 def test_the_log_probabilities_of_a_prompt_are_those_of_transformers(served: Served) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from podium.cli import main
 from podium.supervisor import children_of
-from podium.testing.target import all_gone
+from podium.testing.target import all_gone, wait_for
 from podium.workers import ModelConfig, char_tokenizer, load_model
 from tests.integration.processes import listeners_of
 
@@ -90,6 +90,15 @@ class Serving:
         """The command's descendants."""
         return [one for child in children_of(self.child.pid) for one in [child, *children_of(child)]]
 
+    def begun(self, body: Any) -> socket.socket:
+        """A connection by which a conversation is asked for."""
+        content = json.dumps(body).encode()
+        connection = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+        head += f"Content-Length: {len(content)}"
+        connection.sendall(f"{head}\r\n\r\n".encode() + content)
+        return connection
+
     def end(self, number: int = signal.SIGINT) -> tuple[int, str]:
         """The exit status and what was said on stderr."""
         workers = self.processes
@@ -153,6 +162,10 @@ def test_all_ranks_answer_and_are_counted_as_one_service(model: Path) -> None:
         numbers = counted(served.ask("/metrics")[1])
         assert numbers['podium_requests_total{path="/v1/chat/completions",code="200"}'] == 14
         assert numbers["podium_sessions"] == 1
+        with served.begun({**body, "stream": True, "max_tokens": 3000, "n": 64}) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            assert counted(served.ask("/metrics")[1])["podium_tokens_in_flight"] > 0
+        assert wait_for(lambda: counted(served.ask("/metrics")[1])["podium_tokens_in_flight"] == 0, 5)
         assert served.ask("/v1/chat/completions", body, "wrong")[0] == 401
         assert served.ask("/metrics", token="wrong")[0] == 401
         assert served.ask("/v1/chat/completions", {"messages": []})[0] == 400
