@@ -1,7 +1,7 @@
 """A model learns to answer from a corpus that it has never read, with two tools: one finds pages, one reads them.
 
 A question asks for the color of a thing. ``search`` gives the numbers of pages that name it, and ``read`` the text of a
-page. Things and colors of the held-out questions are never seen in training. The warm-up shows how the tools are used,
+page. The held-out things are never seen in training. The warm-up shows how the tools are used, for things of its own,
 and ends when three in four last answers are right.
 """
 
@@ -25,6 +25,11 @@ COLORS = ("red", "blue", "green", "gray", "pink", "teal", "gold", "black")
 THINGS = 600
 
 
+def a_name(dice: random.Random) -> str:
+    """Two syllables."""
+    return "".join(dice.choice("bdfgklmnprst") + dice.choice("aeiou") for _ in range(2))
+
+
 class Corpus:
     """Pages such as ``daku: teal``; the page of a thing has a number of three digits."""
 
@@ -32,7 +37,7 @@ class Corpus:
         dice = random.Random(7)
         names: dict[str, None] = {}
         while len(names) < THINGS:
-            names["".join(dice.choice("bdfgklmnprst") + dice.choice("aeiou") for _ in range(2))] = None
+            names[a_name(dice)] = None
         self.colors = {name: dice.choice(COLORS) for name in names}
         self.places = {name: f"{place:03d}" for place, name in enumerate(names)}
         self.pages = {self.places[name]: f"{name}: {color}" for name, color in self.colors.items()}
@@ -70,16 +75,19 @@ async def play(task: dict[str, Any], client: Client) -> float:
     return float(reply.text == task["answer"])
 
 
-def shown(name: str, color: str) -> dict[str, Any]:
-    """A conversation in which the tools are used as they should be."""
-    place = CORPUS.places[name]
+def shown(dice: random.Random) -> dict[str, Any]:
+    """A conversation in which the tools are used as they should be, about a thing that is not in the corpus."""
+    name = ""
+    while not name or name in CORPUS.colors:
+        name = a_name(dice)
+    page, color = f"{dice.randrange(1000):03d}", dice.choice(COLORS)
     return {
         "messages": [
             {"role": "user", "content": f"{name}?"},
             called("search", query=name),
-            {"role": "tool", "content": place},
-            called("read", page=place),
-            {"role": "tool", "content": CORPUS.pages[place]},
+            {"role": "tool", "content": page},
+            called("read", page=page),
+            {"role": "tool", "content": f"{name}: {color}"},
             {"role": "assistant", "content": color},
         ]
     }
@@ -88,8 +96,8 @@ def shown(name: str, color: str) -> dict[str, Any]:
 def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summary:
     """Six hundred things, a fifth of which is held out."""
     rows = [{"prompt": f"{name}?", "answer": color} for name, color in CORPUS.colors.items()]
-    pairs = list(CORPUS.colors.items())[:300]
-    conversations = [shown(*pair) for pair in pairs]
+    dice = random.Random(0)
+    conversations = [shown(dice) for _ in range(2000)]
     if single:
         conversations = [{"messages": [each["messages"][0], each["messages"][-1]]} for each in conversations]
     words = [start_of_call("search", "query"), start_of_call("read", "page"), END_OF_CALL, *COLORS]

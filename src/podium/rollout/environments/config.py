@@ -12,6 +12,7 @@ __all__ = ["NAMED_ENVIRONMENTS", "EnvironmentConfig", "SessionLimits"]
 
 NAMED_ENVIRONMENTS: Final[Mapping[str, str]] = {
     "textarena": "podium.rollout.environments.adapters.textarena:TextArena",
+    "verifiers": "podium.rollout.environments.adapters.verifiers:Verifiers",
 }
 """Environments of other projects by their names, and where the adapter of each is."""
 
@@ -31,8 +32,8 @@ class EnvironmentConfig:
     """The environment in which the policy acts, where a prompt and its answer are not all."""
 
     name: str = ""
-    """The policy acts in this environment: textarena, module:function or path/file.py:function. An empty name means
-    that each prompt is answered once."""
+    """The policy acts in this environment: textarena, verifiers, module:function or path/file.py:function. An empty
+    name means that each prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """The environment gets these options. time_limit_s and at_once among them limit its sessions."""
 

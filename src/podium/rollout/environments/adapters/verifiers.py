@@ -1,0 +1,160 @@
+"""Environments of verifiers 0.4, unchanged, in a process of their own, which may have another Python environment.
+
+    podium train grpo --environment.name verifiers --environment.options '{taskset: my_taskset}' ...
+
+An episode's program asks for completions at the session's address, as it would ask any model. Its rewards are the
+session's. The process is started once in each rollout worker, and lives all its episodes side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from podium.errors import ConfigError, PodiumError
+from podium.rollout.environments.contract import Outcome, Task
+
+if TYPE_CHECKING:
+    from podium.rollout.environments.client import Client
+
+__all__ = ["Verifiers"]
+
+_CHILD = Path(__file__).with_name("verifiers_child.py")
+
+
+class Verifiers:
+    """The tasks of a taskset, lived by its environment.
+
+    Args:
+        taskset: The name of the taskset, which is a module or one of verifiers' own.
+        taskset_config: Its settings.
+        config: The settings of the environment beside its taskset, as verifiers has them: ``agent``, ``timeout`` …
+            By default the agent is verifiers' chat program, without a shell, in a subprocess.
+        tasks: At most this many tasks are taken.
+        held_out: This share of them, the last ones, is for evaluation.
+        python: The interpreter of the environment in which verifiers is installed; by default the run's own.
+
+    Raises:
+        ConfigError: There is no such interpreter.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        taskset_config: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        tasks: int = 1000,
+        held_out: float = 0.1,
+        python: str = "",
+    ) -> None:
+        self._python = python or sys.executable
+        if not Path(self._python).exists():
+            raise ConfigError(f"environment.options.python = {python!r}: there is no such interpreter")
+        usual = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
+        self._settings = json.dumps(
+            {
+                "taskset": taskset,
+                "taskset_config": dict(taskset_config or {}),
+                "config": dict(config) if config is not None else usual,
+                "tasks": tasks,
+            }
+        )
+        self._label, self._held_out = taskset, held_out
+        self._process: _Process | None = None
+
+    def tasks(self, split: Literal["train", "test"]) -> Sequence[Task]:
+        """The tasks of a split."""
+        command = [self._python, "-P", str(_CHILD), "tasks", self._settings]
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment(self._python), check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            raise ConfigError(
+                f"environment.options.taskset = {self._label!r}: {lines[-1] if lines else done.returncode}; verifiers "
+                "is to be installed for environment.options.python, and the taskset to be importable there"
+            )
+        found: list[dict[str, Any]] = json.loads(done.stdout)
+        first = len(found) - max(1, round(self._held_out * len(found)))
+        places = range(first) if split == "train" else range(first, len(found))
+        return [{**found[place], "answer": None, "place": place} for place in places]
+
+    async def play(self, task: Task, client: Client) -> Outcome:
+        """Live the episode of a task."""
+        loop = asyncio.get_running_loop()
+        if self._process is None or self._process.loop is not loop or self._process.over:
+            self._process = _Process(loop, [self._python, "-P", str(_CHILD), "live", self._settings])
+        found = await self._process.ask(
+            {
+                "place": int(task["place"]),
+                "base_url": client.base_url,
+                "api_key": client.api_key,
+                "model": client.model,
+            }
+        )
+        if "error" in found:
+            raise PodiumError(f"verifiers: {found['error']}")
+        return Outcome(score=float(found["score"]), parts=found["parts"])
+
+
+class _Process:
+    """The process, which lives episodes for the sessions of one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, command: Sequence[str]) -> None:
+        self.loop, self._command = loop, command
+        self.over = False
+        self._numbers = itertools.count()
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._started = loop.create_task(self._start())
+        self._reading: asyncio.Task[None] | None = None
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        child = await asyncio.create_subprocess_exec(
+            *self._command, stdin=pipe, stdout=pipe, limit=1 << 26, env=_environment(self._command[0])
+        )
+        self._reading = self.loop.create_task(self._read(child))
+        return child
+
+    async def ask(self, episode: Mapping[str, Any]) -> dict[str, Any]:
+        """What became of an episode. Raises PodiumError where the process ended."""
+        child, id = await asyncio.shield(self._started), str(next(self._numbers))
+        if self.over:
+            raise PodiumError(f"the process of verifiers ended with exit status {child.returncode}")
+        found = self._waiting[id] = self.loop.create_future()
+        assert child.stdin is not None
+        child.stdin.write(json.dumps({"id": id, **episode}).encode() + b"\n")
+        try:
+            return await found
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                child.stdin.write(json.dumps({"cancel": id}).encode() + b"\n")
+            raise
+        finally:
+            self._waiting.pop(id, None)
+
+    async def _read(self, child: asyncio.subprocess.Process) -> None:
+        assert child.stdout is not None
+        while line := await child.stdout.readline():
+            outcome = json.loads(line)
+            waiting = self._waiting.get(outcome.pop("id"))
+            if waiting is not None and not waiting.done():
+                waiting.set_result(outcome)
+        self.over = True
+        status = await child.wait()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(PodiumError(f"the process of verifiers ended with exit status {status}"))
+
+
+def _environment(python: str) -> dict[str, str]:
+    """The environment of the process, in which the commands beside ``python`` are found."""
+    path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")])
+    modules = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {**os.environ, "PATH": path, "PYTHONPATH": modules}
