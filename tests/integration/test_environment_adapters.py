@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,7 +55,7 @@ def test_a_project_that_is_absent_is_named_with_the_command_that_installs_it() -
     try:
         import textarena  # pyright: ignore[reportMissingImports]  # noqa: F401
     except ImportError:
-        with pytest.raises(ConfigError, match="pip install textarena"):
+        with pytest.raises(ConfigError, match=r"pip install 'podium\[textarena\]'"):
             resolve_environment(EnvironmentConfig(name="textarena", options={"env": "TicTacToe-v0"}))
     else:
         pytest.skip("textarena is installed")
@@ -113,3 +117,83 @@ def test_an_interpreter_that_has_no_verifiers_is_named() -> None:
         found.tasks("train")
     with pytest.raises(ConfigError, match=r"there is no such interpreter"):
         resolve_environment(EnvironmentConfig(name="verifiers", options={**options, "python": "/nowhere"}))
+
+
+SERVER = """
+import sys
+import time
+import uvicorn
+from openenv.core.env_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Say(Action):
+    message: str
+
+
+class Heard(Observation):
+    text: str
+
+
+class Echo(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.turns = 0
+        return Heard(text="=", reward=0.0, done=False)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.turns += 1
+        digits = sum(c.isdigit() for c in action.message)
+        return Heard(text="=", reward=digits / 3, done=self.turns == 2)
+
+    @property
+    def state(self):
+        return State(episode_id="x", step_count=self.turns)
+
+
+if __name__ == "__main__":
+    app = create_app(Echo, Say, Heard, env_name="echo", max_concurrent_envs=64)
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_behind_a_server_of_openenv_is_lived_in(tmp_path: Path) -> None:
+    python = os.environ.get("PODIUM_OPENENV_PYTHON")
+    if not python:
+        pytest.skip("PODIUM_OPENENV_PYTHON does not name the interpreter of an environment with openenv 0.10")
+    pytest.importorskip("websockets")
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([python, str(tmp_path / "server.py"), str(port)])
+    try:
+        deadline = time.monotonic() + 50
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            assert server.poll() is None and time.monotonic() < deadline, "the server does not listen"
+            time.sleep(0.2)
+        config = tiny(
+            GRPOConfig,
+            tmp_path,
+            data={"chat_template": str(tmp_path / "chat.jinja")},
+            environment={
+                "name": "openenv",
+                "options": {"url": f"http://127.0.0.1:{port}", "observation": "text"},
+            },
+            run={"steps": 1},
+            eval={"items": 0},
+        )
+        PPOTrainer(config, cluster="inline", show=False).fit()
+    finally:
+        server.kill()
+        server.wait()
+    (row,) = metrics_rows(tmp_path / "runs" / "run")
+    assert (row[metrics.SESSIONS_FAILED], row[metrics.SESSIONS_TURNS]) == (0, 2)
+    assert row[metrics.REWARD_MEAN] > 0
+    assert row[metrics.MISMATCH_MAX] < 1e-5

@@ -11,6 +11,7 @@ from podium.functions import check_function_name
 __all__ = ["NAMED_ENVIRONMENTS", "EnvironmentConfig", "SessionLimits"]
 
 NAMED_ENVIRONMENTS: Final[Mapping[str, str]] = {
+    "openenv": "podium.rollout.environments.adapters.openenv:OpenEnv",
     "textarena": "podium.rollout.environments.adapters.textarena:TextArena",
     "verifiers": "podium.rollout.environments.adapters.verifiers:Verifiers",
 }
@@ -32,8 +33,8 @@ class EnvironmentConfig:
     """The environment in which the policy acts, where a prompt and its answer are not all."""
 
     name: str = ""
-    """The policy acts in this environment: textarena, verifiers, module:function or path/file.py:function. An empty
-    name means that each prompt is answered once."""
+    """The policy acts in this environment: openenv, textarena, verifiers, module:function or path/file.py:function. An
+    empty name means that each prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """The environment gets these options. time_limit_s and at_once among them limit its sessions."""
 
