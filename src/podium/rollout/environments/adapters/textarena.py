@@ -62,7 +62,8 @@ class TextArena:
             import textarena  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
-                f"environment.name = 'textarena' needs {error.name}, which is not installed: pip install 'podium[textarena]'"
+                f"environment.name = 'textarena' needs {error.name}, which is not installed: "
+                "pip install 'podium[textarena]'"
             ) from None
         made: Any = textarena
         try:
