@@ -18,9 +18,12 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+import podium
 from podium.cli import main
+from podium.errors import ConfigError
 from podium.supervisor import children_of
 from podium.testing.target import all_gone, wait_for
+from podium.trainer import InferenceConfig, build_config, served
 from podium.workers import ModelConfig, char_tokenizer, load_model
 from tests.integration.processes import listeners_of
 
@@ -182,6 +185,22 @@ def _listens(process: int) -> bool:
     with suppress(OSError):
         return bool(listeners_of(process)) and not children_of(process)
     return False
+
+
+def test_a_script_serves_a_model_that_has_no_chat_template(model: Path) -> None:
+    config = build_config(InferenceConfig, {"model": {"path": str(model)}, "data": {"chat_template": "none"}})
+    with podium.connect("inline") as cluster, served(config, cluster, model="m", token="t") as found:
+        assert not found.chats
+        with urlopen(Request(f"{found.url}/v1/models", None, {"Authorization": "Bearer t"})) as answer:
+            assert json.load(answer)["data"][0]["id"] == "m"
+        asked = Request(f"{found.url}/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}]}')
+        asked.add_header("Authorization", "Bearer t")
+        with pytest.raises(HTTPError) as refused:
+            urlopen(asked)
+        with refused.value as error:
+            assert (error.code, b"conversations need a chat template" in error.read()) == (400, True)
+    with pytest.raises(ConfigError, match="token of a service is empty"), podium.connect("inline") as cluster:
+        served(config, cluster, model="m", token="").__enter__()
 
 
 def test_what_cannot_be_served_is_said_at_once(

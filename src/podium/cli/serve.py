@@ -62,6 +62,11 @@ def run_serve(arguments: Sequence[str]) -> int:
             where = {"model": name, "token": token, "host": options.host, "port": options.port}
             model = stack.enter_context(served(config, cluster, **where))
         _tell(name, model.url, options.host, token if given is None else f"${_TOKEN}")
+        if not model.chats:
+            sys.stderr.write(
+                "It has no chat template, so that /v1/completions answers and /v1/chat/completions does not: give a "
+                "Jinja file with --data.chat_template.\n"
+            )
         try:
             model.wait()
         except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from typing import Final
 from podium.errors import PodiumError
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.service import check_serving, serve_front
+from podium.rollout.tasks.writer import chat_template
 from podium.runtime import Cluster, Handle
 from podium.trainer.config import InferenceConfig
 from podium.trainer.preflight import with_stop_tokens
@@ -33,10 +34,12 @@ class ServedModel:
     Attributes:
         url: Where it answers, such as ``http://127.0.0.1:43210``; the OpenAI API is below ``/v1``.
         generator: Its workers.
+        chats: Whether it has a chat template, so that it answers conversations too.
     """
 
     url: str
     generator: Handle[Generator]
+    chats: bool
 
     def wait(self) -> None:
         """Wait as long as it answers. Raises PodiumError when a worker is lost."""
@@ -68,12 +71,13 @@ def served(
     tokenizer = load_tokenizer(config.model.tokenizer_source)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
     config = replace(config, reward=replace(config.reward, path=""), environment=EnvironmentConfig())
+    chats = chat_template(tokenizer, config.data) is not None
     with started_generator(cluster, config) as roles:
         generator = roles.generator
         if generator.group.world_size == 1:
             (url,) = generator.serve(config.data, sampling, model=model, token=token, host=host, port=port)
-            yield ServedModel(url, generator)
+            yield ServedModel(url, generator, chats)
             return
         urls = generator.serve(config.data, sampling, model=model, token=token)
         with serve_front(urls, host=host, port=port) as front:
-            yield ServedModel(front.url, generator)
+            yield ServedModel(front.url, generator, chats)

@@ -99,15 +99,17 @@ def _path(path: str) -> str:
 
 def added(texts: Iterable[str]) -> str:
     """Return one text of several services' metrics: samples of one name are added, but versions are the largest."""
-    lines: dict[str, str | float] = {}
+    families: dict[str, dict[str, float]] = {}  # by the comments above the samples
     for text in texts:
+        family, head = dict[str, float](), ""
         for line in text.splitlines():
-            name, _, value = line.rpartition(" ")
             if line.startswith("#"):
-                lines[line] = line
-            elif "version" in name:
-                lines[name] = max(float(value), float(lines.get(name, value)))
-            else:
-                lines[name] = float(value) + float(lines.get(name, 0))
-    written = [line if isinstance(line, str) else f"{name} {line:.12g}" for name, line in lines.items()]
-    return "\n".join(written) + "\n"
+                head = f"{head}{line}\n" if line.startswith("# TYPE") else f"{line}\n"
+                family = families.setdefault(head, {}) if line.startswith("# TYPE") else family
+                continue
+            name, _, value = line.rpartition(" ")
+            both = family.get(name, 0.0), float(value)
+            family[name] = max(both) if "version" in name else sum(both)
+    return "".join(
+        head + "".join(f"{name} {value:.12g}\n" for name, value in family.items()) for head, family in families.items()
+    )
