@@ -53,6 +53,9 @@ format: $(STAMP)  ## rewrite the files as the formatter and the fixable lint rul
 test: $(STAMP)  ## every test in two processes, those with Ray last
 	@$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
+recipes: $(STAMP)  ## the recipes of agents over three seeds, each with its bar: half an hour
+	@PODIUM_RECIPES=1 $(BIN)/python -m pytest -n 2 tests/integration/test_recipes.py $(ARGS)
+
 test-fast: $(STAMP)  ## the unit tests, without the slow ones
 	@$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
 
@@ -142,4 +145,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke env check lint format test test-fast recipes docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help

@@ -74,7 +74,7 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
         data,
         environment,
         seed=seed,
-        steps=150,
+        steps=200,
         max_new_tokens=1,
         lr=2e-3,
         algorithm=AlgorithmConfig(advantage="grpo_turns"),
