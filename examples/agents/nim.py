@@ -76,8 +76,8 @@ def train(cluster: podium.Cluster, out: Path, seed: int, single: bool) -> Summar
         seed=seed,
         steps=200,
         max_new_tokens=1,
-        lr=2e-3,
-        algorithm=AlgorithmConfig(advantage="grpo_turns"),
+        lr=3e-4,
+        algorithm=AlgorithmConfig(entropy_coef=0.02),
     )
 
 

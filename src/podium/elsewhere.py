@@ -151,6 +151,19 @@ NAMES: Final[Mapping[str, Here]] = {
     ),
     "log_completions": Here("run.show_samples", "a number; runs/NAME/completions has all of them in any case"),
     "num_completions_to_print": Here("run.show_samples"),
+    "tools": Here("environment.name", "a function of yours gives the model its tools: docs/environments.md"),
+    "max_tool_calling_iterations": Here("environment.name", "a function of yours, with converse(..., max_turns=...)"),
+    "environment_factory": Here("environment.name", "path/file.py:Class, with reset(task) and step(answer)"),
+    "rollout_func": Here("environment.name", "path/file.py:function of (task, client)"),
+    "multi_turn.enable": Here("environment.name", "a function of yours holds the conversation: docs/environments.md"),
+    "multi_turn.tool_config_path": Here("environment.name", "a function of yours gives the model its tools"),
+    "multi_turn.max_assistant_turns": Here(
+        "environment.name", "a function of yours, with converse(..., max_turns=...)"
+    ),
+    "agent.default_agent_loop": Here("environment.name", "path/file.py:function of (task, client)"),
+    "agent.num_workers": Here(
+        "", "sessions live in the generator's processes, many at a time; there is nothing to set"
+    ),
     "logging_dir": Here("run.dir", "a run's metrics, logs and trackers' files are in its own directory below it"),
     "shuffle_dataset": Here("", "each pass over the data has an order of its own, which run.seed decides"),
     "remove_unused_columns": Here("", "a reward always gets every column of its row"),
