@@ -95,7 +95,7 @@ class Generator(WeightReceiver):
         *,
         model: str,
         token: str,
-        host: str = "127.0.0.1",
+        host: str = "",
         port: int = 0,
     ) -> str:
         """Answer requests over HTTP beside all other calls, until the worker ends: see :mod:`podium.rollout.service`.
@@ -105,7 +105,8 @@ class Generator(WeightReceiver):
             sampling: Its stop tokens end an answer.
             model: The name of the model for clients.
             token: The bearer token that clients send.
-            host: The address to listen at; by default only processes of this machine reach it.
+            host: The address to listen at; by default that at which other workers of the cluster reach this one, which
+                is the loopback where all are on one machine.
             port: The port; 0 takes one that is free.
 
         Returns:
@@ -118,7 +119,7 @@ class Generator(WeightReceiver):
         from podium.rollout.service import serve_engine
 
         server = serve_engine(
-            self._ready_engine(), self._tokenizer, data, sampling, model=model, token=token, host=host, port=port
+            self._ready_engine(), self._tokenizer, data, sampling, model=model, token=token, host=host or self.ctx.address, port=port
         )
         self._servers.append(server)
         return server.url
