@@ -118,8 +118,9 @@ class Generator(WeightReceiver):
         """
         from podium.rollout.service import serve_engine
 
+        host = host or self.ctx.address
         server = serve_engine(
-            self._ready_engine(), self._tokenizer, data, sampling, model=model, token=token, host=host or self.ctx.address, port=port
+            self._ready_engine(), self._tokenizer, data, sampling, model=model, token=token, host=host, port=port
         )
         self._servers.append(server)
         return server.url
