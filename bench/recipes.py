@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RECIPES = {"calculator": 0.6, "search": 0.6, "nim": 0.45, "guess": 0.8}
+RECIPES = {"calculator": 0.6, "search": 0.6, "nim": 0.6, "guess": 0.7}
 """Each recipe and its bar: the accuracy that every seed reaches on held-out tasks, drawn at temperature 1."""
 
 ROOT = Path(__file__).parents[1]

@@ -67,6 +67,8 @@ def test_a_session_of_several_turns_is_a_row_and_its_turns_are_rewarded(world: s
         if world == "twice":
             assert row[metrics.REWARD_MEAN] == pytest.approx(row["reward_parts/digits"])
     table = pq.read_table(run / "completions" / "step-000002.parquet").to_pydict()
+    assert table["conversation"][0].startswith(table["prompt"][0])
+    assert len(table["conversation"][0]) > len(table["prompt"][0]) + len(table["completion"][0])
     assert max(len({*row}) for row in table["token_advantages"]) > 1  # turns of one row have advantages of their own
 
 

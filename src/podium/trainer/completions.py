@@ -328,6 +328,7 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
     import pyarrow as pa
 
     columns = (*_NEEDED, *(name for name in _IF_THERE if name in scored.batch))
+    in_sessions = fields.TRAJECTORY in scored.batch
     batch = scored.batch.select(*columns).slice(rows.start, rows.stop).fetch()
     if learned is not None:
         batch = batch.merge(learned.slice(rows.start, rows.stop).fetch())
@@ -356,6 +357,7 @@ def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Seque
             name: pa.ListArray.from_arrays(tokens.offsets.int().numpy(), values_K.numpy())
             for name, values_K in _token_values(batch).items()
         },
+        **({"conversation": pa.array(_conversations(batch, scored.tokenizer), pa.string())} if in_sessions else {}),
         **{f"reward_{name}": pa.array([own.get(name) for own in part_of], pa.float64()) for name in parts},
     }
     return pa.table(table)
@@ -392,6 +394,12 @@ def _means(batch: Batch, tokens: Jagged) -> Sequence[float | None]:
     row_N = torch.repeat_interleave(torch.arange(len(batch)), own.lengths)
     sums_B = torch.zeros(len(batch)).index_add(0, row_N, own.values.float())
     return (sums_B / tokens.lengths.clamp(min=1)).tolist()
+
+
+def _conversations(batch: Batch, tokenizer: Any) -> list[str]:
+    """All that was said in each row, special tokens included."""
+    rows = [row.tolist() for row in batch.jagged(fields.TOKENS).unbind()]
+    return [_utf8(str(tokenizer.decode(row, skip_special_tokens=False))) for row in rows]
 
 
 def _utf8(text: str) -> str:

@@ -311,3 +311,20 @@ def test_a_template_that_loops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     for encode in (encode_prompts, encode_pairs):
         with pytest.raises(ConfigError, match=r"seems to loop: set data\.chat_template to another"):
             encode([Example("a", "b", {})], tokenizer_of(loop), DataConfig())
+
+
+def test_arguments_of_a_call_that_are_json_text_are_written_as_the_object_that_they_are(tmp_path: Path) -> None:
+    """OpenAI's form has text there, which a template writes as a string in quotes."""
+    written: list[list[tuple[bool, str]]] = []
+    tokenizer = tokenizer_of(QWEN)
+    for arguments in ({"a": 1}, '{"a": 1}'):
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "add", "arguments": arguments}}],
+        }
+        rows = [{"messages": [USER, call, {"role": "tool", "content": "3"}, LAST]}]
+        (pair,) = encode_pairs(load(tmp_path, rows), tokenizer, DataConfig())
+        written.append(pieces(tokenizer, pair))
+    assert written[0] == written[1]
+    assert any('"arguments": {"a": 1}' in text for _, text in written[1])

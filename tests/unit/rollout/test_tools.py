@@ -1,0 +1,183 @@
+"""Functions as tools: their schemas, and what the model hears when a call goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections import Counter
+from typing import Any, Literal
+
+import pytest
+
+from podium.errors import ConfigError
+from podium.rollout.environments import Toolbox, ToolError, tool
+
+
+def add(a: int, b: int = 1, how: Literal["x", "y"] = "x") -> int:
+    """Add two numbers.
+
+    They may be negative.
+
+    Args:
+        a: The first
+            number.
+        b (int): The second.
+
+    Returns:
+        The sum.
+    """
+    return a + b
+
+
+async def wait(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def spin(pid_file: str) -> None:
+    """Never end."""
+    with open(pid_file, "w") as file:
+        file.write(str(os.getpid()))
+    while True:
+        time.sleep(0.01)
+
+
+def leave() -> str:
+    """End the process."""
+    os._exit(7)
+
+
+def refuse() -> str:
+    """Refuse."""
+    raise ToolError("not today")
+
+
+def quit_all() -> str:
+    """Raise what ends programs."""
+    raise SystemExit(3)
+
+
+def place(state: list[int], x: int) -> dict[str, Any]:
+    """Change the state of the session."""
+    state.append(x)
+    return {"state": state}
+
+
+def answer(box: Toolbox, name: str, arguments: object = "{}", counts: Counter[str] | None = None) -> str:
+    given = arguments if isinstance(arguments, str) or arguments is None else json.dumps(arguments)
+    (message,) = asyncio.run(box.answer([{"id": "c7", "function": {"name": name, "arguments": given}}], counts))
+    assert (message["role"], message["tool_call_id"]) == ("tool", "c7")
+    return str(message["content"])
+
+
+def test_annotations_and_docstring_make_the_schema() -> None:
+    (schema,) = Toolbox([add]).schemas
+    assert schema["function"]["name"] == "add"
+    assert schema["function"]["description"] == "Add two numbers.\n\nThey may be negative."
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"description": "The first number.", "type": "integer"},
+            "b": {"default": 1, "description": "The second.", "type": "integer"},
+            "how": {"default": "x", "enum": ["x", "y"], "type": "string"},
+        },
+        "required": ["a"],
+    }
+
+
+def test_a_call_is_answered_and_what_goes_wrong_is_said() -> None:
+    box, counts = Toolbox([add, refuse, quit_all]), Counter[str]()
+    assert answer(box, "add", {"a": 2}, counts) == "3"
+    assert answer(box, "add", '{"a": "2"}') == "3"
+    wrong = [
+        ("add", {"a": "two"}, "error: add cannot be called so: a: Input should be a valid integer"),
+        ("add", {"a": 1, "c": 2}, "error: add cannot be called so: c: Extra inputs are not permitted"),
+        ("add", None, "error: add cannot be called so: a: Field required"),
+        ("add", "{", "error: the arguments are no valid JSON"),
+        ("add", "[1]", "error: the arguments are list; expected a JSON object"),
+        ("ad", {"a": 1}, "error: there is no tool 'ad'; there are add, refuse, quit_all"),
+        ("refuse", {}, "error: not today"),
+        ("quit_all", {}, "error: SystemExit: 3"),
+    ]
+    for name, arguments, said in wrong:
+        assert answer(box, name, arguments, counts).startswith(said)
+    assert counts == {"tool_calls": 9, "tool_errors": 8}
+
+
+def test_a_call_that_takes_too_long_is_answered_with_an_error() -> None:
+    box = Toolbox([tool(wait, time_limit_s=0.1), tool(wait, name="patient", time_limit_s=60)])
+    assert answer(box, "wait", {"seconds": 30}) == "error: wait took longer than 0.1 s"
+    assert answer(box, "patient", {"seconds": 0}) == "done"
+
+
+def test_a_process_of_its_own_is_killed_with_its_call(tmp_path: Any) -> None:
+    box = Toolbox([tool(spin, process=True, time_limit_s=20), tool(leave, process=True), tool(add, process=True)])
+    pid_file = tmp_path / "pid"
+
+    async def cancelled() -> None:
+        call = {"id": "1", "function": {"name": "spin", "arguments": json.dumps({"pid_file": str(pid_file)})}}
+        running = asyncio.create_task(box.answer([call]))
+        while not pid_file.exists() or not pid_file.read_text():  # noqa: ASYNC110  another process writes it
+            await asyncio.sleep(0.02)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+    assert answer(box, "leave") == "error: its process ended with exit status 7"
+    assert answer(box, "add", {"a": 5}) == "6"
+
+
+def test_given_arguments_are_neither_shown_nor_taken_from_the_model() -> None:
+    state: list[int] = []
+    box = Toolbox([tool(place, given={"state": state})])
+    assert list(box.schemas[0]["function"]["parameters"]["properties"]) == ["x"]
+    assert json.loads(answer(box, "place", {"x": 4})) == {"state": [4]}
+    assert answer(box, "place", {"x": 4, "state": []}).startswith("error: place cannot be called so: state")
+    assert state == [4]
+
+
+def test_functions_that_block_run_in_threads() -> None:
+    def where() -> bool:
+        """Where."""
+        return threading.current_thread() is threading.main_thread()
+
+    assert answer(Toolbox([where]), "where") == "false"
+
+
+def no_annotation(x) -> int:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    return int(x)
+
+
+def many(*values: int) -> int:
+    return sum(values)
+
+
+def no_schema(x: threading.Lock) -> int:
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (no_annotation, "the parameter 'x' without an annotation"),
+        (many, r"the parameter \*values"),
+        (no_schema, "without a JSON schema"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_by_name(function: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"the tool '{function.__name__}' has .*{words}"):
+        Toolbox([function])
+
+
+def test_two_tools_have_two_names() -> None:
+    with pytest.raises(ConfigError, match="two tools are named 'add'"):
+        Toolbox([add, add])
+    with pytest.raises(ConfigError, match="has no parameter 'z'"):
+        tool(add, given={"z": 1})
