@@ -18,5 +18,5 @@ def test_a_recipe_learns(recipe: str, seed: int, tmp_path: Path) -> None:
     if not os.environ.get("PODIUM_RECIPES"):
         pytest.skip("the recipes take half an hour: make recipes")
     curve = run(recipe, seed, tmp_path / "run")
-    assert curve[0][1] < RECIPES[recipe] - 0.15
+    assert curve[-1][1] >= curve[0][1] + 0.2
     assert curve[-1][1] >= RECIPES[recipe]
