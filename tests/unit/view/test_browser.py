@@ -31,7 +31,7 @@ REBOUND = "evil.example"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shown")
     write_run(folder / "first", steps=6, prompts=3, n=4, trouble=True)
-    write_run(folder / "hostile", text=HOSTILE, tokens=60, tokenizer=word_tokenizer(), seed=1)
+    write_run(folder / "hostile", text=HOSTILE, tokens=200, tokenizer=word_tokenizer(), seed=1)
     return folder
 
 

@@ -49,7 +49,7 @@ def test_an_export_of_a_long_run_holds_ten_steps_and_says_so(tmp_path: Path) -> 
 
 
 def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", text=HOSTILE, tokens=60, tokenizer=word_tokenizer())
+    run = write_run(tmp_path / "run", text=HOSTILE, tokens=200, tokenizer=word_tokenizer())
     (run / "config.yaml").write_text(json.dumps({"data": {"train": HOSTILE}}))
     html = exported([Run(run, "</title><script>alert(1)</script>")])
     assert html.count("<script") == 2
