@@ -113,7 +113,7 @@ class Slow(Generator):
         setattr(Decoder, "decode", slowly)  # noqa: B010 - in a process of its own
 
     @endpoint(concurrent=True)
-    def tokens(self) -> int:
+    def drawn_ids(self) -> int:
         return self.count
 
 
@@ -123,7 +123,7 @@ def test_weights_are_synced_while_completions_are_drawn(cluster: Cluster) -> Non
         sync.sync(1)
         policy.update(recorded())
         drawing = generator.generate.submit(PROMPTS, LONG)
-        while min(generator.tokens()) < 6:
+        while min(generator.drawn_ids()) < 6:
             time.sleep(0.01)
         sync.sync(2)
         out = drawing.result().fetch()
@@ -191,7 +191,7 @@ class Failing(Policy):
 def test_who_waits_at_the_gate_hears_that_a_sync_failed(cluster: Cluster) -> None:
     with started(cluster, Failing.bind(TINY, OPTIM), 1, Slow.bind(OTHER), 1) as (policy, generator, sync):
         drawing = generator.generate.submit(PROMPTS, LONG)
-        while min(generator.tokens()) < 6:
+        while min(generator.drawn_ids()) < 6:
             time.sleep(0.01)
         with pytest.raises(EndpointError, match="the third bucket is lost"):
             sync.sync(1)

@@ -145,6 +145,9 @@ class Dice:
         self.log.append(([*prompt], drawn))
         yield drawn
 
+    async def score(self, ids: Sequence[int]) -> Any:
+        raise NotImplementedError
+
     def _drawn(self) -> list[int]:
         tokenizer, dice, family = tokenizer_of(self.family), self.dice, self.family
         kind = dice.choice(("text", "text", "call", "thought", "noise", "broken"))
