@@ -81,7 +81,9 @@ def served() -> Iterator[Served]:
         model="tiny", context=512, stop_token_ids=[end], most_tokens=100_000,
     )  # fmt: skip
     with Server(make_app(service, TOKEN)) as server:
-        yield Served(server.url, service, openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0))
+        url = f"{server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key=TOKEN, max_retries=0) as asking:
+            yield Served(server.url, service, asking)
 
 
 def test_the_official_client_talks_and_everything_is_recorded_as_sampled(served: Served) -> None:
@@ -164,8 +166,11 @@ def test_bad_requests_are_answered_by_name(served: Served, body: Any, status: in
 def test_a_wrong_token_is_refused(served: Served) -> None:
     for token in ("", "wrong", TOKEN[:-1]):
         assert served.post("/v1/chat/completions", {"messages": [USER]}, token)[0] == 401
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong").models.list()
+    with (
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong") as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
 
 
 OTHER_USERS = pytest.mark.skipif(
