@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import random
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -123,3 +127,34 @@ async def tools(task: Task, client: Client) -> float:
 
     reply = await converse(client, [{"role": "user", "content": task["prompt"]}], tools=[look])
     return digits(reply.text)
+
+
+def stubborn(task: Task, client: Client) -> float:
+    """Computes without an end, ends its process, leaves a process behind, or is fine, as the task says."""
+    number = int(task["answer"])
+    if number % 5 == 1:
+        _ = 9**9**9 % 7  # in C, with the interpreter's lock
+    if number % 5 == 2:
+        os._exit(3)
+    if number % 5 == 3:
+        subprocess.Popen(["sleep", "987654"], start_new_session=True)
+        raise ValueError("a process is left")
+    return asyncio.run(one_turn(task, client))
+
+
+async def one_turn(task: Task, client: Client) -> float:
+    reply = await client.chat(task["prompt"])
+    client.reward(random.random() + client.turns)
+    return digits(reply.text)
+
+
+async def pid(task: Task, client: Client) -> float:
+    """The number of the process in which the session lives."""
+    return float(os.getpid())
+
+
+async def impatient(task: Task, client: Client) -> float:
+    """Does not wait for the first answer."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(client.chat(task["prompt"]), 1e-4)
+    return digits((await client.chat(task["prompt"])).text)

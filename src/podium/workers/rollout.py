@@ -8,6 +8,7 @@ Legend: S sessions, B rows; a session has at least one row for each of its agent
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import torch
 from podium.data import Batch, Jagged, fields
 from podium.errors import ConfigError
 from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import ResolvedEnvironment, resolve_environment
 from podium.rollout.environments.runner import Episode, Trajectory, live
 from podium.rollout.sampling import SamplingParams
@@ -63,6 +65,7 @@ class Rollout(Worker):
     def __init__(self, model: ModelConfig, data: DataConfig, environment: EnvironmentConfig) -> None:
         self._model, self._data, self._config = model, data, environment
         self._environment: ResolvedEnvironment = resolve_environment(environment)
+        self._processes = SessionProcesses(environment) if environment.limits.processes else None
         self._making = threading.Lock()
         self._remote: RemoteTokens | None = None
         self._token = ""
@@ -106,9 +109,11 @@ class Rollout(Worker):
             with top-k or top-p also ``kept_sizes`` and ``kept_ids``.
         """
         key, numbers = str(tasks.meta["key"]), tasks.dense(fields.SESSION).tolist()
+        if self._processes is not None:
+            await asyncio.to_thread(self._processes.start)
         async with self._service(sampling) as (service, address):
             episodes = await live(
-                self._environment.play,
+                self._environment.play if self._processes is None else self._processes.play,
                 tasks.python(fields.TASK),
                 tasks.dense(fields.SEED).tolist(),
                 [f"{key}-{number}" for number in numbers],
@@ -133,6 +138,11 @@ class Rollout(Worker):
     def report(self, key: str) -> dict[str, Any]:
         """What became of the sessions of the call of :meth:`live` with this key; a second call gives nothing."""
         return self._reports.pop(key, {})
+
+    def close(self) -> None:
+        """End the processes of sessions."""
+        if self._processes is not None:
+            self._processes.close()
 
     def _unknown(self, episodes: Sequence[Episode]) -> int:
         """How many rows hold a character that the tokenizer does not know, in what the model has read."""

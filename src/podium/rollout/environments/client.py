@@ -57,12 +57,13 @@ class Client:
 
     Attributes:
         api_key: What such an agent sends as its key.
+        seed: A number of this session, the same when a run is repeated or resumed. Draw what is random from it.
         counts: The numbers of "tool_calls" and "tool_errors" so far, of which metrics are made.
     """
 
     def __init__(self, service: Service, session: Session, address: Callable[[], str], api_key: str, seed: int) -> None:
-        self._service, self._session, self._address, self._seed = service, session, address, seed
-        self.api_key = api_key
+        self._service, self._session, self._address = service, session, address
+        self.api_key, self.seed = api_key, seed
         self.counts: Counter[str] = Counter()
         self._rewards: dict[int, float] = {}
         self._agents: dict[str, Client] = {}
@@ -131,7 +132,7 @@ class Client:
     def agent(self, name: str) -> Client:
         """Return the client of another agent of this session, whose conversation is trained with its own reward."""
         if name not in self._agents:
-            seed = hash_seed(self._seed, name)
+            seed = hash_seed(self.seed, name)
             session = self._service.open_session(f"{self._session.id}.{name}", seed)
             self._agents[name] = Client(self._service, session, self._address, self.api_key, seed)
         return self._agents[name]

@@ -26,6 +26,14 @@ class SessionLimits:
     """A session lasts at most this many seconds. One that lasts longer ends, and is not trained."""
     at_once: int = Field(default=256, ge=1, le=65536)
     """Each rollout worker lives at most this many sessions at the same time."""
+    processes: int = Field(default=0, ge=0, le=1024)
+    """Each session lives in a process of its own, at most this many at the same time in each rollout worker. With 0,
+    sessions share the worker's process."""
+
+    @property
+    def side_by_side(self) -> int:
+        """How many sessions a rollout worker lives at the same time."""
+        return min(self.at_once, self.processes or self.at_once)
 
 
 @section("environment")
@@ -36,7 +44,7 @@ class EnvironmentConfig:
     """The policy acts in this environment: openenv, textarena, verifiers, module:function or path/file.py:function. An
     empty name means that each prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """The environment gets these options. time_limit_s and at_once among them limit its sessions."""
+    """The environment gets these options. time_limit_s, at_once and processes among them are about its sessions."""
 
     def __post_init__(self) -> None:
         if self.name:

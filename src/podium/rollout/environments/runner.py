@@ -14,13 +14,13 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.rollout.environments.client import Client, ContextFull
-from podium.rollout.environments.contract import Outcome
+from podium.rollout.environments.contract import Outcome, Reward
 from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
     from podium.rollout.environments.config import SessionLimits
     from podium.rollout.environments.contract import Task
-    from podium.rollout.environments.resolve import Play
     from podium.rollout.service.service import Service
     from podium.rollout.service.sessions import Session
 
-__all__ = ["CONTEXT_FULL", "TIME_LIMIT", "Episode", "Trajectory", "live"]
+__all__ = ["CONTEXT_FULL", "TIME_LIMIT", "Ending", "Episode", "Trajectory", "ending_of", "live"]
 
 TIME_LIMIT: Final = "time limit"
 CONTEXT_FULL: Final = "context is full"
@@ -54,6 +53,23 @@ class Trajectory:
     session: Session
     score: float | None
     turn_rewards: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a session ended.
+
+    Attributes:
+        outcome: What it earned.
+        failure: Why it failed, in one line; "" where it did not.
+        details: The traceback of a session that raised.
+        truncated: Whether it ended because the model's context was full.
+    """
+
+    outcome: Outcome = field(default_factory=Outcome)
+    failure: str = ""
+    details: str = ""
+    truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,7 @@ class Episode:
 
 
 async def live(
-    play: Play,
+    play: Callable[[Task, Client], Awaitable[Reward | Ending]],
     tasks: Sequence[Task],
     seeds: Sequence[int],
     names: Sequence[str],
@@ -102,24 +118,24 @@ async def live(
         address: The base of the address of the OpenAI API, which a session may ask for.
         api_key: What agents send there.
     """
-    room = asyncio.Semaphore(limits.at_once)
+    room = asyncio.Semaphore(limits.side_by_side)
 
     async def one(task: Task, seed: int, name: str) -> Episode:
         async with room:
             client = Client(service, service.open_session(name, seed), address, api_key, seed)
             began_s = time.monotonic()
-            outcome, failure, details, truncated = await _outcome(play, task, client, limits.time_limit_s)
+            ending = await ending_of(play, task, client, limits.time_limit_s)
             recorded = client.close()
             return Episode(
                 [
-                    Trajectory(agent, session, outcome.agents.get(agent, outcome.score), rewards)
+                    Trajectory(agent, session, ending.outcome.agents.get(agent, ending.outcome.score), rewards)
                     for agent, session, rewards in recorded
                     if session.calls
                 ],
-                outcome.parts,
-                failure,
-                details,
-                truncated,
+                ending.outcome.parts,
+                ending.failure,
+                ending.details,
+                ending.truncated,
                 time.monotonic() - began_s,
                 sum((Counter(each.counts) for each in client.family), Counter()),
             )
@@ -128,23 +144,27 @@ async def live(
         return await asyncio.gather(*map(one, tasks, seeds, names))
 
 
-async def _outcome(play: Play, task: Task, client: Client, limit_s: float) -> tuple[Outcome, str, str, bool]:
-    """The outcome of a session, why it failed in one line and at length, and whether the context was full."""
+async def ending_of(
+    play: Callable[[Task, Client], Awaitable[Reward | Ending]], task: Task, client: Client, limit_s: float | None = None
+) -> Ending:
+    """Live a session, and return how it ended. It raises nothing but the caller's own cancellation."""
     timer = asyncio.timeout(limit_s)
     try:
         async with timer:
-            return _as_outcome(await play(task, client)), "", "", False
+            found: Any = await play(task, client)
+            return found if isinstance(found, Ending) else Ending(_as_outcome(found))
     except asyncio.CancelledError:
         raise
     except ContextFull:
-        return Outcome(score=0.0), "", "", True
+        return Ending(Outcome(score=0.0), truncated=True)
     except BaseException as error:  # noqa: BLE001  an environment is a stranger's: SystemExit ends a session, not a run
         if isinstance(error, TimeoutError) and timer.expired():
-            return Outcome(), TIME_LIMIT, f"it lasted longer than environment.options.time_limit_s = {limit_s:g}", False
-        text = "".join(traceback.format_exception(error))
+            details = f"it lasted longer than environment.options.time_limit_s = {limit_s:g}"
+            return Ending(failure=TIME_LIMIT, details=details)
         if "context_length_exceeded" in str(error):  # of an agent that asks over HTTP
-            return Outcome(score=0.0), "", "", True
-        return Outcome(), f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}", text, False
+            return Ending(Outcome(score=0.0), truncated=True)
+        text = "".join(traceback.format_exception(error))
+        return Ending(failure=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}", details=text)
 
 
 def _as_outcome(reward: Any) -> Outcome:
@@ -188,7 +208,8 @@ def _watched() -> Iterator[None]:
                 emit(
                     Note(
                         f"an environment blocks all sessions of its process for more than {_STALL_S:g} s: write it as "
-                        "a plain function, which gets a thread, or run what blocks by tool(..., process=True)\n" + stack
+                        "a plain function, which gets a thread, run what blocks by tool(..., process=True), or live "
+                        "sessions in processes by environment.options.processes\n" + stack
                     )
                 )
                 said = True
