@@ -122,7 +122,10 @@ async def over_http(sessions: int, turns: int, at_once: int = 64) -> dict[str, A
 
     service, calls = make_service(), list[float]()
     room = asyncio.Semaphore(at_once)
-    async with gateway(service, "token") as address, httpx2.AsyncClient(timeout=60) as http:
+    async with (
+        gateway(service, "token") as address,
+        httpx2.AsyncClient(timeout=60, limits=httpx2.Limits(max_keepalive_connections=None)) as http,
+    ):
 
         async def play(task: Any, client: Client) -> float:
             said: list[dict[str, Any]] = [{"role": "user", "content": "Which number is it, please?"}]
@@ -171,7 +174,7 @@ async def floor(calls_count: int, at_once: int = 64) -> dict[str, Any]:
     port = server.servers[0].sockets[0].getsockname()[1]
     calls, room = list[float](), asyncio.Semaphore(at_once)
     said = [{"role": "user", "content": "Which number is it, please?"}] * 10
-    async with httpx2.AsyncClient(timeout=60) as http:
+    async with httpx2.AsyncClient(timeout=60, limits=httpx2.Limits(max_keepalive_connections=None)) as http:
 
         async def one() -> None:
             async with room:

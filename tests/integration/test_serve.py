@@ -20,7 +20,7 @@ from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.chat_format import TemplateFormat
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.gateway import gateway
-from podium.rollout.service.peers import owner_of
+from podium.rollout.service.peers import _asked, _looked_up, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
@@ -282,7 +282,8 @@ def test_the_official_client_gets_tool_calls_whole_and_in_a_stream(
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says who holds a connection")
-def test_the_owner_of_a_connection_is_who_holds_its_end() -> None:
+@pytest.mark.parametrize("owner_of", [owner_of, _asked, _looked_up])
+def test_the_owner_of_a_connection_is_who_holds_its_end(owner_of: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         ends = client.getsockname(), server.getsockname()
         assert owner_of(*ends) == os.geteuid()
