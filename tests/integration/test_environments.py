@@ -114,6 +114,31 @@ def test_a_step_without_a_session_ends_the_run_with_the_reason(tmp_path: Path) -
         train(config_of("hopeless", tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("world", "reason"),
+    [
+        ("misnamed", "a reward for the agent 'Judge', which is not in the session"),
+        ("dotted", "an agent cannot be named 'x.y'"),
+        ("texts", "reward = '1.0': expected a number"),
+        ("crowd", "1023 agents are the most"),
+    ],
+)
+def test_what_would_be_trained_wrongly_fails_by_name(world: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(PodiumError, match=reason):
+        train(config_of(world, tmp_path))
+
+
+def test_a_call_that_is_answered_after_its_session_is_not_trained(tmp_path: Path) -> None:
+    rows = metrics_rows(train(config_of("leaves_a_call", tmp_path)))
+    assert [(row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_TURNS]) for row in rows] == [(16, 1), (16, 1)]
+
+
+@pytest.mark.parametrize("layout", ["colocated", "split"])
+def test_a_plain_function_may_talk_from_an_event_loop_of_its_own(layout: str, tmp_path: Path) -> None:
+    rows = metrics_rows(train(config_of("in_a_thread", tmp_path, placement={"layout": layout}), "local"))
+    assert [(row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_FAILED]) for row in rows] == [(16, 0), (16, 0)]
+
+
 def test_the_reward_scores_what_the_environment_does_not(tmp_path: Path) -> None:
     run = train(config_of("graded_by_reward", tmp_path, reward={"name": "fraction"}))
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()

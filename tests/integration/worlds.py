@@ -158,3 +158,43 @@ async def impatient(task: Task, client: Client) -> float:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(client.chat(task["prompt"]), 1e-4)
     return digits((await client.chat(task["prompt"])).text)
+
+
+def in_a_thread(task: Task, client: Client) -> float:
+    """Talks from an event loop of its own."""
+    return asyncio.run(one_turn(task, client)) * 0.5
+
+
+async def leaves_a_call(task: Task, client: Client) -> float:
+    """Does not wait for its second call, which is answered when the session is over."""
+    await client.chat(task["prompt"])
+    late = asyncio.create_task(client.chat(task["prompt"]))
+    await asyncio.sleep(0)
+    late.add_done_callback(lambda done: done.exception())
+    return 1.0
+
+
+async def misnamed(task: Task, client: Client) -> Outcome:
+    """Rewards an agent that is not there."""
+    await client.agent("judge").chat(task["prompt"])
+    return Outcome(score=1.0, agents={"Judge": 1.0})
+
+
+async def dotted(task: Task, client: Client) -> float:
+    """Would be one conversation with two names."""
+    await client.agent("x").agent("y").chat(task["prompt"])
+    await client.agent("x.y").chat(task["prompt"])
+    return 1.0
+
+
+async def texts(task: Task, client: Client) -> Any:
+    """Returns the score as a text."""
+    await client.chat(task["prompt"])
+    return "1.0"
+
+
+async def crowd(task: Task, client: Client) -> float:
+    """Has more agents than a session may have."""
+    for number in range(1024):
+        client.agent(f"a{number}")
+    return 1.0

@@ -20,6 +20,7 @@ import torch
 
 from podium.data import Batch, Jagged, fields
 from podium.errors import ConfigError
+from podium.rollout.environments.client import MOST_AGENTS
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import ResolvedEnvironment, resolve_environment
@@ -50,7 +51,7 @@ __all__ = ["Rollout"]
 
 _LONGEST: Final = 32768  # tokens, of a model that names no limit
 _MODEL: Final = "policy"  # the name of the model for agents
-_AGENTS: Final = 1024  # of one session, at most
+_AGENTS: Final = MOST_AGENTS + 1  # of one session, with the client itself
 
 
 class Rollout(Worker):

@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from podium.errors import ConfigError, GenerationError
-from podium.rollout.environments.client import ContextFull, Reply, hash_seed
+from podium.rollout.environments.client import ContextFull, Reply, agent_name, hash_seed
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.contract import Messages
 from podium.rollout.environments.resolve import Play, resolve_environment
@@ -244,7 +244,7 @@ class DistantClient:
 
     def agent(self, name: str) -> DistantClient:
         """As :meth:`.Client.agent`."""
-        if name not in self._agents:
+        if agent_name(name) not in self._agents:
             path = [*self._path, name]
             address = self._line.ask("agent", path, address=bool(self._base_url)).result()
             self._agents[name] = DistantClient(self._line, path, address, hash_seed(self.seed, name))

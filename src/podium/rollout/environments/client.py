@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import GenerationError, PodiumError
 from podium.rollout.service.service import Answer, Service
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
     from podium.rollout.environments.contract import Messages
     from podium.rollout.service.sessions import Session
 
-__all__ = ["Client", "ContextFull", "Reply"]
+__all__ = ["MOST_AGENTS", "Client", "ContextFull", "Reply", "agent_name"]
+
+MOST_AGENTS: Final = 1023  # of one session, beside the client itself
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ContextFull(PodiumError):
@@ -46,7 +51,8 @@ class Reply:
 
 
 class Client:
-    """One session with the model. Calls of one session may run at the same time.
+    """One session with the model. Calls of one session may run at the same time, and other threads may ask as well, by
+    ``asyncio.run(client.chat(...))``.
 
     >>> async def play(task, client):                                    # doctest: +SKIP
     ...     messages = [{"role": "user", "content": task["prompt"]}]
@@ -61,8 +67,17 @@ class Client:
         counts: The numbers of "tool_calls" and "tool_errors" so far, of which metrics are made.
     """
 
-    def __init__(self, service: Service, session: Session, address: Callable[[], str], api_key: str, seed: int) -> None:
-        self._service, self._session, self._address = service, session, address
+    def __init__(
+        self,
+        service: Service,
+        session: Session,
+        address: Callable[[], str],
+        api_key: str,
+        seed: int,
+        *,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._service, self._session, self._address, self._loop = service, session, address, loop
         self.api_key, self.seed = api_key, seed
         self.counts: Counter[str] = Counter()
         self._rewards: dict[int, float] = {}
@@ -115,7 +130,10 @@ class Client:
             max_tokens=max_tokens,
             stop=stop if isinstance(stop, str) else [*stop],
         )
-        answer = await answered(self._service, request, self._session.id)
+        answering = answered(self._service, request, self._session.id)
+        if asyncio.get_running_loop() is not self._loop:  # one thread records all that is said in a session
+            answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answering, self._loop))
+        answer = await answering
         return Reply(dict(answer.message), answer.finish_reason)
 
     def reward(self, value: float) -> None:
@@ -130,11 +148,17 @@ class Client:
         self._rewards[call] = self._rewards.get(call, 0.0) + _finite(value)
 
     def agent(self, name: str) -> Client:
-        """Return the client of another agent of this session, whose conversation is trained with its own reward."""
-        if name not in self._agents:
+        """Return the client of another agent of this session, whose conversation is trained with its own reward.
+
+        Raises:
+            ValueError: ``name`` is none, or the session has too many agents.
+        """
+        if agent_name(name) not in self._agents:
+            if len(self._agents) >= MOST_AGENTS:
+                raise ValueError(f"{MOST_AGENTS} agents are the most that one client has")
             seed = hash_seed(self.seed, name)
             session = self._service.open_session(f"{self._session.id}.{name}", seed)
-            self._agents[name] = Client(self._service, session, self._address, self.api_key, seed)
+            self._agents[name] = Client(self._service, session, self._address, self.api_key, seed, loop=self._loop)
         return self._agents[name]
 
     @property
@@ -149,6 +173,13 @@ class Client:
         for name, agent in self._agents.items():
             found += [(f"{name}.{own}" if own else name, session, earned) for own, session, earned in agent.close()]
         return found
+
+
+def agent_name(name: str) -> str:
+    """Return the name of an agent. Raises ValueError for what cannot be a part of an address, or of longer names."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"an agent cannot be named {name[:80]!r}: use up to 64 of the characters A-Z a-z 0-9 _ -")
+    return name
 
 
 async def answered(service: Service, request: ChatRequest, session: str) -> Answer:

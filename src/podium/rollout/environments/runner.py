@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from podium.rollout.environments.client import Client, ContextFull
+from podium.rollout.environments.client import MOST_AGENTS, Client, ContextFull
 from podium.rollout.environments.contract import Outcome, Reward
 from podium.telemetry import Note, emit
 
@@ -118,14 +118,21 @@ async def live(
         address: The base of the address of the OpenAI API, which a session may ask for.
         api_key: What agents send there.
     """
+    loop = asyncio.get_running_loop()
     room = asyncio.Semaphore(limits.side_by_side)
 
     async def one(task: Task, seed: int, name: str) -> Episode:
         async with room:
-            client = Client(service, service.open_session(name, seed), address, api_key, seed)
+            client = Client(service, service.open_session(name, seed), address, api_key, seed, loop=loop)
             began_s = time.monotonic()
             ending = await ending_of(play, task, client, limits.time_limit_s)
             recorded = client.close()
+            if unknown := ending.outcome.agents.keys() - {agent for agent, *_ in recorded}:
+                ending = Ending(
+                    failure=f"the outcome has a reward for the agent {min(unknown)!r}, which is not in the session"
+                )
+            if len(recorded) > MOST_AGENTS + 1:  # with agents of agents
+                ending = Ending(failure=f"more than {MOST_AGENTS} agents")
             return Episode(
                 [
                     Trajectory(agent, session, ending.outcome.agents.get(agent, ending.outcome.score), rewards)
@@ -184,6 +191,8 @@ def _as_outcome(reward: Any) -> Outcome:
 
 
 def _number(value: Any, name: str) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"the environment returned {name} = {value[:80]!r}: expected a number")
     number = float(value)
     if number - number != 0.0:
         raise ValueError(f"the environment returned {name} = {value!r}: expected a finite number")

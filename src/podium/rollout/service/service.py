@@ -156,9 +156,12 @@ class Service:
         return found
 
     def close_session(self, name: str) -> Session | None:
-        """Return what is recorded, and forget it."""
+        """Return what is recorded, and forget it. Calls that have no answer yet are refused."""
         self._seeds_of.pop(name, None)
-        return self.sessions.pop(name, None)
+        session = self.sessions.pop(name, None)
+        if session is not None:
+            session.over = True
+        return session
 
     def _session(self, name: str) -> Session | None:
         if self.rules is None:
@@ -336,6 +339,8 @@ class Service:
         return Sampled(drawn.ids[:count], drawn.logprobs[:count], drawn.versions[:count], "stop", kept)
 
     def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
+        if asked.session is not None and asked.session.over:
+            raise Refusal(404, f"the session {asked.name!r} is over, and the answer came too late to be trained")
         reply = self.form.parse(asked.prompt, drawn.ids, asked.tools)
         content = before_stop(reply.content, asked.stops)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}

@@ -130,6 +130,7 @@ class Session:
         calls: The calls, in the order in which they were answered.
         splits: How many calls began a row although they continued a conversation, because their prompt's ids did not
             begin with what was recorded: the chat template writes a history otherwise than the model sampled it.
+        over: Whether it is closed. Nothing is recorded any more.
     """
 
     def __init__(self, id: str) -> None:
@@ -137,6 +138,7 @@ class Session:
         self.rows: list[Row] = []
         self.calls: list[RecordedCall] = []
         self.splits = 0
+        self.over = False
 
     def ids_of(self, call: RecordedCall) -> list[int]:
         """The prompt and the completion of a call."""
