@@ -1,10 +1,12 @@
 """What a session costs beside the model: calls of many sessions at once to an engine that answers at once.
 
-    python -m bench.sessions                 1,000 sessions of 10 calls, in process and over HTTP, beside raw floors
-    python -m bench.sessions --model         the real model of 1M parameters: single answers by sessions and by batches
+    python -m bench.sessions        1,000 sessions of 10 calls in the worker's process, in processes of their own and
+                                    over HTTP, beside a raw floor; then a real model of 1M parameters, whose single
+                                    answers are drawn by sessions and by batches
 
-The echo engine draws a fixed answer of 16 tokens, so all that is measured is ours: writing the conversation by its
-template, finding what the session has recorded, reading the answer, recording it.
+Writes sessions.json beside this file, of which docs/environments.md tells. The echo engine draws a fixed answer of 16
+tokens, so all that is measured there is ours: writing the conversation by its template, finding what the session has
+recorded, reading the answer, recording it.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
+from podium.devices import end_idle_threads
 from podium.rollout.environments.client import Client
-from podium.rollout.environments.config import SessionLimits
+from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
+from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.runner import live
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import chat_format
@@ -114,6 +119,32 @@ async def in_process(sessions: int, turns: int) -> dict[str, Any]:
     rows = [row for one in episodes for trajectory in one.trajectories for row in trajectory.session.rows]
     whole = sum(len(row.turns) == turns and sum(row.sampled) == turns * ANSWER for row in rows)
     return figures("sessions in process", calls, wall_s, sessions - whole)
+
+
+async def talk(task: Any, client: Client) -> float:
+    """A session; it fails where an answer is missing."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": "Which number is it, please?"}]
+    for _ in range(task["turns"]):
+        reply = await client.chat(said)
+        said += [reply.message, {"role": "user", "content": "Are you sure?"}]
+    return 1.0
+
+
+async def in_processes(sessions: int, turns: int, processes: int = 2) -> dict[str, Any]:
+    """Sessions in forks, whose calls are answered by this process."""
+    config = EnvironmentConfig(name="bench.sessions:talk", options={"processes": processes})
+    service, apart = make_service(), SessionProcesses(config)
+    apart.start()
+    began = time.perf_counter()
+    episodes = await live(
+        *(apart.play, [{"turns": turns}] * sessions, range(sessions), [f"s{n}" for n in range(sessions)], service),
+        config.limits,
+        address=lambda: "",
+    )
+    wall_s = time.perf_counter() - began
+    apart.close()
+    calls = [call for one in episodes for trajectory in one.trajectories for call in trajectory.session.calls]
+    return figures("sessions in processes", [0.0] * len(calls), wall_s, sum(bool(one.failure) for one in episodes))
 
 
 async def over_http(sessions: int, turns: int, at_once: int = 64) -> dict[str, Any]:
@@ -234,13 +265,46 @@ def by_model(rows: int = 512, tokens: int = 64) -> list[dict[str, Any]]:
     for label, draw in (("batch", batch), ("sessions", sessions)):
         began = time.perf_counter()
         drawn = draw()
+        end_idle_threads()  # as a generator does before another thread draws
         found.append({"way": f"1M model, {label}", "tokens_per_s": round(drawn / (time.perf_counter() - began))})
     return found
 
 
-def say(row: dict[str, Any]) -> None:
-    """Print a row."""
-    sys.stdout.write(json.dumps(row) + "\n")
+def ms_a_call(sessions: int, turns: int, repeats: int) -> list[dict[str, Any]]:
+    """What a call takes on each way: the medians of rounds in which the ways take turns."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(repeats):
+        for found in (
+            asyncio.run(in_process(sessions, turns)),
+            asyncio.run(in_processes(sessions, turns)),
+            asyncio.run(over_http(sessions, turns)),
+            asyncio.run(floor(sessions * turns)),
+        ):
+            rows.setdefault(found["way"], []).append(found)
+    return [
+        {
+            "way": way,
+            "ms_a_call": statistics.median(one["ms_a_call"] for one in found),
+            "calls": found[0]["calls"],
+            "lost": sum(one["lost"] for one in found),
+        }
+        for way, found in rows.items()
+    ]
+
+
+def tokens_per_s(repeats: int) -> list[dict[str, Any]]:
+    """Batches and sessions of the real model, and the median of their ratios."""
+    both = [by_model() for _ in range(repeats + 1)][1:]  # the first warms up
+    return [
+        *(
+            {
+                "way": both[0][place]["way"],
+                "tokens_per_s": statistics.median(one[place]["tokens_per_s"] for one in both),
+            }
+            for place in range(2)
+        ),
+        {"way": "ratio", "of": round(statistics.median(b["tokens_per_s"] / a["tokens_per_s"] for a, b in both), 3)},
+    ]
 
 
 def main() -> None:
@@ -248,26 +312,11 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=SESSIONS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--model", action="store_true")
     arguments = parser.parse_args()
-    if arguments.model:
-        both = [by_model() for _ in range(arguments.repeats + 1)][1:]  # the first warms up
-        for place, way in enumerate(("batch", "sessions")):
-            say({"way": way, "tokens_per_s": statistics.median(one[place]["tokens_per_s"] for one in both)})
-        say({"ratio": round(statistics.median(b["tokens_per_s"] / a["tokens_per_s"] for a, b in both), 3)})
-        return
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for _ in range(arguments.repeats):
-        for found in (
-            asyncio.run(in_process(arguments.sessions, arguments.turns)),
-            asyncio.run(over_http(arguments.sessions, arguments.turns)),
-            asyncio.run(floor(arguments.sessions * arguments.turns)),
-        ):
-            rows.setdefault(found["way"], []).append(found)
-    for way, found in rows.items():
-        middle = statistics.median(one["ms_a_call"] for one in found)
-        lost = sum(one["lost"] for one in found)
-        say({"way": way, "ms_a_call": middle, "calls": found[0]["calls"], "lost": lost})
+    rows = [*ms_a_call(arguments.sessions, arguments.turns, arguments.repeats), *tokens_per_s(arguments.repeats)]
+    text = ",\n".join(map(json.dumps, rows))
+    Path(__file__).with_suffix(".json").write_text(f"[\n{text}\n]\n")
+    sys.stdout.write(text + "\n")
 
 
 if __name__ == "__main__":

@@ -371,3 +371,44 @@ with podium.connect("local", preload=[], echo=True) as cluster:
 """,
     )
     assert sorted(out.splitlines()) == ["[talker-0] hello from 0", "[talker-1] hello from 1"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux shows the threads of a process")
+def test_calls_beside_others_leave_the_cores_to_them(tmp_path: Path) -> None:
+    """A thread keeps those that computed with it. Once there are more of all than cores, each sleeps as it waits."""
+    out = run_script(
+        tmp_path,
+        """
+import os, time, torch, podium
+from podium.runtime import Worker, endpoint
+
+class Computes(Worker):
+    @endpoint(concurrent=True)
+    def beside(self):
+        return self.compute()
+
+    @endpoint
+    async def in_the_loop(self):
+        return self.compute()
+
+    def compute(self):
+        torch.set_num_threads(4)
+        before = len(os.listdir("/proc/self/task"))
+        torch.ones(1 << 20).exp()
+        return len(os.listdir("/proc/self/task")) - before
+
+    @endpoint(concurrent=True)
+    def threads(self):
+        return len(os.listdir("/proc/self/task"))
+
+with podium.connect("local") as cluster:
+    worker = cluster.start(Computes.bind())
+    worker.beside(), worker.in_the_loop()  # the pool's and the loop's own threads are there
+    time.sleep(0.5)
+    before = worker.threads()
+    made = [worker.beside(), worker.in_the_loop()]
+    time.sleep(0.5)
+    print(made, worker.threads()[0] - before[0])
+""",
+    )
+    assert out == "[[3], [3]] 0\n"

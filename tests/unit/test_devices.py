@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +83,39 @@ def test_npus_have_hccl_for_their_collectives() -> None:
     assert done.stdout.splitlines() == ["cpu:gloo,npu:hccl npu:1 gloo None", "npu:1", "cpu:gloo,npu:hccl npu:0"], (
         done.stderr
     )
+
+
+_TEAMS = """
+import json, os, threading, torch
+from podium.devices import end_idle_threads
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+torch.ones(1 << 20).exp()
+own = threads()
+left = []
+
+def compute(end):
+    torch.ones(1 << 20).exp()
+    before = threads()
+    if end:
+        end_idle_threads()
+    left.append((before - own, threads() - own))
+
+for end in (False, True):
+    thread = threading.Thread(target=compute, args=(end,))
+    thread.start()
+    thread.join()
+end_idle_threads()
+print(json.dumps([own, left, threads()]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux shows the threads of a process")
+def test_a_thread_that_leaves_the_cores_ends_its_helpers() -> None:
+    done = subprocess.run([sys.executable, "-c", _TEAMS], capture_output=True, text=True, check=True)
+    own, left, alone = json.loads(done.stdout)
+    assert left == [[3, 3], [3, 1]], "the thread itself, and the two that computed with it"
+    assert alone == own - 2

@@ -207,7 +207,13 @@ class WorkerProcess:
                 target=lambda: done(self.execute(number, target, method, values)), name="podium-long", daemon=True
             ).start()
         else:
-            self._pool.submit(lambda: done(self.execute(number, target, method, values)))
+            self._pool.submit(self._execute_beside, number, target, method, values, done)
+
+    def _execute_beside(
+        self, number: int, target: str, method: str, values: Values, done: Callable[[Outcome], None]
+    ) -> None:
+        done(self.execute(number, target, method, values))
+        _leave_cores()
 
     def _find(self, target: str, method: str) -> _Function:
         if not target:
@@ -256,6 +262,8 @@ class WorkerProcess:
                 return await _done(await coroutine), None
             except (SystemExit, KeyboardInterrupt) as error:  # raised in a task, either would end the loop's thread
                 return None, error
+            finally:
+                _leave_cores()
 
         future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         try:
@@ -484,6 +492,14 @@ async def _done(value: Any) -> Any:
     while isinstance(value, _UNDONE):
         value = await (asyncio.wrap_future(cast("Future[Any]", value)) if isinstance(value, Future) else value)
     return value
+
+
+def _leave_cores() -> None:
+    """This thread has computed, and others compute next: see :func:`podium.devices.end_idle_threads`."""
+    if "torch" in sys.modules:
+        from podium.devices import end_idle_threads
+
+        end_idle_threads()
 
 
 def _run_loop(runner: asyncio.Runner) -> None:

@@ -165,6 +165,8 @@ class Trajectories:
 
     def sums(self, values_B: Tensor) -> Tensor:
         """The sum of each trajectory's rows, ``[R]``."""
+        if len(self.first_R) == len(values_B):
+            return values_B
         rows_R = self.last_R - self.first_R + 1
         trajectory_B = torch.repeat_interleave(torch.arange(len(rows_R)), rows_R)
         return values_B.new_zeros(len(rows_R)).index_add(0, trajectory_B, values_B)

@@ -122,15 +122,16 @@ class Engine(ABC):
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """Give the engine a request. Any thread may call this at any time.
+    def submit(self, *requests: Request) -> None:
+        """Give the engine requests. Any thread may call this at any time. Those that come together begin together.
 
         Raises:
-            ConfigError: The prompt is empty, has an id outside the vocabulary, or is with ``max_new_tokens`` longer
-                than the model's positions; or a request of that id is in flight. Other requests go on.
+            ConfigError: A prompt is empty, has an id outside the vocabulary, or is with ``max_new_tokens`` longer than
+                the model's positions; or a request of that id is in flight. Other requests go on.
         """
-        self.check(f"the prompt of {request}", request.prompt, request.params)
-        self._enqueue([request], self._events)
+        for request in requests:
+            self.check(f"the prompt of {request}", request.prompt, request.params)
+        self._enqueue(requests, self._events)
 
     def abort(self, id: RequestId) -> None:
         """End a request, if it is in flight, with the event ``Aborted``. Any thread may call this at any time."""

@@ -3,7 +3,9 @@
     event loop   stream ─── submit ─┐                      ┌─▶ tokens ... ─▶ completion
     one thread                       └─▶ engine.poll ─ events ┘
 
-The thread runs while requests are in flight. Calls of ``Engine.generate`` beside it are drawn in the same batches.
+The thread runs while requests are in flight. Calls of ``Engine.generate`` beside it are drawn in the same batches. What
+one turn of the event loop asks for is submitted together, so that the engine begins it in one pass, and the two do not
+compete for the interpreter meanwhile.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import itertools
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from podium.devices import end_idle_threads
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines.requests import Aborted, Event, Failed, Finished, Request, RequestId, Tokens
 from podium.rollout.sampling import SamplingParams
@@ -33,6 +36,9 @@ __all__ = ["EngineClient"]
 
 _MOST_LOGITS: Final = 1 << 29  # that a text is scored by at the same time
 _ROWS: Final = 512  # of them, whose log-probabilities are computed at the same time
+
+
+_Events: TypeAlias = asyncio.Queue[Event]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,7 +64,8 @@ class EngineClient:
         self._numbers = itertools.count()
         self._scoring = threading.Lock()
         self._changed = threading.Condition()
-        self._waiting: dict[RequestId, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = {}
+        self._due: dict[asyncio.AbstractEventLoop, dict[RequestId, tuple[Request, _Events]]] = {}
+        self._waiting: dict[RequestId, tuple[asyncio.AbstractEventLoop, _Events]] = {}
         self._thread: threading.Thread | None = None
 
     @property
@@ -83,15 +90,15 @@ class EngineClient:
         """As :meth:`.TokenSource.stream`."""
         del session  # there is one place
         request = Request(id=_Id(next(self._numbers)), prompt=prompt, params=params, seed=seed, stream=tokens)
-        events: asyncio.Queue[Event] = asyncio.Queue()
+        self.engine.check(f"the prompt of {request}", request.prompt, request.params)
+        events, loop = _Events(), asyncio.get_running_loop()
         size = len(prompt) + params.max_new_tokens
         with self._changed:
-            self.engine.submit(request)
-            self._waiting[request.id] = asyncio.get_running_loop(), events
+            due = self._due.setdefault(loop, {})
+            if not due:
+                loop.call_soon(self._submit, loop)
+            due[request.id] = request, events
             self.in_flight += size
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="podium-serve", daemon=True)
-                self._thread.start()
         try:
             while True:
                 match await events.get():
@@ -107,8 +114,20 @@ class EngineClient:
         finally:
             with self._changed:
                 self.in_flight -= size
+                self._due.get(loop, {}).pop(request.id, None)
                 if self._waiting.pop(request.id, None) is not None:
                     self.engine.abort(request.id)
+
+    def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._changed:
+            due = self._due.pop(loop, {})
+            if not due:
+                return
+            self.engine.submit(*(request for request, _ in due.values()))
+            self._waiting |= {id: (loop, events) for id, (_, events) in due.items()}
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="podium-serve", daemon=True)
+                self._thread.start()
 
     async def score(self, ids: Sequence[int]) -> Scored:
         """As :meth:`.TokenSource.score`. The engine's model reads the text in one pass, beside what it draws."""
@@ -131,24 +150,32 @@ class EngineClient:
             chosen = torch.tensor(ids[1:], device=device)
             parts = [_scores(logits[at : at + _ROWS], chosen[at : at + _ROWS]) for at in range(0, len(ids) - 1, _ROWS)]
         logprobs, best, values = (torch.cat(of).tolist() for of in zip(*parts, strict=True)) if parts else ([], [], [])
+        end_idle_threads()
         return Scored(logprobs, best, values)
 
     def _run(self) -> None:
         """Drive the engine while requests are in flight."""
         while True:
-            for event in self.engine.poll():
-                with self._changed:
-                    found = self._waiting.get(event.id)
-                    if found is not None and not isinstance(event, Tokens):
-                        del self._waiting[event.id]
-                if found is not None:
-                    loop, events = found
-                    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
-                        loop.call_soon_threadsafe(events.put_nowait, event)
+            found: dict[asyncio.AbstractEventLoop, list[tuple[_Events, Event]]] = {}
+            polled = self.engine.poll()
+            with self._changed:
+                for event in polled:
+                    if (place := self._waiting.get(event.id)) is not None:
+                        found.setdefault(place[0], []).append((place[1], event))
+                        if not isinstance(event, Tokens):
+                            del self._waiting[event.id]
+            for loop, own in found.items():
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+                    loop.call_soon_threadsafe(_deliver, own)
             with self._changed:
                 if not self._waiting:
                     self._thread = None
                     return
+
+
+def _deliver(found: Sequence[tuple[_Events, Event]]) -> None:
+    for events, event in found:
+        events.put_nowait(event)
 
 
 def _scores(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:

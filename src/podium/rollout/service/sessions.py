@@ -187,7 +187,9 @@ class Session:
         row.read(prompt[shared:])
         row.sample(number, drawn)
         said = tuple(messages)
-        self.calls.append(RecordedCall(number, place, len(row.ids), tuple(map(message_key, said)), said))
+        known = () if continues is None else continues.conversation  # which find() has compared
+        keys = (*known, *map(message_key, said[len(known) :]))
+        self.calls.append(RecordedCall(number, place, len(row.ids), keys, said))
         return self.calls[-1]
 
     def _longest(self, prompt: Sequence[int]) -> RecordedCall | None:

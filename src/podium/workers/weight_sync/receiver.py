@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, cast
 import torch
 from torch import Tensor
 
-from podium.devices import choose_device, give_back_memory
+from podium.devices import choose_device, end_idle_threads, give_back_memory
 from podium.errors import ConfigError, DataError
 from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.engines.config import generation_config, model_device
@@ -112,6 +112,7 @@ class WeightReceiver(Worker):
             return self._synced
         _read(policy, self._ready_engine(), version)
         self._synced = version
+        end_idle_threads()  # completions may be drawn in another thread
         return version
 
     # -- a streamed sync, in the order of its calls; they run while completions are drawn -------------------------
@@ -270,6 +271,7 @@ class WeightReceiver(Worker):
         with self._making:
             if self._engine is None:
                 self._engine = self._make_engine()
+                end_idle_threads()
             if self._resting is not None:
                 self._resting.wake()
             return self._engine
