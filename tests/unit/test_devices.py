@@ -86,11 +86,17 @@ def test_npus_have_hccl_for_their_collectives() -> None:
 
 
 _TEAMS = """
-import json, os, threading, torch
+import json, os, threading, time, torch
 from podium.devices import end_idle_threads
 
 def threads():
     return len(os.listdir("/proc/self/task"))
+
+def settled():  # a thread that was told to end is among those of the process for a moment more
+    found = None
+    while found != (found := threads()):
+        time.sleep(0.5)
+    return found
 
 torch.set_num_threads(3)
 torch.ones(1 << 20).exp()
@@ -102,14 +108,15 @@ def compute(end):
     before = threads()
     if end:
         end_idle_threads()
-    left.append((before - own, threads() - own))
+    left.append((before - own, settled() - own))
 
 for end in (False, True):
     thread = threading.Thread(target=compute, args=(end,))
     thread.start()
     thread.join()
+    settled()
 end_idle_threads()
-print(json.dumps([own, left, threads()]))
+print(json.dumps([own, left, settled()]))
 """
 
 
