@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -70,6 +72,24 @@ def test_a_session_of_several_turns_is_a_row_and_its_turns_are_rewarded(world: s
     assert table["conversation"][0].startswith(table["prompt"][0])
     assert len(table["conversation"][0]) > len(table["prompt"][0]) + len(table["completion"][0])
     assert max(len({*row}) for row in table["token_advantages"]) > 1  # turns of one row have advantages of their own
+    _turns_are_the_row(table)
+    assert table["session"] == [*range(16)]
+    for rewards, reward in zip(table["turn_rewards"], table["reward"], strict=True):
+        assert sum(rewards) == pytest.approx(reward)
+
+
+_SPECIAL = re.compile("<(pad|bos|eos|unk)>")
+
+
+def _turns_are_the_row(table: dict[str, list[Any]]) -> None:
+    """What was read and said in turns is what the row holds, and each sampled token has its turn and its characters."""
+    for row in range(len(table["tokens"])):
+        said = "".join(table["turn_said"][row])
+        assert sum(table["turn_tokens"][row]) == len(table["tokens"][row]) == len(table["token_chars"][row])
+        assert sum(table["token_chars"][row]) == len(said)
+        assert len(table["turn_read"][row]) > 1
+        whole = itertools.chain(*zip(table["turn_read"][row], table["turn_said"][row], strict=True))
+        assert _SPECIAL.sub("", "".join(whole)) == _SPECIAL.sub("", table["conversation"][row])
 
 
 def test_backends_and_layouts_train_on_the_same_sessions(tmp_path: Path) -> None:

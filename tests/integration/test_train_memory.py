@@ -15,7 +15,7 @@ from podium.data import Batch, Jagged, TensorRef, fields
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, concat, endpoint, shard
 from podium.telemetry import metrics
-from podium.trainer import GRPOConfig, PPOTrainer, completions
+from podium.trainer import GRPOConfig, PPOTrainer, completion_files, completions
 from podium.workers import Generator
 from tests.integration.training import MODEL, metrics_rows, tiny
 
@@ -62,7 +62,7 @@ def test_ten_times_the_tokens_bring_no_more_bytes_to_the_controller(
     preloaded: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(completions, "_GRADED_TOKENS", CHUNK)
-    monkeypatch.setattr(completions, "_WRITTEN_TOKENS", CHUNK)
+    monkeypatch.setattr(completion_files, "_WRITTEN_TOKENS", CHUNK)
     fetched: list[int] = []
     get = TensorRef.get
 

@@ -35,4 +35,4 @@ TURN: Final = "turn"  # token column, int64: the model's turn, from 0, that samp
 AGENT: Final = "agent"  # Python column of str: the agent of a session that said the row; "" for the only one
 GRADE: Final = "grade"  # Python column: (score or None, parts, rewards of turns) as an environment gave them
 TASK: Final = "task"  # Python column: a row of the data, which an environment gets
-SESSION: Final = "session"  # int64 [S]: the number of a session within its step
+SESSION: Final = "session"  # int64 [S] or [B]: the number of a session, of a task or of a row, within its step

@@ -17,7 +17,8 @@ from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
 from podium.runtime import Cluster, Handle
 from podium.telemetry import Sample
-from podium.trainer.completions import ScoredBatch, write_completions
+from podium.trainer.completion_files import write_completions
+from podium.trainer.completions import ScoredBatch
 from podium.trainer.config import InferenceConfig
 from podium.trainer.generators import Generators
 from podium.trainer.preflight import check_answers, check_reward, with_stop_tokens

@@ -26,7 +26,8 @@ from podium.rollout.tasks import PromptStream, load_examples
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.formatting import percent
-from podium.trainer.completions import CompletionsLog, ScoredBatch, version_range, write_completions
+from podium.trainer.completion_files import CompletionsLog, write_completions
+from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.config import PPOConfig
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preflight import check_answers, check_columns, check_lengths, check_tokens

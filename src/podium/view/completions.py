@@ -12,6 +12,7 @@ __all__ = ["Completions"]
 
 _FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
 _SCALARS: Final = ("reward", "advantage", "correct", "finish_reason", "version")
+_TURN_COLUMNS: Final = ("turn_read", "turn_said", "turn_tokens", "turn_rewards")
 _TOKEN_COLUMNS: Final = ("token_chars", "token_advantages", "token_mismatch", "token_versions", "token_kept")
 _MOST_BYTES: Final = 512 << 20  # of what is read of a file for one answer, as it is in memory
 _PROMPT_BYTES: Final = 32 << 20  # of the prompts of a step, for them to stand in the list of its groups
@@ -77,7 +78,9 @@ class Completions:
             of the reward, ``advantage``, ``correct``, ``finish_reason``, ``version``, the ids of its ``tokens``, and
             where the file has them, a list for each of ``chars`` (characters of the text that a token wrote),
             ``advantages``, ``mismatch``, ``versions`` and ``kept``. A list whose entries are all the same is that
-            entry alone.
+            entry alone. A row of an environment's session also has the number of its ``session``, its ``agent``, and
+            its ``turns``: what the model ``read`` before each, how many ``characters`` of the text and ``tokens`` it
+            then said, and the ``reward`` of the turn.
 
         Raises:
             DataError: The file cannot be read, or there is no such group.
@@ -88,7 +91,8 @@ class Completions:
             if not numbers:
                 raise DataError(f"step {step} has no group {group}")
             parts = [name for name in file.names if name.startswith("reward_")]
-            columns = ("prompt", "expected", "completion", "tokens", *_SCALARS, *_TOKEN_COLUMNS, *parts)
+            own_columns = ("completion", "session", "agent", *_SCALARS, *_TOKEN_COLUMNS, *_TURN_COLUMNS)
+            columns = ("prompt", "expected", "tokens", *own_columns, *parts)
             wanted = [name for name in columns if name in file.names]
             table = file.read(wanted, numbers, group)
         count, nothing = len(table["tokens"]), [None] * len(table["tokens"])
@@ -98,7 +102,7 @@ class Completions:
             total += len(table["tokens"][place] or ())
             if rows and total > _PAGE_TOKENS:
                 break
-            own = {name: table.get(name, nothing)[place] for name in (*_SCALARS, *_TOKEN_COLUMNS, "completion")}
+            own = {name: table.get(name, nothing)[place] for name in own_columns}
             reward_parts = {name.removeprefix("reward_"): number(table[name][place]) for name in parts}
             rows.append(_row(own, table["tokens"][place], reward_parts))
         prompt, expected = (str(table.get(name, nothing)[0] or "") for name in ("prompt", "expected"))
@@ -134,7 +138,22 @@ def _row(own: dict[str, Any], tokens: Any, parts: dict[str, float | None]) -> di
             short = [number(value) for value in values]
             alike = bool(short) and name != "token_chars" and all(value == short[0] for value in short)
             row[name.removeprefix("token_")] = short[0] if alike else short
+    if turns := _turns(own, len(row["tokens"])):
+        text = "".join(own["turn_said"])
+        row |= {"text": text, "turns": turns, "session": own["session"], "agent": own["agent"] or ""}
     return row
+
+
+def _turns(own: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
+    """The turns of a row; [] where it has none, or its columns do not fit each other."""
+    columns = [own[name] for name in _TURN_COLUMNS]
+    if any(not isinstance(one, list) or len(one) != len(columns[0]) or None in one for one in columns):
+        return []
+    turns = [
+        {"read": read, "characters": len(said), "tokens": int(count), "reward": number(reward)}
+        for read, said, count, reward in zip(*columns, strict=True)
+    ]
+    return turns if sum(turn["tokens"] for turn in turns) == tokens else []
 
 
 def _is_as_written(name: str, kind: Any) -> bool:
@@ -144,15 +163,17 @@ def _is_as_written(name: str, kind: Any) -> bool:
     def is_number(one: Any) -> bool:
         return types.is_integer(one) or types.is_floating(one)
 
-    if name in ("group", "version"):
+    if name in ("group", "version", "session"):
         return types.is_integer(kind)
-    if name == "tokens" or name in _TOKEN_COLUMNS:
+    if name in ("turn_read", "turn_said"):
+        return types.is_list(kind) and types.is_string(kind.value_type)
+    if name == "tokens" or name in (*_TOKEN_COLUMNS, *_TURN_COLUMNS):
         return types.is_list(kind) and is_number(kind.value_type)
     if name == "correct":
         return types.is_boolean(kind)
     if name in ("reward", "advantage") or name.startswith("reward_"):
         return is_number(kind)
-    return name in ("prompt", "expected", "completion", "finish_reason") and types.is_string(kind)
+    return name in ("prompt", "expected", "completion", "finish_reason", "agent") and types.is_string(kind)
 
 
 class _Parquet:

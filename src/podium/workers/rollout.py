@@ -105,9 +105,9 @@ class Rollout(Worker):
         Returns:
             B rows of the sessions that did not fail, those of one agent side by side: ``tokens``, ``loss_mask``,
             ``rollout_logprobs``, ``versions``, ``version_range``, ``turn``, ``token_rewards``, ``trajectory``,
-            ``group``, ``agent``, ``finish_reason``, ``grade`` (a Python column: the score, None where the reward is
-            to score the answer; its parts; and the sum of the rewards of turns), and ``text``, what was said last;
-            with top-k or top-p also ``kept_sizes`` and ``kept_ids``.
+            ``session``, ``group``, ``agent``, ``finish_reason``, ``grade`` (a Python column: the score, None where the
+            reward is to score the answer; its parts; and the sum of the rewards of turns), and ``text``, what was said
+            last; with top-k or top-p also ``kept_sizes`` and ``kept_ids``.
         """
         key, numbers = str(tasks.meta["key"]), tasks.dense(fields.SESSION).tolist()
         if self._processes is not None:
@@ -248,6 +248,7 @@ def _as_batch(
             fields.TURN: column([numbers for numbers, _ in turns], torch.int64),
             fields.TOKEN_REWARDS: column([rewards for _, rewards in turns], torch.float32),
             fields.TRAJECTORY: torch.tensor([number for _, _, _, number, _ in rows], dtype=torch.int64),
+            fields.SESSION: torch.tensor([number // _AGENTS for _, _, _, number, _ in rows], dtype=torch.int64),
             fields.GROUP: torch.tensor([group for _, _, group, _, _ in rows], dtype=torch.int64),
             fields.AGENT: [one.agent for _, one, _, _, _ in rows],
             fields.FINISH_REASON: [

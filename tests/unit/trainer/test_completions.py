@@ -16,8 +16,9 @@ from podium.rewards import Grade, Grader
 from podium.rollout.tasks import Example
 from podium.runtime import Worker, endpoint, first
 from podium.telemetry import Sample, metrics
-from podium.trainer import completions
-from podium.trainer.completions import CompletionsLog, ScoredBatch
+from podium.trainer import completion_files, completions
+from podium.trainer.completion_files import CompletionsLog
+from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
 from podium.workers import char_tokenizer
 from tests.integration.rewards import length_and_worth
@@ -106,7 +107,7 @@ class Keeper(Worker):
 def test_completions_come_in_chunks_wherever_their_tokens_are(
     tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completions, "_WRITTEN_TOKENS", most)
+    monkeypatch.setattr(completion_files, "_WRITTEN_TOKENS", most)
     batch = elsewhere(rollouts()).fetch(fields.GROUP)
     advantages = batch.jagged(fields.LOSS_MASK)
     graded = scored([Grade(float(row), {"form": 1.0} if row == 3 else {}) for row in range(4)], batch)

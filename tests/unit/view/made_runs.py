@@ -5,6 +5,7 @@ python -m tests.unit.view.made_runs FOLDER [COMPLETIONS] [TOKENS]    # one to lo
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -33,7 +34,8 @@ from podium.telemetry import (
     WorkerStarted,
 )
 from podium.telemetry.sinks import JsonlSink, TraceSink
-from podium.trainer.completions import ScoredBatch, write_completions
+from podium.trainer.completion_files import write_completions
+from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
 from podium.trainer.token_texts import TokenTexts
 from podium.workers import char_tokenizer
@@ -70,6 +72,7 @@ def write_run(
     text: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
+    sessions: bool = False,
     trouble: bool = False,
     finished: bool = True,
 ) -> Path:
@@ -77,6 +80,7 @@ def write_run(
 
     Args:
         text: What every completion says; None for passages of this project's documentation.
+        sessions: Whether rows have two turns, of an agent called "critic". The middle third of a row is read.
         trouble: Whether a worker is lost, a call fails, a metric is NaN and prompts are dropped.
     """
     (folder / "completions").mkdir(parents=True)
@@ -93,6 +97,7 @@ def write_run(
     )
     for step in range(1, steps + 1):
         scored, learned = _scored(step, prompts, n, tokens, passages, tokenizer, chance, steps)
+        scored = _in_sessions(scored) if sessions else scored
         write_completions(folder / "completions", scored, learned, texts)
     _write_events(folder, steps, chance, trouble)
     if trouble:
@@ -153,6 +158,23 @@ def _scored(
     ]
     scored = ScoredBatch(step=step, batch=batch, prompts=examples, tokenizer=tokenizer, grades=grades)
     return scored, Batch({fields.ADVANTAGES: whole.like(advantage_N), fields.OLD_LOGPROBS: whole.like(old_N)})
+
+
+def _in_sessions(scored: ScoredBatch) -> ScoredBatch:
+    """The same rows as conversations of two turns, the first of which has the reward 0.5."""
+    tokens, turns, rewards = scored.batch.jagged(fields.TOKENS), [], []
+    for length in tokens.lengths.tolist():
+        third = (length - 1) // 3
+        turns += [-1, *[0] * third, *[-1] * third, *[1] * (length - 1 - 2 * third)]
+        rewards += [0.5 if place == third else 0.0 for place in range(length)]
+    columns: dict[str, Any] = {
+        fields.TURN: tokens.like(torch.tensor(turns)),
+        fields.LOSS_MASK: tokens.like(torch.tensor(turns) >= 0),
+        fields.TOKEN_REWARDS: tokens.like(torch.tensor(rewards)),
+        fields.SESSION: torch.arange(len(tokens.lengths)),
+        fields.AGENT: ["critic"] * len(tokens.lengths),
+    }
+    return dataclasses.replace(scored, batch=scored.batch.with_columns(columns))
 
 
 def _write_events(folder: Path, steps: int, chance: random.Random, trouble: bool) -> None:

@@ -102,6 +102,27 @@ def test_a_group_has_what_is_known_of_each_token(made: Path) -> None:
             assert values == pytest.approx(table[f"token_{name}"][place], rel=1e-4)
 
 
+def test_a_row_of_a_session_has_its_turns(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", sessions=True), "")
+    table = pq.read_table(tmp_path / "run" / "completions" / "step-000002.parquet").to_pydict()
+    for row, place in zip(run.answer("group/2/1/0")["rows"], (2, 3), strict=True):
+        assert (row["session"], row["agent"], row["text"]) == (place, "critic", "".join(table["turn_said"][place]))
+        assert sum(row["chars"]) == len(row["text"]) == sum(turn["characters"] for turn in row["turns"])
+        assert [turn["read"] for turn in row["turns"]] == table["turn_read"][place]
+        assert [turn["tokens"] for turn in row["turns"]] == table["turn_tokens"][place]
+        assert [turn["reward"] for turn in row["turns"]] == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("broken", [{"turn_tokens": [[1]]}, {"turn_read": [["a", "b"]]}, {"turn_said": [None]}])
+def test_turns_that_do_not_fit_the_row_are_left_out(broken: dict[str, Any], tmp_path: Path) -> None:
+    columns = {"group": [0], "completion": ["last"], "tokens": [[1, 2]]}
+    turns = {"turn_read": [["a"]], "turn_said": [["xy"]], "turn_tokens": [[2]], "turn_rewards": [[0.0]]}
+    for part, there in (("whole", {}), ("broken", broken)):
+        (tmp_path / part).mkdir()
+        row = _only_file(tmp_path / part, columns | turns | there).answer("group/1/0/0")["rows"][0]
+        assert ("turns" in row, row["text"]) == ((True, "xy") if part == "whole" else (False, "last"))
+
+
 def test_a_list_of_one_value_is_that_value(tmp_path: Path) -> None:
     columns = {
         "group": [0],

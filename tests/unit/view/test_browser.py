@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -32,12 +33,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shown")
     write_run(folder / "first", steps=6, prompts=3, n=4, trouble=True)
     write_run(folder / "hostile", text=HOSTILE, tokens=200, tokenizer=word_tokenizer(), seed=1)
+    write_run(folder / "sessions", tokens=30, tokenizer=word_tokenizer(), sessions=True)
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(runs: Path) -> Iterator[ViewServer]:
-    with ViewServer([Run(runs / name, name) for name in ("first", "hostile")]) as server:
+    with ViewServer([Run(runs / name, name) for name in ("first", "hostile", "sessions")]) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -69,8 +71,8 @@ def test_curves_of_several_runs(page: Chromium) -> None:
     assert "Entropy" in titles
     assert page.run("document.querySelectorAll('.chart .line').length") >= 2 * len(titles) - 2
     assert "policy/kl_coef" in page.run("document.querySelector('.constants').textContent")
-    page.run("document.querySelector('.runs button').click()")  # hides the first run
-    assert page.run("document.querySelectorAll('.chart')[0].querySelectorAll('.line').length") == 1
+    page.run("document.querySelector('.runs button').click()")  # hides the first of three runs
+    assert page.run("document.querySelectorAll('.chart')[0].querySelectorAll('.line').length") == 2
     page.run("document.querySelector('.runs button').click()")
 
 
@@ -117,6 +119,25 @@ def test_completions_of_a_group_with_coloured_tokens(page: Chromium, runs: Path)
     page.key("ArrowDown")
     page.wait("location.hash === '#completions/0/2/2'")
     page.wait("document.querySelector('.group.chosen').dataset.group === '2'")
+
+
+def test_a_session_is_shown_turn_by_turn(page: Chromium, runs: Path) -> None:
+    page.show("completions/2/2/1")
+    row = Run(runs / "sessions", "").answer("group/2/1/0")["rows"][0]
+    card = "document.querySelectorAll('.card')[0]"
+    assert "session 2, agent critic, 2 turns" in page.run(f"{card}.querySelector('.facts').textContent")
+    said = page.run(f"[...{card}.querySelectorAll('.text .token')].map((one) => one.textContent).join('')")
+    assert said.replace("▪", "").replace("↵", "") == row["text"]
+    first, second = page.run(f"[...{card}.querySelectorAll('.read')].map((one) => one.textContent)")
+    assert first.endswith(row["turns"][0]["read"])
+    assert second == row["turns"][1]["read"]
+    assert page.run(f"{card}.querySelector('details').open") is False
+    assert page.run(f"{card}.querySelector('.text .pill').textContent") == "turn's reward +0.5"
+    page.run(f"{card}.querySelector('.text').focus()")
+    for _ in range(row["turns"][0]["tokens"] + 1):
+        page.key("ArrowRight")
+    told = page.run("document.querySelector('.tokenfacts').textContent")
+    assert f"token {row['turns'][0]['tokens'] + 1} of {len(row['tokens'])}" in told
 
 
 def test_a_hostile_completion_is_shown_and_does_nothing(page: Chromium) -> None:
@@ -174,7 +195,11 @@ def test_a_run_that_goes_on_is_followed(browser: Chromium, tmp_path: Path) -> No
     run = write_run(tmp_path / "run", steps=2, finished=False)
     more = write_run(tmp_path / "more", steps=5)
     command = [sys.executable, "-m", "podium", "view", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)  # else a failure below would wait for it
         assert process.stdout is not None
         browser.call("Page.navigate", url="about:blank")
         browser.open(process.stdout.readline().split()[-1])
@@ -202,7 +227,7 @@ def _replace(new: Path, old: Path) -> None:
 
 def test_an_export_opens_from_the_disk_without_any_request(browser: Chromium, runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
-    file.write_text(exported([Run(runs / name, name) for name in ("first", "hostile")]))
+    file.write_text(exported([Run(runs / name, name) for name in ("first", "hostile", "sessions")]))
     browser.call("Page.navigate", url="about:blank")
     browser.requests.clear()
     browser.complaints.clear()

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     found = answers(html)
     assert "<script>document" in found["0/group/1/0/0"]["rows"][0]["text"]
     assert found["runs"][0]["data"] == HOSTILE
+
+
+def test_no_two_scripts_declare_the_same_name() -> None:
+    """They stand in one module, which a browser refuses whole where a name is declared twice."""
+    script = page("x").partition('<script type="module">')[2].partition("</script>")[0]
+    names = re.findall(r"^(?:async )?(?:function|const|class|let) (\w+)", script, re.MULTILINE)
+    assert len(names) > 50
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_no_text_ends_the_element_that_holds_it() -> None:

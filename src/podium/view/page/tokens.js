@@ -82,22 +82,41 @@ export function pieces(row) {
   return found;
 }
 
-/** The text of a row as tokens, at most `most`; `scale` colours them. */
+/** The text of a row as tokens, at most `most`; `scale` colours them. Between turns stands what the model read. */
 export function drawTokens(row, coloring, scale, step, most) {
-  const own = pieces(row);
-  const values = scale ? COLORINGS[coloring].of(row, step) : null;
-  if (!own) return [whole(row, values?.filter(known), scale)];
-  return own.slice(0, most).map((text, place) => {
-    const span = el("span", { class: text ? "token" : "token blank", "data-place": place }, text ? visible(text).replaceAll("\n", "↵\n") : "▪");
-    const value = values?.[place];
-    if (value !== null && value !== undefined) span.style.backgroundColor = scale.color(value);
-    return span;
-  });
+  const own = pieces(row), values = scale ? COLORINGS[coloring].of(row, step) : null;
+  const text = own ? null : Array.from(row.text), drawn = [];
+  let token = 0, character = 0;
+  for (const [number, turn] of (row.turns ?? [{ read: "", characters: text?.length, tokens: row.tokens.length, reward: 0 }]).entries()) {
+    if (token >= most && number > 0) break;
+    const end = Math.min(token + turn.tokens, most);
+    if (turn.read) drawn.push(readBefore(turn.read, number));
+    if (own) drawn.push(...own.slice(token, end).map((text, place) => tokenSpan(text, token + place, values, scale)));
+    else drawn.push(whole(text.slice(character, character + turn.characters).join(""), values?.slice(token, token + turn.tokens).filter(known), scale));
+    if (turn.reward && end === token + turn.tokens) drawn.push(el("span", { class: turn.reward < 0 ? "pill bad" : "pill good" }, `turn's reward ${signed(turn.reward)}`));
+    token += turn.tokens;
+    character += turn.characters;
+  }
+  return drawn;
 }
 
-/** The text in one piece, coloured by the mean of its tokens. */
-function whole(row, values, scale) {
-  const made = el("span", { class: "token" }, visible(row.text).replaceAll("\n", "↵\n"));
+/** What the model read before a turn. Before the first that is the prompt as the chat template wrote it: it stays folded. */
+function readBefore(text, number) {
+  const shown = visible(text);
+  if (number > 0) return el("span", { class: "read" }, shown);
+  return el("details", { class: "read" }, el("summary", {}, `what the model read first (${Array.from(text).length} characters)`), shown);
+}
+
+function tokenSpan(text, place, values, scale) {
+  const span = el("span", { class: text ? "token" : "token blank", "data-place": place }, text ? visible(text).replaceAll("\n", "↵\n") : "▪");
+  const value = values?.[place];
+  if (value !== null && value !== undefined) span.style.backgroundColor = scale.color(value);
+  return span;
+}
+
+/** A text in one piece, coloured by the mean of its tokens. */
+function whole(text, values, scale) {
+  const made = el("span", { class: "token" }, visible(text).replaceAll("\n", "↵\n"));
   if (values?.length) made.style.backgroundColor = scale.color(values.reduce((one, other) => one + other, 0) / values.length);
   return made;
 }

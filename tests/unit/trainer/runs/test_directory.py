@@ -23,7 +23,7 @@ from podium.rewards import Grade
 from podium.telemetry import EvalFinished, Event, PhaseStarted, StepFinished, emit, metrics
 from podium.telemetry.sinks import JsonlSink, Sink
 from podium.trainer import GRPOConfig, config_to_yaml
-from podium.trainer.completions import CompletionsLog
+from podium.trainer.completion_files import CompletionsLog
 from podium.trainer.runs.directory import RunDirectory, Summary, library_versions
 from podium.trainer.runs.path import resolve_resume, run_path
 from tests.integration.training import tiny

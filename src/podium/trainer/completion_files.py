@@ -1,0 +1,208 @@
+"""The Parquet files that keep a step's completions, with what is known of each token.
+
+The rows of a step are fetched from the workers that hold them some at a time, and written as a chunk of the file.
+
+Legend: B rows (completions), K sampled tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+
+from podium.data import Batch, Jagged, fields
+from podium.rewards import Grade
+from podium.runtime import Call
+from podium.trainer.completions import ScoredBatch
+from podium.trainer.conversations import Conversation, conversations
+from podium.trainer.files import step_name
+from podium.trainer.prompts import Prompt
+from podium.trainer.token_texts import TokenTexts
+from podium.workers import sampled_tokens
+
+__all__ = ["CompletionsLog", "write_completions"]
+
+_WRITTEN_TOKENS: Final = 1 << 16  # of the rows that are here together to be written; prompts count, too
+_MISMATCH_STEP: Final = 1e-5  # nats
+_NEEDED: Final = (fields.TOKENS, fields.LOSS_MASK, fields.VERSIONS, fields.FINISH_REASON)  # to write a row
+_IF_THERE: Final = (fields.ROLLOUT_LOGPROBS, fields.KEPT_SIZES)
+_OF_SESSIONS: Final = (fields.SESSION, fields.AGENT, fields.TURN, fields.TOKEN_REWARDS)
+
+
+class CompletionsLog:
+    """Writes each step's completions to ``folder`` in a thread of its own, by :func:`write_completions`.
+
+    At most one step waits to be written, because the workers keep its tokens until then. A checkpoint is taken only
+    after ``flush()``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="completions")
+        self._pending: Future[None] | None = None
+        self._texts: TokenTexts | None = None
+
+    def write(self, scored: ScoredBatch, learned: Batch | None, scores: Call[Batch] | None = None) -> None:
+        """Start to write ``scored``, once the step before is written. Raises what the writing of that step raised.
+
+        Args:
+            learned: The columns ``advantages`` and, where they are known, ``old_logprobs`` of the same rows.
+            scores: A call that returns ``old_logprobs``. It is waited for in this object's thread.
+        """
+        self.flush()
+        self._texts = self._texts or TokenTexts(scored.tokenizer)
+        self._pending = self._thread.submit(self._write, scored, learned, scores, self._texts)
+
+    def _write(self, scored: ScoredBatch, learned: Batch | None, scores: Call[Batch] | None, texts: TokenTexts) -> None:
+        if learned is not None and scores is not None:
+            learned = learned.merge(scores.result())
+        write_completions(self.folder, scored, learned, texts)
+
+    def flush(self) -> None:
+        """Wait until everything is written. Raises what the writing raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self._thread.shutdown(wait=True)
+        if kind is None:
+            self.flush()
+
+
+def write_completions(
+    folder: Path, scored: ScoredBatch, learned: Batch | None, texts: TokenTexts | None = None
+) -> None:
+    """Write ``scored`` to the Parquet file of its step in ``folder``, with what is known of each token.
+
+    A file of the same step is replaced.
+
+    Args:
+        learned: The columns ``advantages`` and ``old_logprobs`` of the same rows, as far as there are such.
+        texts: The texts of the tokens that earlier steps had.
+    """
+    import pyarrow.parquet as pq  # a third of a second, which a dry run need not wait
+
+    path = folder / f"{step_name(scored.step)}.parquet"
+    aside = path.with_name(f".{path.name}.tmp")
+    parts = sorted({name for grade in scored.grades or () for name in grade.parts})
+    texts = TokenTexts(scored.tokenizer) if texts is None else texts
+    with ExitStack() as stack:
+        file = None
+        for rows in scored.chunks(_WRITTEN_TOKENS):
+            table = _table(scored, learned, rows, parts, texts)
+            if file is None:
+                file = stack.enter_context(pq.ParquetWriter(aside, table.schema, compression="zstd"))
+            file.write_table(table)
+    aside.replace(path)
+
+
+def _table(scored: ScoredBatch, learned: Batch | None, rows: range, parts: Sequence[str], texts: TokenTexts) -> Any:
+    """Some of the rows as a pyarrow.Table."""
+    import pyarrow as pa
+
+    columns = (*_NEEDED, *(name for name in (*_IF_THERE, *_OF_SESSIONS) if name in scored.batch))
+    batch = scored.batch.select(*columns).slice(rows.start, rows.stop).fetch()
+    if learned is not None:
+        batch = batch.merge(learned.slice(rows.start, rows.stop).fetch())
+    tokens = sampled_tokens(batch)
+    lasts = (batch.jagged(fields.TOKENS).offsets[1:] - 1).clamp(min=0)
+    groups = scored.groups[rows.start : rows.stop]
+    prompts = [scored.prompts[group] for group in groups]
+    grades: Sequence[Grade | None] = scored.grades[rows.start : rows.stop] if scored.grades else [None] * len(rows)
+    part_of = [grade.parts if grade else {} for grade in grades]
+    completions = [_utf8(text) for text in scored.texts(rows)]
+    said = conversations(batch, scored.tokenizer, texts) if all(name in batch for name in _OF_SESSIONS) else None
+    lengths = (
+        [one.lengths for one in said]
+        if said is not None
+        else [texts.lengths(row.tolist(), text) for row, text in zip(tokens.unbind(), completions, strict=True)]
+    )
+    table: Mapping[str, Any] = {
+        "step": pa.array([scored.step] * len(rows), pa.int64()),
+        "group": pa.array(groups, pa.int64()),
+        "prompt": pa.array([_utf8(prompt.text) for prompt in prompts], pa.string()),
+        "completion": pa.array(completions, pa.string()),
+        "expected": pa.array([_answer(prompt) for prompt in prompts], pa.string()),
+        "correct": pa.array([grade.correct if grade else None for grade in grades], pa.bool_()),
+        "reward": pa.array([float(grade.score) if grade else math.nan for grade in grades], pa.float64()),
+        "advantage": pa.array(_means(batch, tokens), pa.float64()),
+        "finish_reason": pa.array(batch.python(fields.FINISH_REASON), pa.string()),
+        "version": pa.array(batch.jagged(fields.VERSIONS).values[lasts].tolist(), pa.int64()),
+        "tokens": pa.ListArray.from_arrays(tokens.offsets.int().numpy(), tokens.values.int().numpy()),
+        "token_chars": pa.array(lengths, pa.list_(pa.int32())),
+        **{
+            name: pa.ListArray.from_arrays(tokens.offsets.int().numpy(), values_K.numpy())
+            for name, values_K in _token_values(batch).items()
+        },
+        **({} if said is None else _session_columns(batch, said)),
+        **{f"reward_{name}": pa.array([own.get(name) for own in part_of], pa.float64()) for name in parts},
+    }
+    return pa.table(table)
+
+
+def _session_columns(batch: Batch, said: Sequence[Conversation]) -> dict[str, Any]:
+    """Whose conversation each row is, and what its turns are."""
+    import pyarrow as pa
+
+    return {
+        "session": pa.array(batch.dense(fields.SESSION).tolist(), pa.int64()),
+        "agent": pa.array(batch.python(fields.AGENT), pa.string()),
+        "conversation": pa.array([_utf8(one.text) for one in said], pa.string()),
+        "turn_read": pa.array([[*map(_utf8, one.read)] for one in said], pa.list_(pa.string())),
+        "turn_said": pa.array([[*map(_utf8, one.said)] for one in said], pa.list_(pa.string())),
+        "turn_tokens": pa.array([one.tokens for one in said], pa.list_(pa.int32())),
+        "turn_rewards": pa.array([one.rewards for one in said], pa.list_(pa.float32())),
+    }
+
+
+def _token_values(batch: Batch) -> dict[str, Tensor]:
+    """What is known of each sampled token, by the name of its column: int32 or float32 ``[K]``.
+
+    Floats are rounded to eight bits of precision, and the mismatch before that to multiples of 1e-5 nats: what is less
+    is a rounding error of float32. Fewer values differ then, and the file is smaller.
+    """
+    mask_N = batch.jagged(fields.LOSS_MASK).values.bool()
+
+    def sampled(name: str) -> Tensor:
+        return batch.jagged(name).values[mask_N]
+
+    found = {"token_versions": sampled(fields.VERSIONS).int()}
+    if fields.ADVANTAGES in batch:
+        found["token_advantages"] = sampled(fields.ADVANTAGES).bfloat16().float()
+    if fields.OLD_LOGPROBS in batch and fields.ROLLOUT_LOGPROBS in batch:
+        apart_K = sampled(fields.ROLLOUT_LOGPROBS).float() - sampled(fields.OLD_LOGPROBS).float()
+        steps_K = (apart_K / _MISMATCH_STEP).round() + 0.0  # no minus zero
+        found["token_mismatch"] = (steps_K * _MISMATCH_STEP).bfloat16().float()
+    if fields.KEPT_SIZES in batch:
+        found["token_kept"] = sampled(fields.KEPT_SIZES).int()
+    return found
+
+
+def _means(batch: Batch, tokens: Jagged) -> Sequence[float | None]:
+    """The mean advantage of each row's sampled tokens."""
+    if fields.ADVANTAGES not in batch:
+        return [None] * len(batch)
+    own = batch.jagged(fields.ADVANTAGES)
+    row_N = torch.repeat_interleave(torch.arange(len(batch)), own.lengths)
+    sums_B = torch.zeros(len(batch)).index_add(0, row_N, own.values.float())
+    return (sums_B / tokens.lengths.clamp(min=1)).tolist()
+
+
+def _utf8(text: str) -> str:
+    # Lone surrogates, which a tokenizer's bytes can decode to, have no UTF-8.
+    return text.encode("utf-8", "replace").decode()
+
+
+def _answer(prompt: Prompt) -> str | None:
+    return None if prompt.example.answer is None else _utf8(prompt.example.answer)

@@ -1,0 +1,75 @@
+"""What was said in each row of an environment's sessions, turn by turn, for people to read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from podium.data import Batch, fields
+from podium.trainer.token_texts import TokenTexts
+
+__all__ = ["Conversation", "conversations"]
+
+
+@dataclass
+class Conversation:
+    """One row as turns. A turn is what the model read since the turn before, and what it then said.
+
+    Attributes:
+        text: The whole row, special tokens included.
+        read: By turn, what the model read, special tokens included.
+        said: By turn, what it said, without special tokens.
+        tokens: By turn, how many tokens it sampled.
+        rewards: By turn, the reward that its last token carries.
+        lengths: By sampled token of all turns, how many characters of ``said`` it wrote; None where one turn's text is
+            not what its tokens say.
+    """
+
+    text: str = ""
+    read: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[int] | None = field(default_factory=list)
+
+
+def conversations(batch: Batch, tokenizer: PreTrainedTokenizerBase, texts: TokenTexts) -> list[Conversation]:
+    """The conversations of ``batch``, from ``tokens``, ``turn`` and ``token_rewards``, which are here."""
+    tokens, turns, rewards = (
+        [row.tolist() for row in batch.jagged(name).unbind()]
+        for name in (fields.TOKENS, fields.TURN, fields.TOKEN_REWARDS)
+    )
+    return [
+        _conversation(ids, own, earned, tokenizer, texts)
+        for ids, own, earned in zip(tokens, turns, rewards, strict=True)
+    ]
+
+
+def _conversation(
+    ids: list[int],
+    turns: Sequence[int],
+    rewards: Sequence[float],
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TokenTexts,
+) -> Conversation:
+    found = Conversation(str(tokenizer.decode(ids, skip_special_tokens=False)))
+    start, read = 0, ""
+    for turn, run in itertools.groupby(turns):
+        stop = start + len(list(run))
+        own = ids[start:stop]
+        if turn < 0:
+            read = str(tokenizer.decode(own, skip_special_tokens=False))
+        else:
+            said = str(tokenizer.decode(own, skip_special_tokens=True))
+            lengths = texts.lengths(own, said)
+            found.read.append(read)
+            found.said.append(said)
+            found.tokens.append(len(own))
+            found.rewards.append(sum(rewards[start:stop]))
+            found.lengths = None if lengths is None or found.lengths is None else found.lengths + lengths
+            read = ""
+        start = stop
+    return found
