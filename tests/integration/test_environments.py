@@ -16,12 +16,16 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from podium.config import config_to_dict
+from podium.data import Batch, fields
 from podium.errors import ConfigError, PodiumError
+from podium.runtime import endpoint, first, only
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config
 from podium.trainer.evaluate import evaluate_model
+from podium.workers import Estimator, Policy
 from tests.integration import worlds
 from tests.integration.training import MODEL, losses, metrics_rows, tiny
 
@@ -186,6 +190,60 @@ def test_agents_of_one_session_have_rewards_and_groups_of_their_own(tmp_path: Pa
         own = [a for a, g in zip(table["advantage"], table["group"], strict=True) if g == group]
         assert sum(own[0::2]) == pytest.approx(0, abs=0.02)
         assert sum(own[1::2]) == pytest.approx(0, abs=0.02)
+
+
+def test_a_session_counts_once_by_the_verdict_on_its_client(tmp_path: Path) -> None:
+    run = train(config_of("debate", tmp_path, reward={"correct_at": 0.6}))
+    row = metrics_rows(run)[0]
+    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
+    rows = [*zip(table["agent"], table["correct"], table["reward"], strict=True)]
+    own = [correct for agent, correct, _ in rows if not agent]
+    judged = [reward for agent, _, reward in rows if agent == "judge"]
+    assert len(own) == len(judged) == 16
+    assert row[metrics.ACCURACY] == pytest.approx(sum(own) / 16)
+    assert row[metrics.ACCURACY] != pytest.approx(sum(correct for _, correct, _ in rows) / 32)
+    assert row["agent_reward/judge"] == pytest.approx(sum(judged) / 16)
+
+
+class Weighing(Policy):
+    """A policy that checks how much each row counts: a trajectory once, by however many rows."""
+
+    def weighted(self, batch: Batch) -> Batch:
+        found = super().weighted(batch)
+        own, whole = batch.jagged(fields.LOSS_MASK).lengths, batch.dense(fields.TRAJECTORY_TOKENS)
+        sampled = torch.stack([row.sum() for row in batch.jagged(fields.LOSS_MASK).unbind()])
+        assert bool((sampled < whole).all()) and bool((own > sampled).all())  # each row is a part of its trajectory
+        share = sampled / whole
+        weights = torch.stack([row.sum() for row in found.jagged(fields.LOSS_WEIGHTS).unbind()])
+        torch.testing.assert_close(weights, (share / share.sum()).float())
+        return found
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_a_trajectory_of_two_rows_counts_once_and_in_the_order_of_time(advantage: str, tmp_path: Path) -> None:
+    algorithm = {"advantage": advantage, "aggregation": "sequence-mean", "minibatches": 2}
+    cls = PPOConfig if advantage == "gae" else GRPOConfig
+    run = train(config_of("interleaved", tmp_path, cls, algorithm=algorithm), workers={"policy": Weighing})
+    for row in metrics_rows(run):
+        assert row[metrics.SESSIONS_ROWS] == 2 * row[metrics.SESSIONS_TRAINED]
+        assert row[metrics.SESSIONS_TURNS] == 3
+    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
+    assert [len(turns) for turns in table["turn_said"]] == [2, 1] * (len(table["turn_said"]) // 2)
+
+
+class Ended(Estimator):
+    """An estimator that sees no value after a session."""
+
+    @endpoint(dispatch=only(0), collect=first(), returns="ref")
+    def advantages(self, batch: Batch, kl_coef: float = 0.0) -> Batch:
+        assert {*batch.python(fields.FINISH_REASON)} == {"length"}
+        assert fields.VALUES in batch and fields.BOOTSTRAP not in batch
+        return super().advantages(batch, kl_coef)
+
+
+def test_a_critic_expects_nothing_after_a_session(tmp_path: Path) -> None:
+    """A policy would learn to have its last answers cut off, if what the critic expects then were its reward."""
+    train(config_of("endless", tmp_path, PPOConfig), workers={"estimator": Ended})
 
 
 def test_an_environment_may_have_the_tasks_and_a_critic_may_look_at_turns(tmp_path: Path) -> None:

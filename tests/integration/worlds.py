@@ -118,6 +118,15 @@ async def debate(task: Task, client: Client) -> Outcome:
     return Outcome(score=digits(first.text), agents={"judge": 1.0 - digits(second.text)})
 
 
+async def interleaved(task: Task, client: Client) -> float:
+    """Leaves a conversation for another one, and comes back to it."""
+    first: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
+    reply = await client.chat(first)
+    await client.chat(f"{task['prompt']}{task['prompt']}")
+    first += [reply.message, {"role": "user", "content": "="}]
+    return digits((await client.chat(first)).text)
+
+
 async def tools(task: Task, client: Client) -> float:
     """Has a tool that the model, which knows nothing, does not call."""
 

@@ -7,6 +7,7 @@ micro-batches. Gradients of ranks are summed, not averaged.
 
 - ``token-mean``: each token counts the same. Yu et al. 2025, "DAPO", arXiv:2503.14476, section 3.3.
 - ``sequence-mean``: each row counts the same; its tokens share its weight. Shao et al. 2024, arXiv:2402.03300, eq. 3.
+  The rows of a trajectory, such as all that an agent said in a session, count as one.
 - ``sequence-sum-constant``: the sum over a row's tokens is divided by a constant, the longest completion that could
   have been sampled, so that a token of a long row counts no less. Liu et al. 2025, "Dr. GRPO", arXiv:2503.20783,
   section 3.2.
@@ -32,6 +33,7 @@ def loss_weights(
     constant: float | None = None,
     tokens: Tensor | None = None,
     rows: Tensor | None = None,
+    trajectory_tokens_B: Tensor | None = None,
 ) -> Tensor:
     """Weight of each token, float32 ``[N]``, 0 outside the mask.
 
@@ -50,7 +52,10 @@ def loss_weights(
         constant: The divisor of ``sequence-sum-constant``, in tokens; ``sampling.max_new_tokens`` for example.
         tokens: The number of masked tokens in the whole batch. Give this scalar and the next one where ``mask_N`` has
             only some of the batch's rows.
-        rows: The number of rows of the whole batch that have a masked token.
+        rows: The number of rows of the whole batch that have a masked token. A row that is a part of a trajectory
+            counts as its share of the trajectory's tokens.
+        trajectory_tokens_B: ``[B]``, the number of masked tokens of the trajectory that each row is part of, whether
+            its other rows are here or not. None where each row is a trajectory.
 
     Raises:
         ConfigError: The mode is unknown, or ``sequence-sum-constant`` has no positive constant.
@@ -62,9 +67,11 @@ def loss_weights(
         return counted_N / (counted_N.sum() if tokens is None else tokens).clamp(min=1)
     row_N = rows_of_tokens(offsets_B1)
     tokens_B = row_sums(counted_N, row_N, len(offsets_B1) - 1)
-    rows = ((tokens_B > 0).sum() if rows is None else rows).clamp(min=1)
+    whole_B = (tokens_B if trajectory_tokens_B is None else trajectory_tokens_B.to(tokens_B)).clamp(min=1)
+    rows = (tokens_B / whole_B).sum() if rows is None else rows.to(tokens_B)
+    rows = rows.where(rows > 0, 1.0)
     if mode == "sequence-mean":
-        return counted_N / (tokens_B.clamp(min=1) * rows)[row_N]
+        return counted_N / (whole_B * rows)[row_N]
     if constant is None or not constant > 0:
         raise ConfigError(
             f"algorithm.aggregation = {mode!r} divides by a constant, and got {constant!r}: give loss_weights a "

@@ -31,6 +31,7 @@ PROMPT_TOKENS: Final = "prompt_tokens"  # Jagged int64
 KEPT_SIZES: Final = "kept_sizes"  # token column, int64: the number of ids that top-k and top-p left; 0 if not drawn
 KEPT_IDS: Final = "kept_ids"  # Jagged int64: those ids, token after token, most probable first
 TRAJECTORY: Final = "trajectory"  # int64 [B]: rows of one trajectory are adjacent and share a number
+TRAJECTORY_TOKENS: Final = "trajectory_tokens"  # int64 [B]: how many tokens were sampled in all of the row's trajectory
 TURN: Final = "turn"  # token column, int64: the model's turn, from 0, that sampled the token; -1 where not sampled
 AGENT: Final = "agent"  # Python column of str: the agent of a session that said the row; "" for the only one
 GRADE: Final = "grade"  # Python column: (score or None, parts, rewards of turns) as an environment gave them

@@ -9,7 +9,7 @@ from typing import Final
 LOSS: Final = "loss"
 REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
-ACCURACY: Final = "reward/accuracy"  # share of completions whose grade says correct
+ACCURACY: Final = "reward/accuracy"  # share of completions, or of sessions, whose grade says correct
 FLAT_GROUPS: Final = "reward/flat_groups"  # share of groups whose rewards are all equal: no signal for GRPO
 KL: Final = "policy/kl"  # policy to reference, mean over the completions' tokens
 ENTROPY: Final = "policy/entropy"
@@ -41,6 +41,7 @@ TOKENS_TOTAL: Final = "progress/tokens"  # of all steps since the run began
 EPOCH: Final = "progress/epoch"  # passes over the training data since then
 STEP_S: Final = "time/step"
 TOKENS_PER_S: Final = "tokens_per_s/step"  # TOKENS over STEP_S
+AGENT_REWARD_PREFIX: Final = "agent_reward/"  # + the name of an agent in a session: its mean reward
 REWARD_PART_PREFIX: Final = "reward_parts/"  # + the name of a part that the reward returns: its mean
 TOKENS_PER_S_PREFIX: Final = "tokens_per_s/"  # + a stage's name: "tokens_per_s/generate"
 TIME_PREFIX: Final = "time/"  # + a stage's name: "time/generate"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -148,16 +149,25 @@ class ScoredBatch:
         return row == 0 or numbers is None or numbers[row] != numbers[row - 1]
 
     @cached_property
+    def judged(self) -> list[int]:
+        """The rows whose grades are the verdicts: one of each completion, and one of each session of an environment.
+
+        The first agent that spoke stands for its session: the client itself, where it has said anything.
+        """
+        if fields.SESSION not in self.batch:
+            return self.firsts
+        numbers = self.batch.dense(fields.SESSION).tolist()
+        return [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
+
+    @cached_property
     def _trajectories(self) -> list[int] | None:
         return self.batch.dense(fields.TRAJECTORY).tolist() if fields.TRAJECTORY in self.batch else None
 
     @property
-    def by_prompt(self) -> list[Grade]:
-        """The grade of the first row of each prompt that has one."""
-        found: dict[int, Grade] = {}
-        for group, grade in zip(self.groups, self.grades or (), strict=True):
-            found.setdefault(group, grade)
-        return [*found.values()]
+    def verdicts(self) -> list[Grade]:
+        """The grades of the rows that are ``judged``."""
+        grades = self.grades or ()
+        return [grades[row] for row in self.judged]
 
     @property
     def rewards_B(self) -> Tensor:
@@ -171,19 +181,29 @@ class ScoredBatch:
 
     def metrics(self) -> dict[str, float]:
         """Accuracy, completions that were cut off, and tokens: the metrics that this process knows by itself."""
-        reasons, firsts = self.batch.python(fields.FINISH_REASON), torch.tensor(self.firsts)
+        reasons, judged = self.batch.python(fields.FINISH_REASON), torch.tensor(self.judged)
         return {
-            names.ACCURACY: float(self.correct_B[firsts].float().mean()),
+            names.ACCURACY: float(self.correct_B[judged].float().mean()),
             names.TRUNCATED: reasons.count("length") / len(reasons),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
             **{
                 names.REWARD_PART_PREFIX + name.removeprefix(fields.PART): float(
-                    self.batch.dense(name)[firsts].nanmean()
+                    self.batch.dense(name)[judged].nanmean()
                 )
                 for name in self.batch
                 if name.startswith(fields.PART)
             },
+            **self._agent_rewards(),
         }
+
+    def _agent_rewards(self) -> dict[str, float]:
+        """The mean reward of each agent that has a name."""
+        if fields.AGENT not in self.batch:
+            return {}
+        agents, grades, earned = self.batch.python(fields.AGENT), self.grades or (), dict[str, list[float]]()
+        for row in self.firsts:
+            earned.setdefault(agents[row], []).append(grades[row].score)
+        return {names.AGENT_REWARD_PREFIX + agent: fmean(own) for agent, own in sorted(earned.items()) if agent}
 
     def samples(self, count: int) -> tuple[Sample, ...]:
         """The first completion of each of the first ``count`` prompts."""

@@ -102,9 +102,9 @@ def score_held_out(
         write_completions(keep, scored, None)
     return Evaluation(
         step=step,
-        correct=sum(grade.correct for grade in scored.by_prompt),
+        correct=sum(grade.correct for grade in scored.verdicts),
         items=len(prompts),
-        reward_mean=sum(grade.score for grade in scored.by_prompt) / max(1, len(scored.by_prompt)),
+        reward_mean=sum(grade.score for grade in scored.verdicts) / max(1, len(scored.verdicts)),
         samples=scored.samples(_SAMPLES),
     )
 

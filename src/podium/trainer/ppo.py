@@ -51,7 +51,7 @@ _MISMATCH_REMEDY: Final = (
 )
 
 _MODEL_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.KEPT_SIZES, fields.KEPT_IDS)
-_VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP, fields.FINISH_REASON)
+_VALUE_INPUTS = (fields.TOKENS, fields.LOSS_MASK, fields.GROUP)
 _SESSION_INPUTS = (fields.TRAJECTORY, fields.AGENT, fields.TOKEN_REWARDS)
 _ADVANTAGE_INPUTS = (
     *(fields.LOSS_MASK, fields.REWARDS, fields.GROUP, fields.VALUES, fields.BOOTSTRAP),
@@ -66,7 +66,7 @@ _ROW_INPUTS = (fields.LOSS_MASK, fields.GROUP)
 _KEPT = (fields.ADVANTAGES, fields.OLD_LOGPROBS)
 _UPDATE_INPUTS = (
     *(fields.ADVANTAGES, fields.OLD_LOGPROBS, fields.ROLLOUT_LOGPROBS, fields.REF_LOGPROBS),
-    *(fields.VALUES, fields.RETURNS),
+    *(fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS),
 )
 
 
@@ -281,9 +281,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return batch
 
     def values(self, batch: Batch) -> Batch:
-        """Add the critic's value before each token, and after the last one of rows that were cut off."""
+        """Add the critic's value before each token, and after the last one of completions that were cut off.
+
+        A session that is over does not go on, for whatever reason it ended, so there is no value after it.
+        """
         critic = self.roles.critic
-        return batch if critic is None else batch.merge(critic.values(_select(batch, _VALUE_INPUTS)))
+        ended = () if self.sessions is not None else (fields.FINISH_REASON,)
+        return batch if critic is None else batch.merge(critic.values(_select(batch, _VALUE_INPUTS + ended)))
 
     def advantages(self, batch: Batch) -> Batch:
         """Add advantages, and with a critic returns, from rewards and the KL that counts as one."""

@@ -126,7 +126,7 @@ class Sessions:
         self._say_unknown(sum(one["unknown"] for one in reports), len(batch))
         report = _joined(reports)
         self._say(report, step, len(batch))
-        small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY)
+        small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
         return batch.fetch(*small), report
 
     def _say_overruled(self, asked: set[str]) -> None:

@@ -21,6 +21,7 @@ from podium.algorithms import (
     kl_estimate,
     penalize,
 )
+from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, Jagged, fields
 from podium.runtime import Worker, concat, endpoint, first, only, shard
 from podium.telemetry import metrics
@@ -53,6 +54,9 @@ class Estimator(Worker):
     def advantages(self, batch: Batch, kl_coef: float = 0.0) -> Batch:
         """Compute the token columns ``advantages`` and, where a critic is trained, ``returns``.
 
+        Of an environment's sessions also compute ``trajectory_tokens`` ``[B]``. An estimator sees the tokens of a
+        trajectory in the order in which they were sampled, whatever that of its rows is.
+
         Args:
             batch: ``loss_mask``, ``rewards`` and ``group``; of an environment's sessions ``trajectory``, ``agent``,
                 ``turn`` and ``token_rewards``; ``values`` and ``bootstrap`` where there is a critic;
@@ -78,11 +82,11 @@ class Estimator(Worker):
         inputs = AdvantageInputs(
             rewards_B=batch.dense(fields.REWARDS)[one.first_R],
             group_B=one.group_R,
-            mask_N=mask.values,
+            mask_N=one.in_time(mask.values),
             offsets_B1=one.offsets_R1,
-            token_rewards_N=token_rewards_N,
-            turn_N=batch.jagged(fields.TURN).values if fields.TURN in batch else None,
-            values_N=batch.jagged(fields.VALUES).values if fields.VALUES in batch else None,
+            token_rewards_N=None if token_rewards_N is None else one.in_time(token_rewards_N),
+            turn_N=one.in_time(batch.jagged(fields.TURN).values) if fields.TURN in batch else None,
+            values_N=one.in_time(batch.jagged(fields.VALUES).values) if fields.VALUES in batch else None,
             bootstrap_B=batch.dense(fields.BOOTSTRAP)[one.last_R] if fields.BOOTSTRAP in batch else None,
             truncated_B=None if truncated_B is None else truncated_B[one.last_R],
             parts_B={
@@ -95,12 +99,14 @@ class Estimator(Worker):
                 for name in batch
                 if name.startswith(fields.DATA)
             },
-            **{f"{name}_N": batch.jagged(name).values for name in declared.columns},
+            **{f"{name}_N": one.in_time(batch.jagged(name).values) for name in declared.columns},
         )
         outputs = compute_advantages(inputs, self.algorithm)
-        columns = {fields.ADVANTAGES: mask.like(outputs.advantages_N.float())}
+        columns: dict[str, Jagged | Tensor] = {fields.ADVANTAGES: mask.like(one.in_rows(outputs.advantages_N.float()))}
         if outputs.returns_N is not None:
-            columns[fields.RETURNS] = mask.like(outputs.returns_N.float())
+            columns[fields.RETURNS] = mask.like(one.in_rows(outputs.returns_N.float()))
+        if fields.TRAJECTORY in batch:
+            columns[fields.TRAJECTORY_TOKENS] = one.sums(sampled_counts(mask))[one.trajectory_B]
         return Batch(columns)
 
     @endpoint(dispatch=only(0), collect=first(), concurrent=True, readonly=True)
@@ -138,20 +144,26 @@ class Trajectories:
     """Which rows make up each trajectory.
 
     Attributes:
-        first_R, last_R: int64 ``[R]``, the first and the last row of each.
+        first_R: int64 ``[R]``, the first row of each.
+        last_R: int64 ``[R]``, the row of each in which its last token was sampled.
         group_R: int64 ``[R]``, its group: those of one prompt, and of one agent where there are several.
         offsets_R1: int64 ``[R + 1]``, where its tokens begin and end.
+        trajectory_B: int64 ``[B]``, the trajectory of each row.
+        order_N: int64 ``[N]``, the places of the tokens of each trajectory in the order of time; None where they stand
+            in it.
     """
 
     first_R: Tensor
     last_R: Tensor
     group_R: Tensor
     offsets_R1: Tensor
+    trajectory_B: Tensor
+    order_N: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch) -> Trajectories:
         """Those of a batch, whose rows are trajectories where the batch does not say more."""
-        offsets_B1, group_B = batch.jagged(fields.LOSS_MASK).offsets, batch.dense(fields.GROUP)
+        mask, group_B = batch.jagged(fields.LOSS_MASK), batch.dense(fields.GROUP)
         first_R = torch.arange(len(batch))
         if fields.TRAJECTORY in batch:
             number_B = batch.dense(fields.TRAJECTORY)
@@ -161,18 +173,42 @@ class Trajectories:
             codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
             group_B = group_B * len(codes) + torch.tensor([codes[name] for name in names], dtype=torch.int64)
         after_R = torch.cat([first_R[1:], first_R.new_tensor([len(batch)])])
-        return cls(first_R, after_R - 1, group_B[first_R], torch.cat([offsets_B1[:1], offsets_B1[after_R]]))
+        offsets_R1 = torch.cat([mask.offsets[:1], mask.offsets[after_R]])
+        trajectory_B = torch.repeat_interleave(torch.arange(len(first_R)), after_R - first_R)
+        last_R, order_N = after_R - 1, None
+        if fields.TURN in batch and len(first_R) < len(batch):
+            order_N = _order_of_time(batch.jagged(fields.TURN).values, mask.values.bool(), offsets_R1)
+        if order_N is not None:
+            last_R = rows_of_tokens(mask.offsets)[order_N[offsets_R1[1:] - 1]]
+        return cls(first_R, last_R, group_B[first_R], offsets_R1, trajectory_B, order_N)
 
     def sums(self, values_B: Tensor) -> Tensor:
         """The sum of each trajectory's rows, ``[R]``."""
-        if len(self.first_R) == len(values_B):
-            return values_B
-        rows_R = self.last_R - self.first_R + 1
-        trajectory_B = torch.repeat_interleave(torch.arange(len(rows_R)), rows_R)
-        return values_B.new_zeros(len(rows_R)).index_add(0, trajectory_B, values_B)
+        return values_B.new_zeros(len(self.first_R)).index_add(0, self.trajectory_B, values_B)
+
+    def in_time(self, values_N: Tensor) -> Tensor:
+        """Values by token, of which the rows of a trajectory follow one another, in the order of time."""
+        return values_N if self.order_N is None else values_N[self.order_N]
+
+    def in_rows(self, values_N: Tensor) -> Tensor:
+        """Undo :meth:`in_time`."""
+        return values_N if self.order_N is None else torch.empty_like(values_N).index_copy(0, self.order_N, values_N)
+
+
+def _order_of_time(turn_N: Tensor, mask_N: Tensor, offsets_R1: Tensor) -> Tensor | None:
+    """The order in which the tokens of each trajectory were sampled; None where they stand in it.
+
+    Rows stand in the order in which they began, and a row may go on after a later one has begun. What was read is
+    put before what was sampled next.
+    """
+    tokens = len(turn_N)
+    places_N = torch.arange(tokens, device=turn_N.device)
+    next_N = torch.where(mask_N, places_N, tokens).flip(0).cummin(0).values.flip(0)
+    turn_N = torch.cat([turn_N, turn_N.new_zeros(1)])[next_N]
+    key_N = rows_of_tokens(offsets_R1) * (int(turn_N.max()) + 2) + turn_N + 1
+    return None if bool((key_N.diff() >= 0).all()) else key_N.argsort(stable=True)
 
 
 def _row_sums(column: Jagged) -> Tensor:
     """The sum of each row of a token column, float ``[B]``."""
-    row_N = torch.repeat_interleave(torch.arange(len(column.lengths)), column.lengths)
-    return torch.zeros(len(column.lengths)).index_add(0, row_N, column.values.float())
+    return row_sums(column.values, rows_of_tokens(column.offsets), len(column.lengths))

@@ -243,7 +243,8 @@ class Learner(Worker):
     def weighted(self, batch: Batch) -> Batch:
         """Return ``batch`` with ``loss_weights``, computed over all ranks' rows where it has none.
 
-        ``batch.meta["max_new_tokens"]`` is the constant of the aggregation ``sequence-sum-constant``.
+        ``batch.meta["max_new_tokens"]`` is the constant of the aggregation ``sequence-sum-constant``. With the column
+        ``trajectory_tokens`` the rows of a trajectory count as one row, in whichever minibatches they are.
 
         Raises:
             ConfigError: see :func:`podium.algorithms.loss_weights`.
@@ -252,10 +253,18 @@ class Learner(Worker):
             return batch
         mask, mode = batch.jagged(fields.LOSS_MASK), self.algorithm.aggregation
         counts = sampled_counts(mask)
-        own = torch.stack([counts.sum(), (counts > 0).sum()]).to(self.device)
+        whole = batch.dense(fields.TRAJECTORY_TOKENS) if fields.TRAJECTORY_TOKENS in batch else counts
+        own = torch.stack([counts.sum().double(), (counts.double() / whole.clamp(min=1)).sum()]).to(self.device)
         tokens, rows = self.engine.parallel.gather(own).sum(0).to(mask.offsets.device)
-        constant = batch.meta.get("max_new_tokens")
-        weights = loss_weights(mask.values.bool(), mask.offsets, mode, constant=constant, tokens=tokens, rows=rows)
+        weights = loss_weights(
+            mask.values.bool(),
+            mask.offsets,
+            mode,
+            constant=batch.meta.get("max_new_tokens"),
+            tokens=tokens,
+            rows=rows,
+            trajectory_tokens_B=whole,
+        )
         return batch.with_columns({fields.LOSS_WEIGHTS: mask.like(weights)})
 
     def _state(self, *, whole: bool = False) -> dict[str, Tensor]:

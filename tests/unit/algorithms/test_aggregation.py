@@ -84,6 +84,22 @@ def test_rows_without_loss_change_nothing(mode: Aggregation) -> None:
     assert torch.cat([with_padding_N[:3], with_padding_N[5:]]).tolist() == weights_N.tolist()
 
 
+def test_the_rows_of_a_trajectory_share_the_weight_of_one() -> None:
+    masks = [np.array([False, True, True, True]), np.array([True]), np.array([False, True, True])]
+    whole = torch.tensor([4, 4, 2])  # the first two are one trajectory
+    weights_N = loss_weights(*flat(masks), "sequence-mean", trajectory_tokens_B=whole)
+    assert weights_N.tolist() == [0.0, 0.125, 0.125, 0.125, 0.125, 0.0, 0.25, 0.25]
+    constant_N = loss_weights(*flat(masks), "sequence-sum-constant", constant=8, trajectory_tokens_B=whole)
+    assert constant_N.tolist() == [0.0, *[1 / 16] * 4, 0.0, *[1 / 16] * 2]
+
+
+def test_a_minibatch_with_a_part_of_a_trajectory_counts_that_part() -> None:
+    masks = [np.array([True, True, True]), np.array([True, True])]
+    weights_N = loss_weights(*flat(masks), "sequence-mean", trajectory_tokens_B=torch.tensor([12, 2]))
+    assert float(weights_N.sum()) == pytest.approx(1.0)
+    np.testing.assert_allclose(weights_N, [1 / 15] * 3 + [2 / 5] * 2, rtol=1e-6)  # a quarter, beside a whole one
+
+
 @pytest.mark.parametrize("mode", get_args(Aggregation))
 def test_an_empty_mask_gives_zeros_not_nan(mode: Aggregation) -> None:
     assert loss_weights(*flat([np.array([False, False])]), mode, constant=CONSTANT).tolist() == [0.0, 0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from podium.data import Batch, Jagged, TensorRef, fields
 from podium.errors import EndpointError
 from podium.telemetry import metrics
 from podium.workers import Estimator, char_tokenizer, completion_texts, sampled_tokens
+from podium.workers.estimator import Trajectories
 from podium.workers.texts import decode_sampled, text_column
 
 
@@ -180,3 +182,69 @@ def test_advantages_of_turns_follow_the_rewards_of_turns() -> None:
         rows = [row.tolist() for row in estimator.advantages(sessions()).fetch().jagged(fields.ADVANTAGES).unbind()]
     assert rows[0] == [0.0, 0.875, 0.875]
     assert rows[1] == [0.0, 0.0]  # no other trajectory had a second turn
+
+
+def out_of_order() -> Batch:
+    """One trajectory of two rows: the first has the turns 0 and 2, and the second turn 1. Then one of a single row."""
+    tokens = Jagged.from_rows([torch.tensor(row) for row in ([5, 6, 9, 7], [1, 2, 3], [4, 5])])
+    turns = [[-1, 0, -1, 2], [-1, 1, 1], [-1, 0]]
+    return Batch(
+        {
+            fields.TOKENS: tokens,
+            fields.LOSS_MASK: Jagged.from_rows([torch.tensor(row) >= 0 for row in turns]),
+            fields.GROUP: torch.zeros(3, dtype=torch.int64),
+            fields.REWARDS: torch.tensor([1.0, 1.0, 0.5]),
+            fields.TRAJECTORY: torch.tensor([0, 0, 1]),
+            fields.AGENT: ["", "", ""],
+            fields.FINISH_REASON: ["stop", "length", "stop"],
+            fields.TURN: Jagged.from_rows([torch.tensor(row) for row in turns]),
+            fields.TOKEN_REWARDS: Jagged.from_rows(
+                [torch.tensor(row) for row in ([0.0] * 4, [0.0, 0.0, 8.0], [0.0, 0.0])]
+            ),
+            fields.VALUES: Jagged.from_rows(
+                [torch.tensor(row) for row in ([0.0, 10.0, 0.0, 40.0], [0.0, 20.0, 30.0], [0.0, 0.0])]
+            ),
+        }
+    )
+
+
+def advantages_of(batch: Batch, **algorithm: Any) -> list[list[float]]:
+    with podium.connect("inline") as cluster:
+        estimator = cluster.start(
+            Estimator.bind(AlgorithmConfig(normalize_advantage=False, **algorithm)), cluster.pool([1])
+        )
+        found = estimator.advantages(batch).fetch()
+    assert found.dense(fields.TRAJECTORY_TOKENS).tolist() == [4, 4, 1]
+    return [row.tolist() for row in found.jagged(fields.ADVANTAGES).unbind()]
+
+
+def test_rewards_to_come_follow_time_and_not_the_order_of_rows() -> None:
+    rows = advantages_of(out_of_order(), advantage="reinforce_pp", gamma=0.5)
+    # In time: 6, then 2 and 3 (which earns 8), then 7, where the score of the trajectory counts.
+    assert rows[0] == [0.0, 0.125 + 0.25 * 8, 0.0, 1.0]
+    assert rows[1] == [0.0, 0.25 + 0.5 * 8, 0.5 + 8.0]
+    assert rows[2] == [0.0, 0.5]
+
+
+def test_values_that_follow_are_those_of_the_next_token_in_time() -> None:
+    rows = advantages_of(out_of_order(), advantage="gae", gamma=1.0, lam=0.0)
+    assert rows[0] == [0.0, 20.0 - 10.0, 0.0, 1.0 - 40.0]
+    assert rows[1] == [0.0, 30.0 - 20.0, 8.0 + 40.0 - 30.0]
+
+
+@Declaration()
+def of_truncated(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
+    assert inputs.truncated_B is not None
+    return AdvantageOutputs(advantages_N=inputs.spread(inputs.truncated_B.float()))
+
+
+def test_a_trajectory_was_cut_off_if_its_last_answer_was() -> None:
+    spec = f"{__name__}:of_truncated"
+    assert advantages_of(out_of_order(), advantage=spec)[0] == [0.0] * 4
+    batch = out_of_order().with_columns({fields.FINISH_REASON: ["length", "stop", "stop"]})
+    assert advantages_of(batch, advantage=spec)[:2] == [[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]
+
+
+def test_sessions_are_as_they_were_where_rows_stand_in_the_order_of_time() -> None:
+    assert Trajectories.of(sessions()).order_N is None
+    assert Trajectories.of(out_of_order()).order_N is not None
