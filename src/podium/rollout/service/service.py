@@ -183,9 +183,11 @@ class Service:
         if request.tool_choice == "none":
             tools = []
         recorded = self._session(session)
-        continues = recorded.find(request.messages) if recorded is not None else None
+        continues: RecordedCall | None = None
         prompt: list[int] | None = None
         try:
+            if recorded is not None:
+                continues = recorded.find(request.messages)
             if recorded is not None and continues is not None:
                 said = continues.messages
                 whole = recorded.ids_of(continues)
@@ -194,6 +196,8 @@ class Service:
             prompt = self.form.prompt(request.messages, tools) if prompt is None else prompt
         except ConfigError as error:
             raise Refusal(400, str(error), "messages") from None
+        except RecursionError:
+            raise Refusal(400, "the messages or tools are nested too deeply to be written", "messages") from None
         limit = request.max_completion_tokens or request.max_tokens
         asked = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session)
         return replace(

@@ -148,6 +148,9 @@ class Session:
         """Return the call whose prompt and answer are the longest beginning of ``messages``; the latest of equals.
 
         A call whose row has gone on since comes after one whose row ends with it.
+
+        Raises:
+            RecursionError: A message is nested too deeply to be compared.
         """
         conversation = tuple(map(message_key, messages))
         found = [
@@ -173,7 +176,13 @@ class Session:
             messages: As in :class:`RecordedCall`.
             continues: The call whose conversation this one goes on with, as :meth:`find` gave it. If ``prompt`` does
                 not begin with the ids of that call, it is counted in ``splits``.
+
+        Raises:
+            RecursionError: A message is nested too deeply to be compared. Nothing is recorded then.
         """
+        said = tuple(messages)
+        known = () if continues is None else continues.conversation  # which find() has compared
+        keys = (*known, *map(message_key, said[len(known) :]))
         before = self._longest(prompt)
         number = len(self.calls)
         self.splits += continues is not None and (before is None or before.stop < continues.stop)
@@ -186,9 +195,6 @@ class Session:
         row = self.rows[place]
         row.read(prompt[shared:])
         row.sample(number, drawn)
-        said = tuple(messages)
-        known = () if continues is None else continues.conversation  # which find() has compared
-        keys = (*known, *map(message_key, said[len(known) :]))
         self.calls.append(RecordedCall(number, place, len(row.ids), keys, said))
         return self.calls[-1]
 
@@ -229,7 +235,7 @@ def message_key(message: Mapping[str, Any]) -> Key:
 def _tool_call(call: Any) -> list[Any]:
     function = call.get("function", {}) if isinstance(call, Mapping) else {}
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments)
+    with contextlib.suppress(ValueError, RecursionError):  # which leaves a text as it is
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.dumps(found, sort_keys=True, ensure_ascii=False, default=str)
     return [call.get("id") if isinstance(call, Mapping) else None, function.get("name"), arguments]
