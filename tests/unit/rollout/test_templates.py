@@ -279,12 +279,12 @@ def test_the_test_finds_a_history_that_is_tokenized_again(family: Family, monkey
     """A broken session, which writes what was sampled anew from its text, is found by the same comparison."""
     record = Session.record
 
-    def again(self: Session, prompt: Any, drawn: Sampled, messages: Any = (), *, continues: Any = None) -> Any:
+    def again(self: Session, prompt: Any, drawn: Sampled, messages: Any = (), **of: Any) -> Any:
         tokenizer = tokenizer_of(family)
         ids = tokenizer.encode(tokenizer.decode(drawn.ids), add_special_tokens=False)
         size = len(ids)
         other = Sampled(ids, [*drawn.logprobs, *[0.0] * size][:size], [*drawn.versions, *[0] * size][:size], "stop")
-        return record(self, prompt, other, messages, continues=continues)
+        return record(self, prompt, other, messages, **of)
 
     monkeypatch.setattr(Session, "record", again)
     _, _, found = asyncio.run(simulate(family, 200, 1))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.sessions import RecordedCall, Sampled, Session
+from podium.rollout.service.sessions import RecordedCall, Sampled, Session, tools_key
 from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ class Service:
         prompt: list[int] | None = None
         try:
             if recorded is not None:
-                continues = recorded.find(request.messages)
-            if recorded is not None and continues is not None:
+                continues = recorded.find(request.messages, tools)
+            if recorded is not None and continues is not None and continues.tools == tools_key(tools):
                 said = continues.messages
                 whole = recorded.ids_of(continues)
                 start = next(turn.start for turn in recorded.rows[continues.row].turns if turn.call == continues.number)
@@ -361,7 +361,8 @@ class Service:
             ]
         call = None
         if asked.session is not None:
-            call = asked.session.record(asked.prompt, drawn, (*asked.messages, message), continues=asked.continues)
+            said = (*asked.messages, message)
+            call = asked.session.record(asked.prompt, drawn, said, tools=asked.tools, continues=asked.continues)
         reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
         return Answer(message, reason, drawn, call)
 

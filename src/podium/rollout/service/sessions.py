@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = ["Key", "RecordedCall", "Row", "Sampled", "Session", "Turn", "message_key"]
+__all__ = ["Key", "RecordedCall", "Row", "Sampled", "Session", "Turn", "message_key", "tools_key"]
 
 Key: TypeAlias = str
 """What a message says, in a form that is equal for what two clients send of the same message."""
@@ -109,6 +109,7 @@ class RecordedCall:
         stop: The number of the row's tokens up to the end of its completion.
         conversation: A key for each message of the prompt, and one for the answer; () for a call that sent ids.
         messages: Those messages, as the model read and wrote them: a client may leave out the reasoning later.
+        tools: The key of the tools that its prompt was written with.
     """
 
     number: int
@@ -116,6 +117,7 @@ class RecordedCall:
     stop: int
     conversation: tuple[Key, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
+    tools: Key = ""
 
 
 class Session:
@@ -144,21 +146,28 @@ class Session:
         """The prompt and the completion of a call."""
         return self.rows[call.row].ids[: call.stop]
 
-    def find(self, messages: Sequence[Mapping[str, Any]]) -> RecordedCall | None:
+    def find(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> RecordedCall | None:
         """Return the call whose prompt and answer are the longest beginning of ``messages``; the latest of equals.
 
-        A call whose row has gone on since comes after one whose row ends with it.
+        A call with other tools comes after one with ``tools``, and a call whose row has gone on since after one whose
+        row ends with it.
 
         Raises:
             RecursionError: A message is nested too deeply to be compared.
         """
-        conversation = tuple(map(message_key, messages))
+        conversation, key = tuple(map(message_key, messages)), tools_key(tools)
         found = [
             call
             for call in self.calls
             if call.conversation and conversation[: len(call.conversation)] == call.conversation
         ]
-        return max(found, key=lambda call: (len(call.conversation), self._is_open(call), call.number), default=None)
+
+        def rank(call: RecordedCall) -> tuple[int, bool, bool, int]:
+            return len(call.conversation), call.tools == key, self._is_open(call), call.number
+
+        return max(found, key=rank, default=None)
 
     def record(
         self,
@@ -166,6 +175,7 @@ class Session:
         drawn: Sampled,
         messages: Iterable[Mapping[str, Any]] = (),
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         continues: RecordedCall | None = None,
     ) -> RecordedCall:
         """Record a call that has its answer, and return it.
@@ -174,6 +184,7 @@ class Session:
             prompt: The ids that the model read.
             drawn: What it sampled.
             messages: As in :class:`RecordedCall`.
+            tools: The tools that ``prompt`` was written with.
             continues: The call whose conversation this one goes on with, as :meth:`find` gave it. If ``prompt`` does
                 not begin with the ids of that call, it is counted in ``splits``.
 
@@ -182,7 +193,7 @@ class Session:
         """
         said = tuple(messages)
         known = () if continues is None else continues.conversation  # which find() has compared
-        keys = (*known, *map(message_key, said[len(known) :]))
+        keys, tools_of = (*known, *map(message_key, said[len(known) :])), tools_key(tools)
         before = self._longest(prompt)
         number = len(self.calls)
         self.splits += continues is not None and (before is None or before.stop < continues.stop)
@@ -195,7 +206,7 @@ class Session:
         row = self.rows[place]
         row.read(prompt[shared:])
         row.sample(number, drawn)
-        self.calls.append(RecordedCall(number, place, len(row.ids), keys, said))
+        self.calls.append(RecordedCall(number, place, len(row.ids), keys, said, tools_of))
         return self.calls[-1]
 
     def _longest(self, prompt: Sequence[int]) -> RecordedCall | None:
@@ -230,6 +241,11 @@ def message_key(message: Mapping[str, Any]) -> Key:
     if isinstance(said.get("tool_calls"), list):
         said["tool_calls"] = [_tool_call(call) for call in said["tool_calls"]]
     return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def tools_key(tools: Sequence[Mapping[str, Any]]) -> Key:
+    """Return what the tools of a request say; the order of the entries of an object makes no difference."""
+    return json.dumps(list(tools), sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _tool_call(call: Any) -> list[Any]:
