@@ -11,7 +11,6 @@ given another ``base_url``; by the header ``X-Session-ID``; or by ``metadata.ses
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import itertools
 import json
@@ -20,7 +19,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -32,6 +31,7 @@ from podium.rollout.service.exchange import Streamed, as_json, read_body, sessio
 from podium.rollout.service.metrics import App, Metrics
 from podium.rollout.service.service import Delta, before_stop
 from podium.rollout.service.sessions import Sampled
+from podium.rollout.service.together import merged
 from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from podium.rollout.service.tokens import Scored
 
 __all__ = ["make_app"]
-
-T = TypeVar("T")
 
 _PATHS: Final = (
     *("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/models", "/metrics", "/health"),
@@ -125,12 +123,13 @@ class _Api:
         head = _head("chatcmpl", "chat.completion", self.service)
         if asked_for.stream:
             return _events(self._chat_stream(asked_for, asked, {**head, "object": "chat.completion.chunk"}))
-        answers = await while_there(request, [self.service.answer(asked, place) for place in range(len(asked.seeds))])
+        drawn = await while_there(request, [self.service.draw(asked, place) for place in range(len(asked.seeds))])
+        answers = self.service.read(asked, drawn)
         choices = [
             {"index": index, "message": answer.message, **self._ending(asked_for, answer)}
             for index, answer in enumerate(answers)
         ]
-        whole = {**head, "choices": choices, "usage": self._usage([asked], [answer.sampled for answer in answers])}
+        whole = {**head, "choices": choices, "usage": self._usage([asked], drawn)}
         if asked_for.return_token_ids:
             whole["prompt_token_ids"] = list(asked.prompt)
         return JSONResponse(whole)
@@ -229,10 +228,9 @@ class _Api:
     async def _chat_stream(
         self, asked_for: ChatRequest, asked: Asked, head: Mapping[str, Any]
     ) -> AsyncGenerator[Mapping[str, Any]]:
-        streams = [self.service.stream(asked, place) for place in range(len(asked.seeds))]
         begun: set[int] = set()
         sampled: list[Sampled] = []
-        async with aclosing(_merged(streams)) as pieces:
+        async with aclosing(self.service.stream(asked)) as pieces:
             async for index, piece in pieces:
                 delta: dict[str, Any] = {} if index in begun else {"role": "assistant", "content": ""}
                 begun.add(index)
@@ -262,7 +260,7 @@ class _Api:
             yield await self.service.draw(asked, place)
 
         drawn: list[Sampled] = []
-        async with aclosing(_merged([one(*which) for which in each])) as pieces:
+        async with aclosing(merged([one(*which) for which in each])) as pieces:
             async for index, sampled in pieces:
                 drawn.append(sampled)
                 yield {**head, "choices": [self._text_choice(asked_for, index, sampled)]}
@@ -343,34 +341,6 @@ class _Api:
     def _check_model(self, name: str) -> None:
         if name not in ("", self.service.model):
             raise Refusal(404, f"the model {name!r} is not here; this service has {self.service.model!r}", "model")
-
-
-async def _merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Yield what several streams yield as it comes, with the place of its stream. Closing it closes all of them."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for piece in stream:
-                yield 0, piece
-        return
-    queue: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
-
-    async def pump(place: int, stream: AsyncGenerator[T]) -> None:
-        try:
-            async with aclosing(stream):
-                async for piece in stream:
-                    queue.put_nowait((place, piece))
-        finally:
-            queue.put_nowait(None)
-
-    pumps = [asyncio.ensure_future(pump(place, stream)) for place, stream in enumerate(streams)]
-    try:
-        for _ in pumps:
-            while (piece := await queue.get()) is not None:
-                yield piece
-        await asyncio.gather(*pumps)
-    finally:
-        for one in pumps:
-            one.cancel()
 
 
 def _events(chunks: AsyncGenerator[Mapping[str, Any]]) -> Response:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from podium.rollout.service.together import all_of
 from podium.rollout.service.wire import Refusal
 
 __all__ = ["SESSION_HEADER", "Streamed", "as_json", "read_body", "session_of", "while_there"]
@@ -68,7 +69,7 @@ def session_of(request: Request, body: Any) -> str:
 
 
 async def while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Wait for all of ``works``. They are cancelled when one fails, and when the client goes away.
+    """Wait for all of ``works``. They are cancelled when one fails, and when the client goes away, and have ended then.
 
     Raises:
         ClientDisconnect: The client went away.
@@ -78,7 +79,7 @@ async def while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]])
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    everything = asyncio.gather(*works)
+    everything = asyncio.ensure_future(all_of(works))
     watcher = asyncio.ensure_future(gone())
     try:
         await asyncio.wait({everything, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,6 +89,7 @@ async def while_there(request: Request, works: Sequence[Coroutine[Any, Any, T]])
     finally:
         watcher.cancel()
         everything.cancel()
+        await asyncio.gather(watcher, everything, return_exceptions=True)
 
 
 class Streamed(StreamingResponse):

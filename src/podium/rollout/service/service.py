@@ -15,11 +15,13 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session, tools_key
+from podium.rollout.service.together import merged
 from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
@@ -68,6 +70,14 @@ class Delta:
 
     content: str = ""
     reasoning: str = ""
+
+    def __add__(self, other: Delta) -> Delta:
+        """Both, one after the other."""
+        return Delta(self.content + other.content, self.reasoning + other.reasoning)
+
+    def up_to(self, whole: Delta) -> Delta:
+        """What follows this piece in ``whole``; nothing where it is not the beginning."""
+        return Delta(_more(self.content, whole.content), _more(self.reasoning, whole.reasoning))
 
 
 @dataclass(frozen=True)
@@ -286,33 +296,54 @@ class Service:
 
     async def answer(self, asked: Asked, number: int = 0) -> Answer:
         """Draw completion ``number`` of a conversation, and record it. Raises as :meth:`draw`."""
-        return self._answer(asked, await self.draw(asked, number))
+        (answer,) = self.read(asked, [await self.draw(asked, number)])
+        return answer
 
-    async def stream(self, asked: Asked, number: int = 0) -> AsyncGenerator[Delta | Answer]:
-        """As :meth:`answer`, with the pieces of the text as they come; the whole answer comes last.
+    def read(self, asked: Asked, drawn: Sequence[Sampled]) -> list[Answer]:
+        """Return the answers that completions of a conversation are. All of them are recorded, or none.
+
+        Raises:
+            Refusal: The session is over.
+        """
+        if asked.session is not None and asked.session.over:
+            raise Refusal(404, f"the session {asked.name!r} is over, and the answer came too late to be trained")
+        answers = [self._answer(asked, each) for each in drawn]
+        if asked.session is None:
+            return answers
+        record = partial(asked.session.record, asked.prompt, tools=asked.tools, continues=asked.continues)
+        return [replace(one, call=record(one.sampled, (*asked.messages, one.message))) for one in answers]
+
+    async def stream(self, asked: Asked) -> AsyncGenerator[tuple[int, Delta | Answer]]:
+        """Draw all completions of a conversation. Yields pieces of the texts as they come, with the number of their
+        completion, and at last the whole answers, which are recorded as :meth:`read` does.
 
         What may be the beginning of a tool call, of a stop text or of a character is held back until it is known.
         """
-        said, thought, looked_s = "", "", 0.0
+        count = len(asked.seeds)
+        sent, drawn = [Delta()] * count, dict[int, Sampled]()
+        async with aclosing(merged([self._texts(asked, number) for number in range(count)])) as pieces:
+            async for number, piece in pieces:
+                if isinstance(piece, Sampled):
+                    drawn[number] = piece
+                elif (delta := sent[number].up_to(piece)) != Delta():
+                    yield number, delta
+                    sent[number] += delta
+        for number, answer in enumerate(self.read(asked, [drawn[number] for number in range(count)])):
+            message = answer.message
+            whole = Delta(message.get("content") or "", message.get("reasoning_content") or "")
+            yield number, sent[number].up_to(whole)
+            yield number, answer
+
+    async def _texts(self, asked: Asked, number: int) -> AsyncGenerator[Delta | Sampled]:
+        """Yield the text so far as it is certain, now and then, and at last all of the completion."""
+        looked_s = 0.0
         async with aclosing(self._pieces(asked, number)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Sampled):
-                    answer = self._answer(asked, piece)
-                    yield Delta(
-                        _more(said, answer.message.get("content") or ""),
-                        _more(thought, answer.message.get("reasoning_content") or ""),
-                    )
-                    yield answer
-                    return
-                if time.monotonic() - looked_s < _PAUSE_S:
-                    continue
-                looked_s = time.monotonic()
-                reply = self.form.parse(asked.prompt, piece, asked.tools)
-                content, reasoning = self._certain(reply, asked)
-                delta = Delta(_more(said, content), _more(thought, reasoning))
-                if delta.content or delta.reasoning:
-                    yield delta
-                    said, thought = said + delta.content, thought + delta.reasoning
+                    yield piece
+                elif time.monotonic() - looked_s >= _PAUSE_S:
+                    looked_s = time.monotonic()
+                    yield self._certain(self.form.parse(asked.prompt, piece, asked.tools), asked)
 
     async def _pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[list[int] | Sampled]:
         """Yield the ids so far, again and again, and at last all of the completion."""
@@ -343,8 +374,6 @@ class Service:
         return Sampled(drawn.ids[:count], drawn.logprobs[:count], drawn.versions[:count], "stop", kept)
 
     def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
-        if asked.session is not None and asked.session.over:
-            raise Refusal(404, f"the session {asked.name!r} is over, and the answer came too late to be trained")
         reply = self.form.parse(asked.prompt, drawn.ids, asked.tools)
         content = before_stop(reply.content, asked.stops)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}
@@ -359,14 +388,10 @@ class Service:
                 }
                 for call in reply.tool_calls
             ]
-        call = None
-        if asked.session is not None:
-            said = (*asked.messages, message)
-            call = asked.session.record(asked.prompt, drawn, said, tools=asked.tools, continues=asked.continues)
         reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
-        return Answer(message, reason, drawn, call)
+        return Answer(message, reason, drawn)
 
-    def _certain(self, reply: Reply, asked: Asked) -> tuple[str, str]:
+    def _certain(self, reply: Reply, asked: Asked) -> Delta:
         """The beginning of content and reasoning that no later token changes."""
         content, reasoning = reply.content, reply.reasoning or ""
         if asked.tools:
@@ -376,7 +401,7 @@ class Service:
         held = max((len(stop) for stop in asked.stops), default=1) - 1
         content = before_stop(content, asked.stops)
         content = content[: len(content) - held].rstrip("\ufffd \n\t")
-        return content, reasoning.rstrip("\ufffd \n\t<")
+        return Delta(content, reasoning.rstrip("\ufffd \n\t<"))
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.error
+import urllib.request
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -25,6 +28,7 @@ CHATML = (
     "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOKEN = "secret"
 USER = {"role": "user", "content": "hello"}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 FLY = {"type": "function", "function": {"name": "fly", "parameters": {"type": "object"}}}
@@ -95,3 +99,13 @@ async def say(service: Service, messages: Sequence[Any], session: str = "s", **r
     """Let the service answer a conversation in a session. Returns the assistant's message."""
     answer = await service.answer(service.chat(ChatRequest(messages=[*messages], **request), session))
     return dict(answer.message)
+
+
+def posted(url: str, body: Any, token: str = TOKEN) -> tuple[int, str]:
+    """Post a request as JSON. Returns the status and the body of the answer."""
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()

@@ -1,0 +1,57 @@
+"""Awaits several things at the same time, which end together: when one fails, the others are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+__all__ = ["all_of", "merged"]
+
+T = TypeVar("T")
+
+
+async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what all of ``works`` return. Raises the first error, once the others have ended too."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Yield what several streams yield as it comes, with the place of its stream.
+
+    Closing it closes all of them, and so does the first error, which it raises.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for piece in stream:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(place: int, stream: AsyncGenerator[T]) -> None:
+        async with aclosing(stream):
+            async for piece in stream:
+                queue.put_nowait((place, piece))
+
+    pumps = [asyncio.create_task(pump(place, stream)) for place, stream in enumerate(streams)]
+    for one in pumps:
+        one.add_done_callback(queue.put_nowait)
+    try:
+        left = len(pumps)
+        while left:
+            got = await queue.get()
+            if isinstance(got, asyncio.Task):
+                got.result()
+                left -= 1
+            else:
+                yield got
+    finally:
+        for one in pumps:
+            one.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
