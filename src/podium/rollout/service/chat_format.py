@@ -68,7 +68,8 @@ class ChatFormat(Protocol):
         ...
 
     def prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """The ids of a conversation with the assistant's turn opened after it.
+        """The ids of a conversation with the assistant's turn opened after it. ``data.system_prompt`` comes first where
+        the conversation does not begin with a system message or a developer's.
 
         Raises:
             ConfigError: The template cannot write it.
@@ -165,17 +166,19 @@ class TemplateFormat:
         return self._text([*said[:-1], answer], tools, opened=False).rpartition(_MARK)[2]
 
     def _text(self, messages: Messages, tools: Tools, *, opened: bool) -> str:
-        return self._writer.text(template_messages(messages), list(tools) or None, opened=opened)
+        return self._writer.text(messages, list(tools) or None, opened=opened)
 
 
 class RendererFormat:
     """A family that the library ``renderers`` knows.
 
     Args:
+        writer: Puts the system prompt before conversations.
         renderer: One of its renderers, made with the model's tokenizer.
     """
 
-    def __init__(self, renderer: Any) -> None:
+    def __init__(self, writer: Writer, renderer: Any) -> None:
+        self._writer = writer
         self._renderer = renderer
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
 
@@ -184,7 +187,7 @@ class RendererFormat:
         try:
             return list(
                 self._renderer.render_ids(
-                    template_messages(messages), tools=_functions(tools), add_generation_prompt=True
+                    self._writer.messages(messages), tools=_functions(tools), add_generation_prompt=True
                 )
             )
         except Exception as error:
@@ -222,10 +225,10 @@ def chat_format(writer: Writer, tokenizer: Any) -> ChatFormat:
     none does, or the library is not installed, the template is used by its text.
     """
     plain = TemplateFormat(writer, tokenizer)
-    return next((found for found in _renderers(tokenizer) if _agree(found, plain)), plain)
+    return next((found for found in _renderers(writer, tokenizer) if _agree(found, plain)), plain)
 
 
-def _renderers(tokenizer: Any) -> Iterator[RendererFormat]:
+def _renderers(writer: Writer, tokenizer: Any) -> Iterator[RendererFormat]:
     """The renderers of the library that can be made with this tokenizer."""
     try:
         from renderers import base, configs
@@ -238,7 +241,7 @@ def _renderers(tokenizer: Any) -> Iterator[RendererFormat]:
         if config.__name__ in _NO_FAMILY:
             continue
         with contextlib.suppress(Exception):  # another family's, whose special tokens this tokenizer does not have
-            yield RendererFormat(base.create_renderer(tokenizer, config()))
+            yield RendererFormat(writer, base.create_renderer(tokenizer, config()))
 
 
 def _agree(found: ChatFormat, plain: ChatFormat) -> bool:

@@ -36,7 +36,8 @@ class DataConfig:
     template: str = ""
     """This template writes the prompt from any columns, as in "Q: {question}\\nA: ". It replaces prompt_column."""
     system_prompt: str = ""
-    """This system message precedes each prompt that has none of its own."""
+    """This system message precedes each prompt, and each conversation of a session or of podium serve, that does not
+    begin with one of its own."""
     chat_template: str = Field(default="auto", min_length=1)
     """Prompts are formatted by the tokenizer's chat template if it has one (auto), as plain text (none), or by this
     Jinja file."""

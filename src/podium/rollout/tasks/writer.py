@@ -31,6 +31,7 @@ _PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which t
 _VAST: Final = 1_000_000  # characters: only texts of more are judged by their length before they are encoded
 _EXAMINED: Final = 200  # characters of a text that are looked at for unknown ones
 _PROBE: Final = "podium"
+_INSTRUCTING: Final = ("system", "developer")
 _MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' keyword around the assistant's text
 
@@ -83,8 +84,9 @@ class Writer:
         """The Jinja text of the chat template; None for plain text."""
         return self._template
 
-    def text(self, messages: Messages, tools: list[Any] | None = None, *, opened: bool) -> str:
-        """Write a conversation by the chat template. With ``opened`` the assistant's turn is opened after it.
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None, *, opened: bool) -> str:
+        """Write a conversation by the chat template, with the system prompt. With ``opened`` the assistant's turn is
+        opened after it.
 
         Raises:
             ConfigError: There is no template, or it cannot write this conversation.
@@ -93,11 +95,22 @@ class Writer:
             raise ConfigError(
                 "conversations need a chat template, and the tokenizer has none: set data.chat_template to a Jinja file"
             )
+        whole = self.messages(messages)
         if self._has_written:
-            return self._render(messages, tools, opened=opened)
-        text = _in_time(lambda: self._render(messages, tools, opened=opened))
+            return self._render(whole, tools, opened=opened)
+        text = _in_time(lambda: self._render(whole, tools, opened=opened))
         self._has_written = True  # a template that loops does so at once; a thread for each text would cost most of it
         return text
+
+    def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> Messages:
+        """Return a prompt as messages that a template can write. Where the first is neither a system message nor a
+        developer's, ``data.system_prompt`` comes before it."""
+        messages: Messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else template_messages(prompt)
+        )
+        if self.config.system_prompt and messages[0]["role"] not in _INSTRUCTING:
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        return messages
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text that the template wrote."""
@@ -183,7 +196,7 @@ class Writer:
         """Write prompts as they are generated from. The second of each pair has the tools."""
         system = self.config.system_prompt
         if self._template is not None:
-            return _in_time(lambda: [self._render(self._messages(p), self._tools(e), opened=True) for p, e in prompts])
+            return _in_time(lambda: [self._render(self.messages(p), self._tools(e), opened=True) for p, e in prompts])
         for prompt, _ in prompts:
             if not isinstance(prompt, str):
                 raise ConfigError(
@@ -191,15 +204,6 @@ class Writer:
                     "data.chat_template to a Jinja file, or take a tokenizer that has one"
                 )
         return [f"{system}\n\n{prompt}" if system else str(prompt) for prompt, _ in prompts]
-
-    def _messages(self, prompt: str | Messages) -> Messages:
-        """The prompt as messages, with the system prompt."""
-        messages: Messages = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else template_messages(prompt)
-        )
-        if self.config.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        return messages
 
     def _tools(self, example: Example) -> list[Any] | None:
         """The tools of the row: a list of JSON schemas, or its JSON text. Other columns of this name are not tools."""
@@ -243,7 +247,7 @@ class Writer:
         Where the template marks the assistant's text, its mask is taken. Otherwise a turn is what the template adds for
         this turn to what it writes to open it, up to the end of the turn.
         """
-        tools, before = self._tools(example), self._messages(prompt)
+        tools, before = self._tools(example), self.messages(prompt)
         messages = [*before, *template_messages(example.turns)]
         first = 0 if example.whole else len(before)
         if _GENERATION.search(self._template or ""):
