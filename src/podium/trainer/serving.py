@@ -79,5 +79,5 @@ def served(
             yield ServedModel(url, generator, chats)
             return
         urls = generator.serve(config.data, sampling, model=model, token=token)
-        with serve_front(urls, host=host, port=port) as front:
+        with serve_front(urls, token=token, host=host, port=port) as front:
             yield ServedModel(front.url, generator, chats)

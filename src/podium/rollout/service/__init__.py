@@ -46,12 +46,12 @@ def check_serving(host: str, port: int, token: str) -> None:
     listen(host, port).close()
 
 
-def serve_front(urls: Sequence[str], *, host: str = "127.0.0.1", port: int = 0) -> Server:
-    """Serve, until the server is closed, what the services at ``urls`` answer."""
+def serve_front(urls: Sequence[str], *, token: str, host: str = "127.0.0.1", port: int = 0) -> Server:
+    """Serve, until the server is closed, what the services at ``urls`` answer to requests with their ``token``."""
     from podium.rollout.service.front import make_front
     from podium.rollout.service.server import Server
 
-    return Server(make_front(urls), host, port)
+    return Server(make_front(urls, token), host, port)
 
 
 def serve_engine(

@@ -11,24 +11,22 @@ given another ``base_url``; by the header ``X-Session-ID``; or by ``metadata.ses
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
-from podium.errors import ConfigError, PodiumError
+from podium.errors import PodiumError
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium.rollout.service.metrics import App, Metrics
+from podium.rollout.service.routes import PATHS, routed
 from podium.rollout.service.service import Delta, before_stop
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.together import merged
@@ -40,12 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["make_app"]
 
-_PATHS: Final = (
-    *("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/models", "/metrics", "/health"),
-)
-
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 def make_app(service: Service, token: str) -> App:
     """Return the application. Requests without the bearer ``token`` are answered by 401, but for ``/health``.
@@ -53,61 +45,16 @@ def make_app(service: Service, token: str) -> App:
     Raises:
         ConfigError: ``token`` is empty.
     """
-    if not token:
-        raise ConfigError("the token of a service is empty, so that whoever knows none would be let in")
     api = _Api(service)
-
-    def guarded(handler: Handler) -> Handler:
-        async def run(request: Request) -> Response:
-            try:
-                kind, _, given = request.headers.get("authorization", "").partition(" ")
-                if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-                    raise Refusal(401, "the token is missing or wrong: send it as Authorization: Bearer TOKEN")
-                return await handler(request)
-            except ClientDisconnect:
-                return Response(status_code=499)
-            except (Refusal, PodiumError) as error:
-                return _refused(error)
-
-        return run
-
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "version": service.source.version})
-
-    posted = {"/v1/chat/completions": api.chat, "/v1/completions": api.completions}
-    routes = [
-        Route(prefix + path, guarded(handler), methods=["POST"])
-        for prefix in ("", "/sessions/{session}")
-        for path, handler in posted.items()
-    ]
-    routes += [
-        Route("/inference/v1/generate", guarded(api.generate), methods=["POST"]),
-        Route("/v1/models", guarded(api.models)),
-        Route("/sessions/{session}/v1/models", guarded(api.models)),
-        Route("/metrics", guarded(api.metrics)),
-        Route("/health", health),
-    ]
-
-    app = Starlette(routes=routes, exception_handlers={404: _elsewhere, 405: _otherwise, Exception: _failed})
-    return api.metrics_of.measured(app, _PATHS)
-
-
-def _elsewhere(request: Request, error: Exception) -> Response:
-    return _refused(Refusal(404, f"nothing is at {request.url.path}; the paths are {', '.join(_PATHS)}"))
-
-
-def _otherwise(request: Request, error: Exception) -> Response:
-    allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
-    return _refused(Refusal(405, f"{request.url.path} takes {allowed or 'another method'}"))
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    return _refused(Refusal(500, f"the service failed, and its log says where: {type(error).__name__}"))
-
-
-def _refused(error: Refusal | PodiumError) -> Response:
-    refusal = error if isinstance(error, Refusal) else Refusal(500, str(error))
-    return JSONResponse(refusal.body, refusal.status, {"Retry-After": "1"} if refusal.status == 429 else None)
+    handlers = {
+        "/v1/chat/completions": api.chat,
+        "/v1/completions": api.completions,
+        "/inference/v1/generate": api.generate,
+        "/v1/models": api.models,
+        "/metrics": api.metrics,
+        "/health": api.health,
+    }
+    return api.metrics_of.measured(routed(handlers, token), PATHS)
 
 
 class _Api:
@@ -212,6 +159,9 @@ class _Api:
             "max_model_len": service.context,
         }  # fmt: skip
         return JSONResponse({"object": "list", "data": [card]})
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "version": self.service.source.version})
 
     async def metrics(self, request: Request) -> Response:
         source = self.service.source

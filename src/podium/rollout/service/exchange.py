@@ -1,4 +1,4 @@
-"""Reads requests up to a size, and ends answers with the client that waits for them."""
+"""Reads requests up to a size and for a time, and ends answers with the client that waits for them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 SESSION_HEADER: Final = "x-session-id"
 _MOST_BYTES: Final = 16 << 20  # of a request
 _MOST_SENT: Final = 1 << 30  # bytes that are read and thrown away before a client is told that it sends too much
+_READING_S: Final = 60.0  # for all of a body, which a client could otherwise send byte by byte for ever
 _HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -30,18 +31,22 @@ async def read_body(request: Request) -> bytes:
     sends would not read the answer.
 
     Raises:
-        Refusal: It is too large.
+        Refusal: It is too large, or has not come in time.
         ClientDisconnect: The client went away.
     """
     parts, count = list[bytes](), 0
-    async for part in request.stream():
-        count += len(part)
-        if count <= _MOST_BYTES:
-            parts.append(part)
-        else:
-            parts.clear()
-        if count > _MOST_SENT:
-            break
+    try:
+        async with asyncio.timeout(_READING_S):
+            async for part in request.stream():
+                count += len(part)
+                if count <= _MOST_BYTES:
+                    parts.append(part)
+                else:
+                    parts.clear()
+                if count > _MOST_SENT:
+                    break
+    except TimeoutError:
+        raise Refusal(408, f"the body of the request did not come within {_READING_S:g} s") from None
     if count > _MOST_BYTES:
         raise Refusal(413, f"the request is larger than {_MOST_BYTES >> 20} MiB")
     return b"".join(parts)

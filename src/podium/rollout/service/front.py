@@ -3,75 +3,72 @@
     client ─▶ front ─┬▶ service of rank 0     the session's own, or else the one with the fewest requests
                      └▶ service of rank 1
 
-A request is passed on as it came, with its token, and its answer as it comes. The service checks both.
+A request with the token and to a path of the API is passed on as it came, and its answer as it comes. The service
+checks all of it again.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
+from urllib.parse import quote
 
 import httpx2
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import PlainTextResponse, Response
 
 from podium.rollout.service.exchange import Streamed, read_body, session_of, while_there
 from podium.rollout.service.metrics import added
+from podium.rollout.service.routes import PATHS, routed
 from podium.rollout.service.wire import Refusal
 
 __all__ = ["make_front"]
 
 _REMEMBERED: Final = 1 << 16  # sessions whose service is known
-_IN_PATH: Final = re.compile(r"/sessions/([^/]+)/")
 _PASSED_ON: Final = ("content-type", "retry-after", "www-authenticate")
 _NOT_SENT: Final = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
 
 
 @dataclass(eq=False)
 class _Rank:
-    url: str
+    url: httpx2.URL
     requests: int = 0
     taken: int = 0
 
 
-def make_front(urls: Sequence[str]) -> Starlette:
-    """Return an application that hands requests to the services at ``urls``."""
+def make_front(urls: Sequence[str], token: str) -> Starlette:
+    """Return an application that hands requests with the bearer ``token`` to the services at ``urls``.
+
+    Raises:
+        ConfigError: ``token`` is empty.
+    """
     front = _Front(urls)
-    return Starlette(
-        routes=[
-            Route("/metrics", front.metrics),
-            Route("/{path:path}", front.pass_on, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]),
-        ],
-    )
+    return routed(dict.fromkeys(PATHS, front.pass_on) | {"/metrics": front.metrics}, token, front.running)
 
 
 class _Front:
     def __init__(self, urls: Sequence[str]) -> None:
-        self._ranks = [_Rank(url) for url in urls]
+        self._ranks = [_Rank(httpx2.URL(url)) for url in urls]
         self._of: OrderedDict[str, _Rank] = OrderedDict()
 
-    @cached_property
-    def _services(self) -> httpx2.AsyncClient:
+    @asynccontextmanager
+    async def running(self, app: Starlette) -> AsyncIterator[None]:
+        """Hold connections to the services during the block."""
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
-        return httpx2.AsyncClient(limits=limits, timeout=httpx2.Timeout(None), trust_env=False)
+        timeout = httpx2.Timeout(None)
+        async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as self._services:
+            yield
 
     async def pass_on(self, request: Request) -> Response:
         """Hand a request to a service, and its answer to the client."""
-        try:
-            raw = await read_body(request)
-        except Refusal as refusal:
-            return JSONResponse(refusal.body, refusal.status)
-        except ClientDisconnect:
-            return Response(status_code=499)
+        raw = await read_body(request)
         rank = self._choose(_session_of(request, raw))
-        target = rank.url + request.scope["raw_path"].decode("latin-1")
+        target = rank.url.copy_with(raw_path=_quoted(request.scope["path"]))
         headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_SENT]
         asked = self._services.build_request(request.method, target, content=raw, headers=headers)
         rank.requests += 1
@@ -87,8 +84,7 @@ class _Front:
             (got,) = await while_there(request, [self._services.send(asked, stream=True)])
         except (httpx2.HTTPError, ClientDisconnect) as error:
             await close()
-            lost = Refusal(502, f"the generator at {rank.url} does not answer: {type(error).__name__}")
-            return JSONResponse(lost.body, lost.status)
+            raise Refusal(502, f"the generator at {rank.url} does not answer: {type(error).__name__}") from None
         kept = {name: got.headers[name] for name in _PASSED_ON if name in got.headers}
         return Streamed(got.aiter_raw(), close, status_code=got.status_code, headers=kept)
 
@@ -97,7 +93,7 @@ class _Front:
         texts = list[str]()
         for rank in self._ranks:
             try:
-                got = await self._services.get(f"{rank.url}/metrics", headers=headers)
+                got = await self._services.get(rank.url.copy_with(raw_path=b"/metrics"), headers=headers)
             except httpx2.HTTPError:
                 continue
             if got.status_code != httpx2.codes.OK:
@@ -117,10 +113,13 @@ class _Front:
         return chosen
 
 
+def _quoted(path: str) -> bytes:
+    """A path as a request has it. Dots are quoted too: a session named ".." is no step upwards."""
+    return quote(path).replace(".", "%2E").encode()
+
+
 def _session_of(request: Request, raw: bytes) -> str:
-    if found := _IN_PATH.match(request.url.path):
-        return found[1]
     try:
         return session_of(request, json.loads(raw) if b"session_id" in raw else {})
     except (ValueError, RecursionError):
-        return ""  # the service says what is wrong with it
+        return session_of(request, {})  # the service says what is wrong with the body

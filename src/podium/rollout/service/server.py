@@ -50,7 +50,7 @@ class Server:
             http=OwnUserProtocol,
             log_level="error",
             access_log=False,
-            lifespan="off",
+            lifespan="on",
             ws="none",
             timeout_graceful_shutdown=1,
         )

@@ -1,0 +1,113 @@
+"""What a front and a service take from the network, and what they leave outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from podium.rollout.service import exchange, serve_front
+from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
+
+pytest.importorskip("uvicorn")
+
+
+@contextlib.contextmanager
+def served(*answers: str, front: bool = True) -> Iterator[tuple[str, Any]]:
+    """Serve what ``answers`` say. Gives the address, which is the front's if there is one, and the service."""
+    from podium.rollout.service.app import make_app
+    from podium.rollout.service.server import Server
+
+    service, _, _ = scripted(*answers)
+    with Server(make_app(service, TOKEN)) as server:
+        if not front:
+            yield server.url, service
+            return
+        with serve_front([server.url], token=TOKEN) as before:
+            yield before.url, service
+
+
+@contextlib.contextmanager
+def stranger() -> Iterator[tuple[int, list[str]]]:
+    """Another server of this machine. Gives its port, and the paths that it was asked for."""
+    paths: list[str] = []
+
+    class Listening(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *_: Any) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Listening) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port, paths
+        server.shutdown()
+
+
+def raw(url: str, head: str, body: bytes = b"", token: str = "") -> int:
+    """Send a request as it is. Returns the status of the answer."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    given = f"Authorization: Bearer {token}\r\n" if token else ""
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(f"{head}\r\nHost: x\r\n{given}\r\n".encode() + body)
+        return int(connection.recv(64).split()[1])
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+@pytest.mark.parametrize("target", ["%2F@127.0.0.1:{}/", "@127.0.0.1:{}/", "//127.0.0.1:{}/", "http://127.0.0.1:{}/"])
+def test_no_path_makes_the_front_ask_another_server(target: str, token: str) -> None:
+    with served() as (url, _), stranger() as (port, paths):
+        status = raw(url, f"GET {target.format(port)} HTTP/1.1", token=token)
+    assert (status, paths) == (404, [])
+
+
+@pytest.mark.parametrize("session", ["a", "b%2Fv1@x", "%25", "..", "ä?#"])
+def test_a_session_reaches_its_service_under_its_name(session: str) -> None:
+    from urllib.parse import quote
+
+    with served("A.<|im_end|>") as (url, service):
+        path = quote(session, safe="%") if "%" not in session else session
+        status, answer = posted(f"{url}/sessions/{path}/v1/chat/completions", {"messages": [USER]})
+        if "%2F" in session:
+            assert status == 404, "a name is one part of the path"
+            return
+        assert (status, json.loads(answer)["choices"][0]["message"]["content"]) == (200, "A.")
+        assert list(service.sessions) == ["%" if session == "%25" else session]
+
+
+@pytest.mark.parametrize("front", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/sessions/a/v1/completions", "/inference/v1/generate"])
+def test_without_the_token_a_body_is_not_waited_for(path: str, front: bool) -> None:
+    with served(front=front) as (url, _):
+        began_s = time.monotonic()
+        assert raw(url, f"POST {path} HTTP/1.1\r\nContent-Length: 1000", b"{") == 401
+        assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_a_body_that_does_not_come_is_given_up(front: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_READING_S", 0.2)
+    with served(front=front) as (url, _):
+        assert raw(url, "POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 1000", b"{", TOKEN) == 408
+
+
+def test_a_front_answers_as_its_services_do() -> None:
+    with served("A.<|im_end|>") as (url, _):
+        assert raw(url, "GET /health HTTP/1.1") == 200
+        assert raw(url, "GET /v1/models HTTP/1.1") == 401
+        assert raw(url, "GET /metrics HTTP/1.1", token=TOKEN) == 200
+        assert raw(url, "GET /elsewhere HTTP/1.1", token=TOKEN) == 404
+        assert raw(url, "GET /v1/completions HTTP/1.1", token=TOKEN) == 405
+        assert posted(f"{url}/v1/chat/completions", b"{".decode())[0] == 400
+        status, answer = posted(f"{url}/v1/chat/completions", {"messages": [USER], "stream": True})
+        assert status == 200 and answer.endswith("data: [DONE]\n\n")
