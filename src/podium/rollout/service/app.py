@@ -27,8 +27,9 @@ from podium.errors import PodiumError
 from podium.rollout.service.exchange import Streamed, as_json, read_body, session_of, while_there
 from podium.rollout.service.metrics import App, Metrics
 from podium.rollout.service.routes import PATHS, routed
-from podium.rollout.service.service import Delta, before_stop
+from podium.rollout.service.service import Delta
 from podium.rollout.service.sessions import Sampled
+from podium.rollout.service.stops import before_stop
 from podium.rollout.service.together import merged
 from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
 

@@ -21,19 +21,22 @@ from typing import TYPE_CHECKING, Any, Final
 from podium.errors import ConfigError
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.sessions import RecordedCall, Sampled, Session, tools_key
+from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
 from podium.rollout.service.together import merged
+from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
     from podium.rollout.service.chat_format import ChatFormat, Reply
     from podium.rollout.service.tokens import Scored, TokenSource
 
-__all__ = ["Answer", "Asked", "Delta", "Service", "before_stop"]
+__all__ = ["Answer", "Asked", "Delta", "Service"]
 
 _SEEDS: Final = 2**62
 _MIXER: Final = 0x9E3779B97F4A7C15  # an odd number, so that the calls of a session get seeds that differ
 _SESSIONS: Final = 4096  # that are remembered at the same time, where nobody closes them
 _PAUSE_S: Final = 0.02  # between two looks at the text of a stream
+_UNCERTAIN: Final = "\ufffd \n\t"  # a piece of a character, and white space that may be the end of the text
 _OPENERS: Final = "<[{"  # with one of these a tool call may begin
 
 
@@ -353,25 +356,18 @@ class Service:
             try:
                 async for event in events:
                     if isinstance(event, Sampled):
-                        yield self._until_stop(event, asked.stops)
+                        yield up_to_stop(event, asked.stops, self.decode)
                         return
                     ids += event.token_ids
                     logprobs += event.logprobs
                     versions += [event.version] * len(event.token_ids)
-                    if asked.stops and not asked.params.filtered and _place(self.decode(ids), asked.stops) is not None:
-                        yield self._until_stop(Sampled(ids, logprobs, versions, "stop"), asked.stops)
+                    new = len(event.token_ids)
+                    if asked.stops and not asked.params.filtered and ends_now(ids, new, asked.stops, self.decode):
+                        yield up_to_stop(Sampled(ids, logprobs, versions, "stop"), asked.stops, self.decode)
                         return
                     yield ids
             except ConfigError as error:
                 raise Refusal(400, str(error)) from None
-
-    def _until_stop(self, drawn: Sampled, stops: Sequence[str]) -> Sampled:
-        """What was sampled up to the token that completes a stop text; what came after it nobody has read."""
-        if not stops or _place(self.decode(drawn.ids), stops) is None:
-            return drawn
-        count = next(n for n in range(1, len(drawn.ids) + 1) if _place(self.decode(drawn.ids[:n]), stops) is not None)
-        kept = None if drawn.kept is None else drawn.kept[:count]
-        return Sampled(drawn.ids[:count], drawn.logprobs[:count], drawn.versions[:count], "stop", kept)
 
     def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
         reply = self.form.parse(asked.prompt, drawn.ids, asked.tools)
@@ -400,18 +396,8 @@ class Service:
             content = content[:at]
         held = max((len(stop) for stop in asked.stops), default=1) - 1
         content = before_stop(content, asked.stops)
-        content = content[: len(content) - held].rstrip("\ufffd \n\t")
-        return Delta(content, reasoning.rstrip("\ufffd \n\t<"))
-
-
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """What stands before the first of ``stops``."""
-    return text[: _place(text, stops)]
-
-
-def _place(text: str, stops: Sequence[str]) -> int | None:
-    """The place of the first of ``stops`` in ``text``."""
-    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+        content = content[: max(0, len(content) - held)]
+        return Delta(content.rstrip(_UNCERTAIN), without_begun_end(reasoning).rstrip(_UNCERTAIN))
 
 
 def _more(sent: str, whole: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = ["CallReader", "Reply", "ToolCall", "read_hermes", "reader_of"]
+__all__ = ["CallReader", "Reply", "ToolCall", "read_hermes", "reader_of", "without_begun_end"]
 
 _REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
 _HERMES: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -26,6 +26,7 @@ _CHANNEL: Final = re.compile(
     re.DOTALL,
 )
 _RECIPIENT: Final = re.compile(r"to=functions\.([\w.-]+)")
+_ENDS: Final = ("</think>", "<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of reasoning
 _LISTED: Final = "[TOOL_CALLS]"
 
 
@@ -132,6 +133,12 @@ def read_channels(text: str, tools: bool) -> Reply:
             content.append(body if not to else found[0])
     content.append(text[done:])
     return Reply("".join(content), "\n".join(reasoning) if reasoning else None, tuple(calls))
+
+
+def without_begun_end(reasoning: str) -> str:
+    """Reasoning that goes on, without what may be the beginning of the tag that ends it."""
+    before, opener, rest = reasoning.rpartition("<")
+    return before if any(tag.startswith(opener + rest) for tag in _ENDS if opener) else reasoning
 
 
 def _thoughts(text: str) -> tuple[str | None, str]:

@@ -1,0 +1,48 @@
+"""Texts that end an answer, and the tokens that complete them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from podium.rollout.service.sessions import Sampled
+
+__all__ = ["before_stop", "ends_now", "up_to_stop"]
+
+_MARGIN: Final = 8  # characters at the front of a part that may be others in the whole: pieces of one, or a lost space
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """What stands before the first of ``stops``."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)]
+
+
+def ends_now(ids: Sequence[int], new: int, stops: Sequence[str], decode: Decode) -> bool:
+    """Whether one of ``stops`` has come with the last ``new`` tokens. Of those before, only as many are decoded as the
+    longest of ``stops`` may reach back."""
+    reach, count = max(map(len, stops)) + _MARGIN, 0
+    known = ids[: len(ids) - new]
+    while count < len(known):
+        count = min(len(known), 2 * count or reach)
+        if len(decode(known[len(known) - count :])) >= reach:
+            break
+    part = ids[len(known) - count :]
+    return _has(part, stops, decode) and (len(part) == len(ids) or _has(ids, stops, decode))
+
+
+def up_to_stop(drawn: Sampled, stops: Sequence[str], decode: Decode) -> Sampled:
+    """What was sampled up to the token that completes one of ``stops``; what came after it nobody has read."""
+    if not stops or not _has(drawn.ids, stops, decode):
+        return drawn
+    counts = range(1, len(drawn.ids) + 1)
+    count = counts[bisect_left(counts, True, key=lambda count: _has(drawn.ids[:count], stops, decode))]
+    kept = None if drawn.kept is None else drawn.kept[:count]
+    return Sampled(drawn.ids[:count], drawn.logprobs[:count], drawn.versions[:count], "stop", kept)
+
+
+def _has(ids: Sequence[int], stops: Sequence[str], decode: Decode) -> bool:
+    text = decode(ids)
+    return any(stop in text for stop in stops)

@@ -1,0 +1,85 @@
+"""Pieces of an answer as they come: nothing is sent that is not in the whole, and a long answer stays cheap."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from podium.rollout.service import service as service_module
+from podium.rollout.service.service import Answer, Delta, Service
+from podium.rollout.service.sessions import Sampled
+from podium.rollout.service.stops import ends_now, up_to_stop
+from podium.rollout.service.wire import ChatRequest
+from tests.unit.rollout.service.scripted import LOOK, USER, scripted
+from tests.unit.rollout.tasks.test_encode import byte_tokenizer
+
+
+async def pieces(service: Service, **request: Any) -> tuple[list[Delta], Answer]:
+    deltas: list[Delta] = []
+    async for _, piece in service.stream(service.chat(ChatRequest(messages=[USER], **request))):
+        if isinstance(piece, Answer):
+            return deltas, piece
+        deltas.append(piece)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("tools", [None, [LOOK]])
+@pytest.mark.parametrize("stop", [[], ["a very long text that ends answers"], ["</s>", "\n\n"]])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<think>hm, is 1 < 2?</think>It is so.",
+        "<think>so</thi and so</think>It is </think>.",
+        "<think>never closed </thin",
+        "short",
+        "a very long text that ends answers, and more",
+        'I look.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    ],
+)
+def test_the_pieces_of_any_answer_are_its_whole(
+    said: str, stop: list[str], tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
+    service, _, _ = scripted(f"{said}<|im_end|>")
+    deltas, answer = asyncio.run(pieces(service, stop=stop, tools=tools))
+    assert "".join(delta.reasoning for delta in deltas) == answer.message.get("reasoning_content", "")
+    assert "".join(delta.content for delta in deltas) == (answer.message["content"] or "")
+
+
+def test_an_answer_of_thousands_of_tokens_is_not_decoded_again_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 2000
+    service, _, _ = scripted("abcdefghij" * (count // 10) + "STOP and more<|im_end|>")
+    decoded: list[int] = []
+    decode = service.decode
+    monkeypatch.setattr(service, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    asked = service.chat(ChatRequest(messages=[USER], stop=["STOP", "never"]))
+    drawn = asyncio.run(service.draw(asked))
+    assert len(drawn.ids) == count + len("STOP")
+    assert sum(decoded) < 60 * count
+
+
+def test_a_stop_text_is_found_at_its_last_token_whatever_bytes_come() -> None:
+    tokenizer, dice = byte_tokenizer(), random.Random(7)
+    stops = ["日本", "🙂!", " two", "aé"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    found = 0
+    for _ in range(200):
+        text = "".join(dice.choice(["日", "本", "🙂", "!", " two", " ", "a", "é", "x" * 9]) for _ in range(30))
+        noise = [dice.randrange(len(tokenizer)) for _ in range(5)]
+        ids = [*noise, *tokenizer.encode(text, add_special_tokens=False)]
+        whole = next((n for n in range(1, len(ids) + 1) if any(stop in decode(ids[:n]) for stop in stops)), None)
+        new = dice.choice((1, 3))
+        seen = next((n for n in range(new, len(ids) + 1, new) if ends_now(ids[:n], new, stops, decode)), None)
+        if whole is not None and whole <= len(ids) // new * new:
+            found += 1
+            assert seen == -(-whole // new) * new
+        drawn = up_to_stop(Sampled(ids, [0.0] * len(ids), [0] * len(ids), "length"), stops, decode)
+        assert (len(drawn.ids), drawn.finish_reason) == ((whole, "stop") if whole else (len(ids), "length"))
+    assert found > 100
