@@ -171,8 +171,9 @@ class Dice:
 def make(family: Family, seed: int, plain: bool = False) -> tuple[Service, Dice, ChatFormat]:
     tokenizer, source = tokenizer_of(family), Dice(family, random.Random(seed), plain)
     form = TemplateFormat(Writer(tokenizer, DataConfig()), tokenizer)
+    ends = [tokenizer.convert_tokens_to_ids(end) for end in (family.end, family.end_of_call) if end]
     service = Service(
-        source, form, tokenizer, model="m", context=1 << 20, stop_token_ids=(), most_tokens=1 << 60, rules=RULES
+        source, form, tokenizer, model="m", context=1 << 20, stop_token_ids=ends, most_tokens=1 << 60, rules=RULES
     )
     return service, source, form
 

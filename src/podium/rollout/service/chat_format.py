@@ -77,7 +77,14 @@ class ChatFormat(Protocol):
         ...
 
     def bridge(
-        self, prompt: Sequence[int], sampled: Sequence[int], said: Messages, new: Messages, tools: Tools = ()
+        self,
+        prompt: Sequence[int],
+        sampled: Sequence[int],
+        said: Messages,
+        new: Messages,
+        tools: Tools = (),
+        *,
+        ends: Sequence[int] = (),
     ) -> list[int] | None:
         """The ids of the next prompt, which begin with ``prompt`` and ``sampled`` as they are.
 
@@ -87,6 +94,8 @@ class ChatFormat(Protocol):
             said: The messages of that call and its answer.
             new: The messages that have come since.
             tools: The tools of the conversation.
+            ends: The tokens by which the model ends its turn. What another token has ended, such as a stop token of
+                the client, is ended as the template does it.
 
         Returns:
             The ids; None where the template writes ``said`` otherwise once ``new`` follows.
@@ -118,7 +127,14 @@ class TemplateFormat:
         return self._writer.encode(self._text(messages, tools, opened=True))
 
     def bridge(
-        self, prompt: Sequence[int], sampled: Sequence[int], said: Messages, new: Messages, tools: Tools = ()
+        self,
+        prompt: Sequence[int],
+        sampled: Sequence[int],
+        said: Messages,
+        new: Messages,
+        tools: Tools = (),
+        *,
+        ends: Sequence[int] = (),
     ) -> list[int] | None:
         """As :meth:`ChatFormat.bridge`."""
         asked = self._text(said[:-1], tools, opened=True)
@@ -127,7 +143,7 @@ class TemplateFormat:
         if not (whole.startswith(asked) and whole.startswith(closed)):
             return None
         added = self._writer.encode(self._ending(said, tools) + whole[len(closed) :])
-        if sampled and sampled[-1] in self._special and added and added[0] in self._special:
+        if sampled and added and sampled[-1] in {added[0], *ends} & self._special and added[0] in self._special:
             added = added[1:]  # the model has written the end of its turn itself
         return [*prompt, *sampled, *added]
 
@@ -194,7 +210,14 @@ class RendererFormat:
             raise ConfigError(f"the renderer cannot write {str(messages)[:120]}: {error}") from error
 
     def bridge(
-        self, prompt: Sequence[int], sampled: Sequence[int], said: Messages, new: Messages, tools: Tools = ()
+        self,
+        prompt: Sequence[int],
+        sampled: Sequence[int],
+        said: Messages,
+        new: Messages,
+        tools: Tools = (),
+        *,
+        ends: Sequence[int] = (),
     ) -> list[int] | None:
         """As :meth:`ChatFormat.bridge`."""
         bridged = self._renderer.bridge_to_next_turn(

@@ -205,7 +205,8 @@ class Service:
                 said = continues.messages
                 whole = recorded.ids_of(continues)
                 start = next(turn.start for turn in recorded.rows[continues.row].turns if turn.call == continues.number)
-                prompt = self.form.bridge(whole[:start], whole[start:], said, request.messages[len(said) :], tools)
+                new, ends = request.messages[len(said) :], self.stop_token_ids
+                prompt = self.form.bridge(whole[:start], whole[start:], said, new, tools, ends=ends)
             prompt = self.form.prompt(request.messages, tools) if prompt is None else prompt
         except ConfigError as error:
             raise Refusal(400, str(error), "messages") from None
