@@ -21,9 +21,7 @@ __all__ = ["Key", "RecordedCall", "Row", "Sampled", "Session", "Turn", "message_
 Key: TypeAlias = str
 """What a message says, in a form that is equal for what two clients send of the same message."""
 
-_IGNORED: Final = frozenset(
-    {"reasoning_content", "reasoning", "refusal", "audio", "annotations", "name", "function_call"}
-)
+_IGNORED: Final = frozenset({"reasoning_content", "reasoning", "refusal", "audio", "annotations", "function_call"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +226,17 @@ def message_key(message: Mapping[str, Any]) -> Key:
     """Return what a message says, without what clients change on the way.
 
     White space around an assistant's text, empty content instead of none, the order and the spaces of a tool call's
-    JSON arguments, text in parts, and a dropped reasoning make no difference.
+    JSON arguments, text in parts, a dropped reasoning, and a name that a client gives the assistant make no difference.
     """
     said = {name: value for name, value in message.items() if name not in _IGNORED and value not in (None, "", [])}
     content = said.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in content)
+    is_answer = said.get("role") == "assistant"
+    if is_answer:
+        said.pop("name", None)
     if isinstance(content, str):
-        said["content"] = content.strip() if said.get("role") == "assistant" else content
+        said["content"] = content.strip() if is_answer else content
         if not said["content"]:
             del said["content"]
     if isinstance(said.get("tool_calls"), list):
