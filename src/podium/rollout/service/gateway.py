@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, GenerationError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -29,7 +29,8 @@ _BACKLOG = 1024  # of connections that wait; a thousand agents may begin at the 
 async def gateway(service: Service, token: str) -> AsyncIterator[Callable[[], str]]:
     """Give, during the block, a function that returns the address of ``service``, such as ``http://127.0.0.1:4321``.
 
-    Any thread may call it. It raises ConfigError where the extra ``serve`` is not installed.
+    Any thread may call it. It raises ConfigError where the extra ``serve`` is not installed, and GenerationError after
+    the block.
 
     Args:
         service: What answers.
@@ -39,6 +40,8 @@ async def gateway(service: Service, token: str) -> AsyncIterator[Callable[[], st
 
     def address() -> str:
         with lock:
+            if opened.over:
+                raise GenerationError("the address of the model was asked for after the sessions of the call were over")
             if not opened.url:
                 opened.start(service, token, loop)
             return opened.url
@@ -46,13 +49,16 @@ async def gateway(service: Service, token: str) -> AsyncIterator[Callable[[], st
     try:
         yield address
     finally:
+        with lock:
+            opened.over = True
         await opened.stop()
 
 
 class _Opened:
     url = ""
+    over = False
     _server: Any = None
-    _over: Future[None] | None = None
+    _serving: Future[None] | None = None
 
     def start(self, service: Service, token: str, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -82,10 +88,10 @@ class _Opened:
             timeout_graceful_shutdown=1,
         )
         self._server = Server(config)
-        self._over = asyncio.run_coroutine_threadsafe(self._server.serve([listening]), loop)
+        self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([listening]), loop)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
     async def stop(self) -> None:
-        if self._over is not None:
+        if self._serving is not None:
             self._server.should_exit = True
-            await asyncio.wrap_future(self._over)
+            await asyncio.wrap_future(self._serving)
