@@ -1,7 +1,8 @@
 """Refuses the other users of this machine: a port of the loopback is open to all of them.
 
 The token alone would do, but a token is written into environments and scripts. Linux says which user owns the other end
-of a connection; on other systems the token alone decides.
+of a connection; on other systems the token alone decides. So it does where a service listens at an address that other
+machines reach: a user of this machine could come by that address as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["OwnUserProtocol", "owner_of"]
+__all__ = ["OwnUserProtocol", "owner_of", "protocol_at"]
 
 _TABLE: Final = Path("/proc/net/tcp")
 _HEAD: Final = struct.Struct("=IHHII")  # of a netlink message: length, kind, flags, number, sender
@@ -86,16 +87,21 @@ def _as_hex(address: tuple[str, int]) -> str:
 
 
 class OwnUserProtocol(H11Protocol):
-    """Answers other users of this machine by 403, whatever they ask, where it listens at the loopback."""
+    """Answers other users of this machine by 403, whatever they ask. It is for who listens at the loopback."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Look once who has connected."""
         super().connection_made(transport)
         client, server = self.client, self.server
-        if client is None or server is None or not ipaddress.ip_address(server[0]).is_loopback:
+        if client is None or server is None:
             return
         if _TABLE.exists() and owner_of(client, (server[0], server[1] or 0)) != os.geteuid():
             self.app = _refuse
+
+
+def protocol_at(listening: socket.socket) -> type[H11Protocol]:
+    """Return what answers at a socket: it refuses other users where only this machine reaches the address."""
+    return OwnUserProtocol if ipaddress.ip_address(listening.getsockname()[0]).is_loopback else H11Protocol
 
 
 async def _refuse(scope: Any, receive: Any, send: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import uvicorn
 
 from podium.errors import PodiumError
-from podium.rollout.service.peers import OwnUserProtocol
+from podium.rollout.service.peers import protocol_at
 
 __all__ = ["Server", "listen"]
 
@@ -47,7 +47,7 @@ class Server:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
             app,
-            http=OwnUserProtocol,
+            http=protocol_at(self._socket),
             log_level="error",
             access_log=False,
             lifespan="on",
