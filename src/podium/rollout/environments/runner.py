@@ -9,6 +9,7 @@ A session that raises, hangs or fills the model's context has no influence on ot
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
 import threading
 import time
@@ -154,11 +155,14 @@ async def live(
 async def ending_of(
     play: Callable[[Task, Client], Awaitable[Reward | Ending]], task: Task, client: Client, limit_s: float | None = None
 ) -> Ending:
-    """Live a session, and return how it ended. It raises nothing but the caller's own cancellation."""
+    """Live a session, and return how it ended. It raises nothing but the caller's own cancellation.
+
+    The session gets a copy of ``task``, since others of the same prompt have the same row of the data.
+    """
     timer = asyncio.timeout(limit_s)
     try:
         async with timer:
-            found: Any = await play(task, client)
+            found: Any = await play(copy.deepcopy(task), client)
             return found if isinstance(found, Ending) else Ending(_as_outcome(found))
     except asyncio.CancelledError:
         raise

@@ -1,0 +1,47 @@
+"""Sessions side by side: what each is given, how each ends, and what an end means for the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from bench.sessions import make_service
+from podium.rollout.environments import Client
+from podium.rollout.environments.config import SessionLimits
+from podium.rollout.environments.runner import Episode, live
+
+Task = Mapping[str, Any]
+
+
+def lived(
+    play: Callable[[Task, Client], Awaitable[Any]],
+    tasks: Sequence[Task] = ({},),
+    *,
+    time_limit_s: float = 30.0,
+    at_once: int = 256,
+) -> list[Episode]:
+    """A session of each task, with a model that always says the same."""
+    names = [f"s{number}" for number in range(len(tasks))]
+    return asyncio.run(
+        live(
+            *(play, tasks, range(len(tasks)), names, make_service()),
+            SessionLimits(time_limit_s=time_limit_s, at_once=at_once),
+            address=lambda: "",
+        )
+    )
+
+
+def test_what_a_session_changes_in_its_task_changes_no_other() -> None:
+    row = {"prompt": [{"role": "user", "content": "Which number?"}], "answer": "9"}
+    seen: list[int] = []
+
+    async def play(task: Task, client: Client) -> float:
+        seen.append(len(task["prompt"]))
+        task["prompt"].append((await client.chat(task["prompt"])).message)
+        return 1.0
+
+    episodes = lived(play, [dict(row), dict(row), row], at_once=1)
+    assert [episode.failure for episode in episodes] == [""] * 3
+    assert seen == [1, 1, 1]
+    assert len(row["prompt"]) == 1
