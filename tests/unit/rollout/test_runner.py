@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from bench.sessions import make_service
 from podium.rollout.environments import Client
 from podium.rollout.environments.config import SessionLimits
@@ -45,3 +47,41 @@ def test_what_a_session_changes_in_its_task_changes_no_other() -> None:
     assert [episode.failure for episode in episodes] == [""] * 3
     assert seen == [1, 1, 1]
     assert len(row["prompt"]) == 1
+
+
+@pytest.mark.parametrize("how", ["raised", "awaited"])
+def test_a_cancellation_of_the_sessions_own_making_ends_that_session_alone(how: str) -> None:
+    async def play(task: Task, client: Client) -> float:
+        await client.chat("Which number?")
+        if not task["cancels"]:
+            return 1.0
+        if how == "raised":
+            raise asyncio.CancelledError("gave up")
+        inner = asyncio.create_task(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(inner.cancel)
+        await inner
+        return 0.0
+
+    first, second = lived(play, [{"cancels": True}, {"cancels": False}])
+    assert first.failure.startswith("CancelledError")
+    assert second.failure == ""
+
+
+def test_a_call_that_is_cancelled_ends_its_sessions() -> None:
+    ended: list[str] = []
+
+    async def play(task: Task, client: Client) -> float:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(client.session_id)
+        return 0.0
+
+    async def cancelled() -> None:
+        limits = SessionLimits(time_limit_s=30.0)
+        living = live(play, [{}, {}], [0, 1], ["s0", "s1"], make_service(), limits, address=lambda: "")
+        await asyncio.wait_for(living, 0.2)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())
+    assert sorted(ended) == ["s0", "s1"]

@@ -181,3 +181,17 @@ def test_two_tools_have_two_names() -> None:
         Toolbox([add, add])
     with pytest.raises(ConfigError, match="has no parameter 'z'"):
         tool(add, given={"z": 1})
+
+
+async def give_up() -> str:
+    """Await what is cancelled."""
+    inner = asyncio.create_task(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(inner.cancel)
+    await inner
+    return "done"
+
+
+def test_a_cancellation_within_a_tool_is_an_error_of_the_tool() -> None:
+    counts: Counter[str] = Counter()
+    assert answer(Toolbox([give_up]), "give_up", counts=counts).startswith("error: CancelledError")
+    assert counts == {"tool_calls": 1, "tool_errors": 1}

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from podium.rollout.environments.calls import is_cancelled
 from podium.rollout.environments.client import MOST_AGENTS, Client, ContextFull
 from podium.rollout.environments.contract import Outcome, Reward
 from podium.telemetry import Note, emit
@@ -164,11 +165,11 @@ async def ending_of(
         async with timer:
             found: Any = await play(copy.deepcopy(task), client)
             return found if isinstance(found, Ending) else Ending(_as_outcome(found))
-    except asyncio.CancelledError:
-        raise
     except ContextFull:
         return Ending(Outcome(score=0.0), truncated=True)
-    except BaseException as error:  # noqa: BLE001  an environment is a stranger's: SystemExit ends a session, not a run
+    except BaseException as error:  # an environment is a stranger's: SystemExit ends a session, not a run
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
         if isinstance(error, TimeoutError) and timer.expired():
             details = f"it lasted longer than environment.options.time_limit_s = {limit_s:g}"
             return Ending(failure=TIME_LIMIT, details=details)

@@ -33,6 +33,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, crea
 from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
+from podium.rollout.environments.calls import is_cancelled
 
 __all__ = ["Tool", "ToolError", "Toolbox", "tool"]
 
@@ -172,13 +173,13 @@ class Toolbox:
             arguments = _arguments(function.get("arguments"))
             async with timer:
                 return _written(await asked.run(arguments)), False
-        except asyncio.CancelledError:
-            raise
         except ValidationError as error:
             return f"error: {name} cannot be called so: {_plain(error)}", True
         except ToolError as error:
             return f"error: {error}"[:_MOST_SHOWN], True
-        except BaseException as error:  # noqa: BLE001  SystemExit of a tool ends the call, not the run
+        except BaseException as error:  # SystemExit of a tool ends the call, not the run
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             if isinstance(error, TimeoutError) and timer.expired():
                 return f"error: {name} took longer than {asked.time_limit_s:g} s", True
             return f"error: {type(error).__name__}: {error}"[:_MOST_SHOWN], True
