@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.sessions import make_service
-from podium.rollout.environments import Client
+from podium.rollout.environments import Client, ContextFull
 from podium.rollout.environments.config import SessionLimits
 from podium.rollout.environments.runner import Episode, live
 
@@ -85,3 +85,39 @@ def test_a_call_that_is_cancelled_ends_its_sessions() -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
     assert sorted(ended) == ["s0", "s1"]
+
+
+@pytest.mark.parametrize("how", ["group", "cause", "context", "text"])
+def test_a_full_context_is_found_within_other_errors(how: str) -> None:
+    async def full() -> None:
+        raise ContextFull("no room")
+
+    async def play(task: Task, client: Client) -> float:
+        await client.chat("Which number?")
+        if how == "group":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(full())
+        if how == "text":  # as clients of the OpenAI API have it
+            raise ExceptionGroup("agents", [ValueError("{'code': 'context_length_exceeded'}")])
+        try:
+            await full()
+        except ContextFull as error:
+            if how == "cause":
+                raise RuntimeError("the agent gave up") from error
+            raise RuntimeError("the agent gave up")  # noqa: B904 - as agents do
+        return 1.0
+
+    (episode,) = lived(play)
+    assert (episode.failure, episode.truncated, episode.trajectories[0].score) == ("", True, 0.0)
+
+
+def test_an_error_after_a_full_context_that_was_handled_is_a_failure() -> None:
+    async def play(task: Task, client: Client) -> float:
+        try:
+            raise ContextFull("no room")
+        except ContextFull:
+            await client.chat("Shorter.")
+        raise KeyError("no such world")
+
+    (episode,) = lived(play)
+    assert episode.failure.startswith("KeyError")

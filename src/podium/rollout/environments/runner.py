@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from podium.rollout.environments.calls import is_cancelled
 from podium.rollout.environments.client import MOST_AGENTS, Client, ContextFull
@@ -165,18 +165,36 @@ async def ending_of(
         async with timer:
             found: Any = await play(copy.deepcopy(task), client)
             return found if isinstance(found, Ending) else Ending(_as_outcome(found))
-    except ContextFull:
-        return Ending(Outcome(score=0.0), truncated=True)
     except BaseException as error:  # an environment is a stranger's: SystemExit ends a session, not a run
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
         if isinstance(error, TimeoutError) and timer.expired():
             details = f"it lasted longer than environment.options.time_limit_s = {limit_s:g}"
             return Ending(failure=TIME_LIMIT, details=details)
-        if "context_length_exceeded" in str(error):  # of an agent that asks over HTTP
+        if any(map(_is_full, _causes(error))):
             return Ending(Outcome(score=0.0), truncated=True)
         text = "".join(traceback.format_exception(error))
         return Ending(failure=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}", details=text)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether an error says that the context is full: the client's, or that of an agent which asks over HTTP."""
+    return isinstance(error, ContextFull) or "context_length_exceeded" in str(error)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, those of its group, and those from which or while which it was raised, as a traceback shows them."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, BaseExceptionGroup):
+            waiting += cast("BaseExceptionGroup[BaseException]", one).exceptions
+        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        waiting += [] if before is None else [before]
 
 
 def _as_outcome(reward: Any) -> Outcome:
