@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from bench.sessions import make_service
-from podium.rollout.environments import Client, ContextFull
-from podium.rollout.environments.config import SessionLimits
+from podium.rollout.environments import Client, ContextFull, Toolbox, tool
+from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
+from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.environments.runner import Episode, live
 
 Task = Mapping[str, Any]
@@ -121,3 +125,41 @@ def test_an_error_after_a_full_context_that_was_handled_is_a_failure() -> None:
 
     (episode,) = lived(play)
     assert episode.failure.startswith("KeyError")
+
+
+def hang() -> None:
+    """Never end."""
+    threading.Event().wait()
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def plain(task: Task, client: Client) -> float:
+    """Hangs, or has tools most of whose calls hang, more of them than a pool of asyncio has threads."""
+    if task["hangs"]:
+        hang()
+    calls = [{"function": {"name": "hang", "arguments": "{}"}}] * 33
+    calls += [{"function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}]
+
+    async def use_tools() -> float:
+        await client.chat("Which number?")
+        answers = await Toolbox([tool(hang, time_limit_s=0.02), add]).answer(calls)
+        return float(answers[-1]["content"])
+
+    return asyncio.run(use_tools())
+
+
+def live_plain() -> str:
+    """How sessions of ``plain`` end. The process ends although some of their threads do not."""
+    play = resolve_environment(EnvironmentConfig(name=f"{__file__}:plain")).play
+    found = lived(play, [*[{"hangs": True}] * 33, {"hangs": False}], time_limit_s=6.0)
+    return " ".join(dict.fromkeys(str(one.failure or one.trajectories[0].score) for one in found))
+
+
+def test_plain_functions_that_hang_hold_up_no_other_and_no_end_of_the_process() -> None:
+    program = "from tests.unit.rollout.test_runner import live_plain; print(live_plain())"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "time limit 3.0"), ended.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError
 from podium.functions import load_function
+from podium.rollout.environments.calls import in_thread
 from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig
 from podium.rollout.environments.contract import Outcome, Reward, Step, Task
 
@@ -116,7 +116,7 @@ def _as_play(function: Callable[..., Any], options: Mapping[str, Any]) -> Play:
         return partial(function, **options)
 
     async def play(task: Task, client: Client) -> Reward:
-        found = await asyncio.to_thread(function, task, client, **options)
+        found = await in_thread(function, task, client, **options)
         return await found if inspect.isawaitable(found) else found
 
     return play
@@ -124,7 +124,7 @@ def _as_play(function: Callable[..., Any], options: Mapping[str, Any]) -> Play:
 
 async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Reward:
     """Live a session of an environment with ``reset`` and ``step``."""
-    world = await asyncio.to_thread(make)
+    world = await in_thread(make)
     box = _toolbox(getattr(world, "tools", None) or ())
     most, parts = int(getattr(world, "max_turns", _MOST_TURNS)), dict[str, float]()
     said: list[Mapping[str, Any]] = _messages(await _call(world.reset, task))
@@ -146,7 +146,7 @@ async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a method that may block, in a thread, or one that is a coroutine function."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
-    return await asyncio.to_thread(method, *arguments)
+    return await in_thread(method, *arguments)
 
 
 def _messages(said: Any) -> list[Mapping[str, Any]]:

@@ -33,7 +33,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, crea
 from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
-from podium.rollout.environments.calls import is_cancelled
+from podium.rollout.environments.calls import in_thread, is_cancelled
 
 __all__ = ["Tool", "ToolError", "Toolbox", "tool"]
 
@@ -114,7 +114,7 @@ def tool(
             return await _in_process(function, values)
         if inspect.iscoroutinefunction(function):
             return await function(**values)
-        found = await asyncio.to_thread(function, **values)
+        found = await in_thread(function, **values)
         return await found if inspect.isawaitable(found) else found
 
     return Tool(label, description, {"properties": {}, **schema}, run, time_limit_s)
