@@ -12,7 +12,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -173,12 +173,9 @@ class Rollout(Worker):
             most_tokens=1 << 62,  # sessions wait at the engine, not at its door
             rules=sampling,
         )
-        try:
-            async with gateway(service, self._api_key) as address:
-                yield service, address
-        finally:
-            if self._remote is not None and source is self._remote:
-                await self._remote.close()
+        remote = self._remote if source is self._remote else None
+        async with remote.connected() if remote else nullcontext(), gateway(service, self._api_key) as address:
+            yield service, address
 
     @property
     def _source(self) -> TokenSource:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +56,7 @@ class RemoteTokens:
         self._generators = [_Generator(url) for url in urls]
         self._of: OrderedDict[str, _Generator] = OrderedDict()
         self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
+        self._users: Counter[asyncio.AbstractEventLoop] = Counter()
         self.version = 0
         self.moved = 0
         self._waiting = 0
@@ -91,8 +93,11 @@ class RemoteTokens:
                 "logprobs": 1,
             },
         }
+        client = self._client
         until_s, size, reason = time.monotonic() + self._patience_s, len(prompt) + params.max_new_tokens, ""
         while time.monotonic() < until_s:
+            if client.is_closed:
+                raise GenerationError("the connections were closed while a session still asked")
             generator = self._choose(session)
             if generator is None:
                 self._waiting += 1
@@ -103,10 +108,11 @@ class RemoteTokens:
                 continue
             generator.in_flight += size
             try:
-                answer = await self._client.post(f"{generator.url}/inference/v1/generate", json=body)
+                answer = await client.post(f"{generator.url}/inference/v1/generate", json=body)
             except httpx2.HTTPError as error:
                 reason = f"{type(error).__name__}: {error}"
-                self._lose(generator)
+                if not client.is_closed:
+                    self._lose(generator)
                 continue
             finally:
                 generator.in_flight -= size
@@ -126,11 +132,19 @@ class RemoteTokens:
         """Raise ConfigError: generators elsewhere are asked for tokens alone."""
         raise ConfigError("no log-probabilities of prompts are had in a run; podium serve gives them")
 
-    async def close(self) -> None:
-        """Close the connections of this event loop."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.aclose()
+    @asynccontextmanager
+    async def connected(self) -> AsyncGenerator[None]:
+        """Keep connections during the block. Of blocks that overlap in one event loop, the last to end closes them."""
+        loop = asyncio.get_running_loop()
+        self._users[loop] += 1
+        try:
+            yield
+        finally:
+            self._users[loop] -= 1
+            if not self._users[loop]:
+                del self._users[loop]
+                if client := self._clients.pop(loop, None):
+                    await client.aclose()
 
     @property
     def _client(self) -> httpx2.AsyncClient:
