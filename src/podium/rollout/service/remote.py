@@ -48,7 +48,7 @@ class RemoteTokens:
         urls: Their addresses.
         token: What they accept.
         patience_s: How long a request waits while every generator is lost or full. One that is restarted loads a model
-            first.
+            first. The time in which a generator draws for the request does not count.
     """
 
     def __init__(self, urls: Sequence[str], token: str, *, patience_s: float = 300.0) -> None:
@@ -107,15 +107,19 @@ class RemoteTokens:
                     self._waiting -= 1
                 continue
             generator.in_flight += size
+            sent_s = time.monotonic()
             try:
                 answer = await client.post(f"{generator.url}/inference/v1/generate", json=body)
             except httpx2.HTTPError as error:
                 reason = f"{type(error).__name__}: {error}"
                 if not client.is_closed:
                     self._lose(generator)
+                if not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+                    until_s += time.monotonic() - sent_s  # it was drawing until then
                 continue
             finally:
                 generator.in_flight -= size
+            until_s += time.monotonic() - sent_s
             if answer.status_code == httpx2.codes.OK:
                 yield self._sampled(answer.json(), params)
                 return

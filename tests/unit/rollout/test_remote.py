@@ -1,0 +1,65 @@
+"""Tokens of generators elsewhere: what is waited for when one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+
+from bench.sessions import Echo, make_tokenizer
+from podium.errors import GenerationError
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.chat_format import chat_format
+from podium.rollout.service.service import Service
+from podium.rollout.service.sessions import Sampled
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.writer import Writer
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx2")
+
+from podium.rollout.service.app import make_app
+from podium.rollout.service.remote import RemoteTokens
+from podium.rollout.service.server import Server
+
+
+class Dying(Echo):
+    """A source that draws for a while and then fails."""
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+    ) -> AsyncGenerator[Sampled]:
+        """Nothing."""
+        await asyncio.sleep(1.5)
+        raise GenerationError("the generator is lost")
+        yield self.drawn
+
+
+def service_of(source: Echo) -> Service:
+    tokenizer = make_tokenizer()
+    form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    return Service(source, form, tokenizer, model="echo", context=512, stop_token_ids=(), most_tokens=1 << 60)
+
+
+async def drawn(urls: Sequence[str], patience_s: float) -> Sampled:
+    remote = RemoteTokens(urls, "token", patience_s=patience_s)
+    async with remote.connected():
+        async for found in remote.stream([1, 2], SamplingParams(max_new_tokens=2), 7):
+            assert isinstance(found, Sampled)
+            return found
+    raise AssertionError("nothing was drawn")
+
+
+def test_patience_is_for_the_time_without_a_generator_and_not_for_drawing() -> None:
+    with (
+        Server(make_app(service_of(Dying([1])), "token")) as dying,
+        Server(make_app(service_of(Echo([5])), "token")) as other,
+    ):
+        assert asyncio.run(drawn([dying.url, other.url], patience_s=0.5)).ids == [5]
+
+
+def test_where_nobody_answers_the_wait_ends_with_the_reason() -> None:
+    with pytest.raises(GenerationError, match=r"no generator answered within 0.5 s; the last reason: ConnectError"):
+        asyncio.run(asyncio.wait_for(drawn(["http://127.0.0.1:9"], patience_s=0.5), 5.0))
