@@ -9,11 +9,13 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.sessions import make_service
-from podium.rollout.environments import Client, ContextFull, Toolbox, tool
+from podium.rollout.environments import Client, ContextFull, Outcome, Toolbox, tool
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
+from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.environments.runner import Episode, live
 
@@ -163,3 +165,27 @@ def test_plain_functions_that_hang_hold_up_no_other_and_no_end_of_the_process() 
     program = "from tests.unit.rollout.test_runner import live_plain; print(live_plain())"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout.strip()) == (0, "time limit 3.0"), ended.stderr
+
+
+async def scored_by_numpy(task: Task, client: Client) -> Outcome:
+    """Rewards as environments with arrays have them."""
+    await client.agent("judge").chat("Which number?")
+    await client.chat("Which number?")
+    client.reward(np.float32(0.25))  # type: ignore[arg-type]
+    scores: Any = {"half": np.float32(0.5), "two": np.int64(2)}
+    return Outcome(score=scores["half"], parts={**scores}, agents={"judge": scores["two"]})
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_numbers_of_numpy_are_rewards(processes: int) -> None:
+    config = EnvironmentConfig(name=f"{__file__}:scored_by_numpy", options={"processes": processes})
+    apart = SessionProcesses(config)
+    try:
+        (episode,) = lived(apart.play if processes else scored_by_numpy)
+    finally:
+        apart.close()
+    assert episode.failure == "", episode.details
+    own, judge = episode.trajectories
+    found = [own.score, judge.score, *own.turn_rewards.values(), *episode.parts.values()]
+    assert found == [0.5, 2.0, 0.25, 0.5, 2.0]
+    assert {type(number) for number in found} == {float}

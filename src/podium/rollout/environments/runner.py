@@ -198,19 +198,22 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _as_outcome(reward: Any) -> Outcome:
-    """What a session returned, as an outcome. Raises TypeError or ValueError for what is none."""
+    """What a session returned, as an outcome of plain numbers. Raises TypeError or ValueError for what is none."""
     if reward is None:
         return Outcome()
     if isinstance(reward, Mapping):
-        parts = {str(name): _number(value, str(name)) for name, value in reward.items()}
+        parts = _numbers(reward)
         if "score" not in parts:
             raise ValueError(f"the environment returned {dict(reward)!r}: a mapping needs the entry 'score'")
         return Outcome(score=parts["score"], parts=parts)
     if isinstance(reward, Outcome):
-        for name, value in {**reward.parts, **reward.agents, "score": reward.score or 0.0}.items():
-            _number(value, name)
-        return reward
+        score = None if reward.score is None else _number(reward.score, "score")
+        return Outcome(score=score, parts=_numbers(reward.parts), agents=_numbers(reward.agents))
     return Outcome(score=_number(reward, "reward"))
+
+
+def _numbers(given: Mapping[Any, Any]) -> dict[str, float]:
+    return {str(name): _number(value, str(name)) for name, value in given.items()}
 
 
 def _number(value: Any, name: str) -> float:
