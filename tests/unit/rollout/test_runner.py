@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench.sessions import make_service
-from podium.rollout.environments import Client, ContextFull, Outcome, Toolbox, tool
+from podium.rollout.environments import Client, ContextFull, Outcome, Reply, Toolbox, tool
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import resolve_environment
@@ -189,3 +189,30 @@ def test_numbers_of_numpy_are_rewards(processes: int) -> None:
     found = [own.score, judge.score, *own.turn_rewards.values(), *episode.parts.values()]
     assert found == [0.5, 2.0, 0.25, 0.5, 2.0]
     assert {type(number) for number in found} == {float}
+
+
+async def rewards_the_first(task: Task, client: Client) -> float:
+    """Knows only later what an earlier answer was worth."""
+    judge = client.agent("judge")
+    first, other = await client.chat("Which number?"), await judge.chat("Is it?")
+    second = await client.chat("And now?")
+    client.reward(0.5, first)
+    client.reward(0.25, first)
+    client.reward(2.0)
+    client.reward(1.0, second)
+    judge.reward(4.0, other)
+    for wrong in (other, Reply({"role": "assistant"}, "stop")):
+        with pytest.raises(ValueError, match="not an answer of this"):
+            client.reward(1.0, wrong)
+    return 0.0
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_earlier_answer_can_be_rewarded(processes: int) -> None:
+    apart = SessionProcesses(EnvironmentConfig(name=f"{__file__}:rewards_the_first"))
+    try:
+        (episode,) = lived(apart.play if processes else rewards_the_first)
+    finally:
+        apart.close()
+    assert episode.failure == "", episode.details
+    assert [dict(one.turn_rewards) for one in episode.trajectories] == [{0: 0.75, 1: 3.0}, {0: 4.0}]

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from podium.errors import ConfigError, GenerationError
@@ -238,9 +239,10 @@ class DistantClient:
             self._line.cancel(asked)
             raise
 
-    def reward(self, value: float) -> None:
+    def reward(self, value: float, reply: Reply | None = None) -> None:
         """As :meth:`.Client.reward`."""
-        self._line.ask("reward", self._path, value=float(value)).result()
+        answer = None if reply is None else astuple(reply)
+        self._line.ask("reward", self._path, value=float(value), reply=answer).result()
 
     def agent(self, name: str) -> DistantClient:
         """As :meth:`.Client.agent`."""

@@ -34,10 +34,14 @@ class Reply:
     Attributes:
         message: The assistant's message, as the OpenAI API has it. Append it to the conversation.
         finish_reason: "stop", "length" where it was cut off, or "tool_calls".
+        session: The name of the session in which it was said, ``client.session_id``.
+        call: The number of the call there, from 0.
     """
 
     message: dict[str, Any]
     finish_reason: str
+    session: str = ""
+    call: int = -1
 
     @property
     def text(self) -> str:
@@ -134,17 +138,25 @@ class Client:
         if asyncio.get_running_loop() is not self._loop:  # one thread records all that is said in a session
             answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answering, self._loop))
         answer = await answering
-        return Reply(dict(answer.message), answer.finish_reason)
+        call = -1 if answer.call is None else answer.call.number
+        return Reply(dict(answer.message), answer.finish_reason, self._session.id, call)
 
-    def reward(self, value: float) -> None:
-        """Reward the model's latest answer with ``value``. It adds to what the session earns as a whole.
+    def reward(self, value: float, reply: Reply | None = None) -> None:
+        """Reward an answer of the model with ``value``. It adds to what the session earns as a whole.
+
+        Args:
+            value: The reward. Several of one answer add up.
+            reply: The answer, as :meth:`chat` returned it; the latest one by default.
 
         Raises:
-            ValueError: The model has not answered yet, or ``value`` is not finite.
+            ValueError: The model has not answered yet, ``value`` is not finite, or ``reply`` is an answer to another
+                agent or of another session.
         """
         if not self._session.calls:
             raise ValueError(f"reward({value!r}) before the model has answered")
-        call = self._session.calls[-1].number
+        if reply is not None and reply.session != self._session.id:
+            raise ValueError("the reply is not an answer of this client's chat(): each agent rewards its own")
+        call = self._session.calls[-1].number if reply is None else reply.call
         self._rewards[call] = self._rewards.get(call, 0.0) + _finite(value)
 
     def agent(self, name: str) -> Client:

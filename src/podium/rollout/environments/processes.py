@@ -19,10 +19,12 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import PodiumError
 from podium.rollout.environments.child import FRAME, KINDS, LOADED, ORDER, Facts
+from podium.rollout.environments.client import Reply
 from podium.rollout.environments.contract import Outcome
 from podium.rollout.environments.runner import Ending
 from podium.supervisor import describe_exit
@@ -164,9 +166,10 @@ async def _answer(writer: asyncio.StreamWriter, asked: Mapping[str, Any], client
         match asked["do"]:
             case "chat":
                 reply = await client.chat(**asked["with"])
-                answer["value"] = (reply.message, reply.finish_reason)
+                answer["value"] = astuple(reply)
             case "reward":
-                client.reward(**asked["with"])
+                rewarded = asked["with"]["reply"]
+                client.reward(asked["with"]["value"], None if rewarded is None else Reply(*rewarded))
             case "turns":
                 answer["value"] = client.turns
             case _:  # "agent"
