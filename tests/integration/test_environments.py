@@ -182,6 +182,15 @@ def test_a_full_context_ends_a_session_which_is_trained(tmp_path: Path) -> None:
     assert [row[metrics.SESSIONS_FAILED] for row in metrics_rows(run)] == [0.0, 0.0]
 
 
+def test_a_full_context_leaves_the_rewards_of_turns_and_is_never_correct(tmp_path: Path) -> None:
+    run = train(config_of("endless", tmp_path, options={"earns": 1.0}))
+    for row in metrics_rows(run):
+        assert row[metrics.SESSIONS_TURNS] >= 3
+        assert row[metrics.REWARD_MEAN] == pytest.approx(row[metrics.SESSIONS_TURNS])
+        assert row[metrics.ACCURACY] == 0.0
+    assert {row["accuracy"] for row in metrics_rows(run, "eval")} == {0.0}
+
+
 def test_agents_of_one_session_have_rewards_and_groups_of_their_own(tmp_path: Path) -> None:
     run = train(config_of("debate", tmp_path))
     assert [row[metrics.SESSIONS_TRAINED] for row in metrics_rows(run)] == [32, 32]

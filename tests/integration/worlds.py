@@ -82,11 +82,12 @@ async def graded_by_reward(task: Task, client: Client) -> None:
     await client.chat(task["prompt"])
 
 
-async def endless(task: Task, client: Client) -> float:
-    """Talks until the context is full."""
+async def endless(task: Task, client: Client, earns: float = 0.0) -> float:
+    """Talks until the context is full, and earns something by each turn."""
     said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
     while True:
         reply = await client.chat(said)
+        client.reward(earns)
         said += [reply.message, {"role": "user", "content": "="}]
 
 

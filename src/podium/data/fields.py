@@ -34,6 +34,6 @@ TRAJECTORY: Final = "trajectory"  # int64 [B]: rows of one trajectory are adjace
 TRAJECTORY_TOKENS: Final = "trajectory_tokens"  # int64 [B]: how many tokens were sampled in all of the row's trajectory
 TURN: Final = "turn"  # token column, int64: the model's turn, from 0, that sampled the token; -1 where not sampled
 AGENT: Final = "agent"  # Python column of str: the agent of a session that said the row; "" for the only one
-GRADE: Final = "grade"  # Python column: (score or None, parts, rewards of turns) as an environment gave them
+GRADE: Final = "grade"  # Python column of Earned: what an agent has earned in its environment
 TASK: Final = "task"  # Python column: a row of the data, which an environment gets
 SESSION: Final = "session"  # int64 [S] or [B]: the number of a session, of a task or of a row, within its step

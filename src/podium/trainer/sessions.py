@@ -27,6 +27,7 @@ from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
 
 if TYPE_CHECKING:
+    from podium.rollout.environments.contract import Earned
     from podium.rollout.sampling import SamplingParams
     from podium.runtime import Handle
     from podium.trainer.config import InferenceConfig
@@ -196,30 +197,30 @@ def grade_sessions(scored: ScoredBatch, grader: Grader, correct_at: float) -> Sc
     """Return ``scored`` with the grades that the environment gave, and with the reward's where it gave none.
 
     A trajectory is graded once. Its rows share the grade, whose score includes the rewards of turns; the column
-    ``rewards`` does not, because these stand in ``token_rewards``.
+    ``rewards`` does not, because these stand in ``token_rewards``. A session that filled the context is not correct.
 
     Raises:
         RewardError: The reward failed.
     """
     batch = scored.batch
     numbers = batch.dense(fields.TRAJECTORY).tolist()
-    given: list[tuple[float | None, Mapping[str, float], float]] = batch.python(fields.GRADE)
-    missing = [row for row in scored.firsts if given[row][0] is None]
+    given: list[Earned] = batch.python(fields.GRADE)
+    missing = [row for row in scored.firsts if given[row].score is None]
     found: dict[int, Grade] = {}
     if missing:
         texts = scored.with_rows(missing).texts(range(len(missing)))
         rows = [scored.prompts[scored.groups[row]].example.row for row in missing]
         found = dict(zip([numbers[row] for row in missing], grader.grade(texts, rows), strict=True))
-    earned = [
-        found.get(number) or Grade(score=float(score or 0.0), parts=parts)
-        for number, (score, parts, _) in zip(numbers, given, strict=True)
+    own = [
+        found.get(number) or Grade(score=earned.score or 0.0, parts=earned.parts)
+        for number, earned in zip(numbers, given, strict=True)
     ]
-    whole = [grade.score + of_turns for grade, (*_, of_turns) in zip(earned, given, strict=True)]
-    grades = [
-        replace(grade, score=score, correct=score >= correct_at) for grade, score in zip(earned, whole, strict=True)
-    ]
-    columns: dict[str, Any] = {fields.REWARDS: torch.tensor([grade.score for grade in earned], dtype=torch.float32)}
+    grades: list[Grade] = []
+    for grade, earned in zip(own, given, strict=True):
+        score = grade.score + earned.of_turns
+        grades.append(replace(grade, score=score, correct=score >= correct_at and not earned.full))
+    columns: dict[str, Any] = {fields.REWARDS: torch.tensor([grade.score for grade in own], dtype=torch.float32)}
     for name in sorted({name for grade in grades for name in grade.parts}):
-        own = [grade.parts.get(name, math.nan) for grade in grades]
-        columns[fields.PART + name] = torch.tensor(own, dtype=torch.float32)
+        parts = [grade.parts.get(name, math.nan) for grade in grades]
+        columns[fields.PART + name] = torch.tensor(parts, dtype=torch.float32)
     return replace(scored, grades=grades, batch=batch.with_columns(columns))

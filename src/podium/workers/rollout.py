@@ -22,6 +22,7 @@ from podium.data import Batch, Jagged, fields
 from podium.errors import ConfigError
 from podium.rollout.environments.client import MOST_AGENTS
 from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments.contract import Earned
 from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import ResolvedEnvironment, resolve_environment
 from podium.rollout.environments.runner import Episode, Trajectory, live
@@ -105,9 +106,9 @@ class Rollout(Worker):
         Returns:
             B rows of the sessions that did not fail, those of one agent side by side: ``tokens``, ``loss_mask``,
             ``rollout_logprobs``, ``versions``, ``version_range``, ``turn``, ``token_rewards``, ``trajectory``,
-            ``session``, ``group``, ``agent``, ``finish_reason``, ``grade`` (a Python column: the score, None where the
-            reward is to score the answer; its parts; and the sum of the rewards of turns), and ``text``, what was said
-            last; with top-k or top-p also ``kept_sizes`` and ``kept_ids``.
+            ``session``, ``group``, ``agent``, ``finish_reason``, ``grade`` (a Python column of
+            :class:`.contract.Earned`), and ``text``, what was said last; with top-k or top-p also ``kept_sizes`` and
+            ``kept_ids``.
         """
         key, numbers = str(tasks.meta["key"]), tasks.dense(fields.SESSION).tolist()
         if self._processes is not None:
@@ -252,7 +253,7 @@ def _as_batch(
                 "length" if episode.truncated else row.turns[-1].finish_reason for episode, _, _, _, row in rows
             ],
             fields.GRADE: [
-                (one.score, dict(episode.parts), float(sum(one.turn_rewards.values())))
+                Earned(one.score, dict(episode.parts), float(sum(one.turn_rewards.values())), episode.truncated)
                 for episode, one, _, _, _ in rows
             ],
             fields.TEXT: text_column([_last_text(one) for _, one, _, _, _ in rows]),

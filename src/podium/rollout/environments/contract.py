@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["Environment", "Messages", "Outcome", "Reward", "Step", "Task"]
+__all__ = ["Earned", "Environment", "Messages", "Outcome", "Reward", "Step", "Task"]
 
 Task: TypeAlias = Mapping[str, Any]
 """A row of the data: all its columns, and "prompt" and "answer" beside them."""
@@ -39,6 +39,22 @@ class Outcome:
     score: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     agents: Mapping[str, float] = field(default_factory=dict)
+
+
+class Earned(NamedTuple):
+    """What an agent has earned in a session that is over.
+
+    Attributes:
+        score: The reward of the whole session; None where ``reward.name`` scores the last answer.
+        parts: Its named parts.
+        of_turns: The sum of the rewards of turns.
+        full: Whether the session ended because the model's context was full. It is not correct then.
+    """
+
+    score: float | None
+    parts: Mapping[str, float]
+    of_turns: float
+    full: bool
 
 
 @dataclass(frozen=True, kw_only=True)
