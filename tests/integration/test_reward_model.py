@@ -21,6 +21,7 @@ from podium.trainer import GRPOConfig, PPOTrainer, describe_plan
 from podium.trainer.preflight import check_given, names_of_given
 from podium.workers import RewardModel, char_tokenizer
 from tests.integration.rewards import minus_half
+from tests.integration.test_environments import config_of
 from tests.integration.training import MODEL, metrics_rows, tiny
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }} {% endfor %}"
@@ -72,6 +73,16 @@ def test_a_run_trains_on_the_models_scores(tmp_path: Path, pools: Mapping[str, A
     assert [row["step"] for row in metrics_rows(run, "eval")] == [0, 2]
     if not pools:
         assert main(["eval", str(run), "--backend", "inline"]) == 0
+
+
+def test_a_model_scores_the_last_answers_of_sessions_that_return_nothing(tmp_path: Path) -> None:
+    scorer = write_scorer(tmp_path / "scorer")
+    config = config_of("graded_by_reward", tmp_path, reward={"name": "model", "path": str(scorer)}, run={"steps": 1})
+    PPOTrainer(config, cluster="inline", show=False).fit()
+    table = completions(tmp_path / "runs" / "run", 1)
+    texts = [prompt + text for prompt, text in zip(table["prompt"], table["completion"], strict=True)]
+    assert table["reward"] == pytest.approx([score_alone(scorer, text) for text in texts], abs=1e-5)
+    assert len(set(table["reward"])) > 4
 
 
 class Stuck(Worker):

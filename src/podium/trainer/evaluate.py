@@ -92,7 +92,7 @@ def score_held_out(
     if sessions is not None:
         batch, _ = sessions.live(prompts, seeds, sampling, step)
         scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
-        scored = grade_sessions(scored, grader, config.reward.correct_at)
+        scored = grade_sessions(scored, grader, config.reward.correct_at, reward_model)
     else:
         batch = generator.generate(prompt_batch(prompts, seeds), sampling).fetch(fields.GROUP)
         scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)

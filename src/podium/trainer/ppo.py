@@ -143,7 +143,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         places = sorted({*scored.groups})
         with stage("score"), self._kept_if_not_graded([batch], prompts, step):
             self.ledger.move(step, "rolled_out", places, versions=scored.versions())
-            scored = grade_sessions(scored, self.grader, self.config.reward.correct_at)
+            scored = grade_sessions(scored, self.grader, self.config.reward.correct_at, self.roles.reward)
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(batch))}
             scored = replace(scored, figures={**scored.figures, **trained})
             self.ledger.move(step, "graded", places)

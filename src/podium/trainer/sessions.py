@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from podium.rollout.sampling import SamplingParams
     from podium.runtime import Handle
     from podium.trainer.config import InferenceConfig
-    from podium.workers import Generator, Rollout
+    from podium.workers import Generator, RewardModel, Rollout
 
 __all__ = ["SessionReport", "Sessions", "grade_sessions"]
 
@@ -193,11 +193,15 @@ def _joined(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
     return SessionReport(total["sessions"], failures, details, figures)
 
 
-def grade_sessions(scored: ScoredBatch, grader: Grader, correct_at: float) -> ScoredBatch:
+def grade_sessions(
+    scored: ScoredBatch, grader: Grader, correct_at: float, reward_model: Handle[RewardModel] | None = None
+) -> ScoredBatch:
     """Return ``scored`` with the grades that the environment gave, and with the reward's where it gave none.
 
     A trajectory is graded once. Its rows share the grade, whose score includes the rewards of turns; the column
     ``rewards`` does not, because these stand in ``token_rewards``. A session that filled the context is not correct.
+
+    With ``reward_model`` the reward finds that model's score of the task's prompt and the last answer in its row.
 
     Raises:
         RewardError: The reward failed.
@@ -208,9 +212,8 @@ def grade_sessions(scored: ScoredBatch, grader: Grader, correct_at: float) -> Sc
     missing = [row for row in scored.firsts if given[row].score is None]
     found: dict[int, Grade] = {}
     if missing:
-        texts = scored.with_rows(missing).texts(range(len(missing)))
-        rows = [scored.prompts[scored.groups[row]].example.row for row in missing]
-        found = dict(zip([numbers[row] for row in missing], grader.grade(texts, rows), strict=True))
+        answers = scored.with_rows(missing).graded(grader, reward_model=reward_model)
+        found = dict(zip([numbers[row] for row in missing], answers.grades or (), strict=True))
     own = [
         found.get(number) or Grade(score=earned.score or 0.0, parts=earned.parts)
         for number, earned in zip(numbers, given, strict=True)
