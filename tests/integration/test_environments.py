@@ -303,6 +303,24 @@ def test_a_model_is_evaluated_in_the_environment(tmp_path: Path) -> None:
     assert found[""].items == 6
 
 
+def test_settings_without_a_use_in_sessions_are_said_once(tmp_path: Path) -> None:
+    data = {"max_prompt_tokens": 7, "overlong": "cut"}
+    with told() as notes:
+        train(config_of("twice", tmp_path, data=data, reward={"name": "fraction"}))
+    said = [note for note in notes if "max_prompt_tokens" in note or "overlong" in note or "fraction" in note]
+    assert len(said) == 3, notes
+    assert "reward.name = 'fraction' scored nothing: every session of environment.name" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("world", "reward"), [("graded_by_reward", "fraction"), ("twice", "exact"), ("endless", "exact")]
+)
+def test_settings_that_have_a_use_are_not_mentioned(world: str, reward: str, tmp_path: Path) -> None:
+    with told() as notes:
+        train(config_of(world, tmp_path, reward={"name": reward}, run={"steps": 1}))
+    assert not [note for note in notes if "scored nothing" in note or "has no use" in note]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [

@@ -50,6 +50,7 @@ __all__ = [
     "load_schedule",
     "names_of_given",
     "refuse_code_of",
+    "unused_settings",
     "with_stop_tokens",
 ]
 
@@ -119,6 +120,19 @@ def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
             f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "
             "data.train"
         )
+
+
+def unused_settings(config: InferenceConfig) -> list[str]:
+    """Say which settings of a run have no use, because it trains in sessions of an environment, a sentence for each."""
+    if not config.environment.name or isinstance(config, SFTConfig):
+        return []
+    plain = DataConfig()
+    return [
+        f"data.{name} = {value!r} has no use with environment.name: no prompt is cut or left out, and a session ends "
+        "when the model's context is full"
+        for name in ("max_prompt_tokens", "overlong")
+        if (value := getattr(config.data, name)) != getattr(plain, name)
+    ]
 
 
 def refuse_code_of(run: Path, config: InferenceConfig) -> None:

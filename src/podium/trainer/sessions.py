@@ -20,7 +20,7 @@ import torch
 
 from podium.data import Batch, fields
 from podium.errors import PodiumError
-from podium.rewards import Grade, Grader
+from podium.rewards import Grade, Grader, RewardConfig
 from podium.telemetry import Note, emit, metrics as names
 from podium.telemetry.formatting import percent
 from podium.trainer.completions import ScoredBatch
@@ -127,6 +127,7 @@ class Sessions:
         self._say_unknown(sum(one["unknown"] for one in reports), len(batch))
         report = _joined(reports)
         self._say(report, step, len(batch))
+        self._say_unasked(batch.python(fields.GRADE))
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
         return batch.fetch(*small), report
 
@@ -147,6 +148,21 @@ class Sessions:
                 Note(
                     f"{rows} of {total} rows hold characters that the tokenizer does not know, in what the environment "
                     "or the chat template says: the model sees its unknown token in their place"
+                )
+            )
+
+    def _say_unasked(self, grades: Sequence[Earned]) -> None:
+        """Say once that a reward which somebody has chosen scores nothing."""
+        reward, plain = self._config.reward, RewardConfig()
+        chosen = [name for name in ("name", "path") if getattr(reward, name) != getattr(plain, name)]
+        ended = [earned for earned in grades if not earned.full]
+        if chosen and ended and "reward" not in self._said and all(earned.score is not None for earned in ended):
+            self._said.add("reward")
+            what = " and ".join(f"reward.{name} = {getattr(reward, name)!r}" for name in chosen)
+            emit(
+                Note(
+                    f"{what} scored nothing: every session of environment.name = {self._config.environment.name!r} "
+                    "returned its score, and only one that returns None leaves it to the reward"
                 )
             )
 

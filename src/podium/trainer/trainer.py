@@ -53,6 +53,7 @@ from podium.trainer.preflight import (
     check_tokens,
     load_schedule,
     names_of_given,
+    unused_settings,
     with_stop_tokens,
 )
 from podium.trainer.preload import PRELOAD
@@ -225,7 +226,8 @@ class Trainer(ABC, Generic[C, E, R]):
         self._console = terminal() if self._show else None
         for sink in self.directory.sinks(config, self._console):
             stack.enter_context(sink)
-        for remark in remarks(config, self.directory.path) if self._began_at is None else ():
+        said = [*remarks(config, self.directory.path), *unused_settings(config)]
+        for remark in said if self._began_at is None else ():
             emit(Note(remark))
         if isinstance(self._cluster, str):  # it stays for a run that is resumed after a loss
             hints = {"log_dir": self.directory.logs.absolute(), "preload": PRELOAD}

@@ -11,8 +11,10 @@ import pytest
 from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import CheckpointError, ConfigError
+from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.tasks import DataConfig
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.preflight import check_given, check_lengths, names_of_given
+from podium.trainer.preflight import check_given, check_lengths, names_of_given, unused_settings
 from podium.trainer.runs.places import record
 from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
 from podium.workers.models import longest_text
@@ -161,3 +163,12 @@ def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluat
     assert main(["eval", str(run)]) == 2
     assert "is code in the directory of the run itself" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "code was run").exists()
+
+
+def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
+    environment, data = EnvironmentConfig(name="world:play"), DataConfig(max_prompt_tokens=7)
+    (said,) = unused_settings(GRPOConfig(environment=environment, data=data))
+    assert said.startswith("data.max_prompt_tokens = 7 has no use with environment.name")
+    assert (
+        unused_settings(SFTConfig(environment=environment, data=data)) == unused_settings(GRPOConfig(data=data)) == []
+    )
