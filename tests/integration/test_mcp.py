@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError
-from podium.rollout.environments import Toolbox, mcp_tools
+from podium.rollout.environments import Toolbox, converse, mcp_tools
+from tests.unit.rollout.test_runner import lived
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -79,3 +81,14 @@ def test_a_server_that_is_not_there_is_named(server: str) -> None:
 
     with pytest.raises(ConfigError, match=f"the MCP server '{server}' does not answer"):
         asyncio.run(play())
+
+
+def test_the_example_of_mcp_tools_is_lived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = doctest.DocTestParser().get_examples(mcp_tools.__doc__ or "")
+    given: dict[str, Any] = {"mcp_tools": mcp_tools, "converse": converse}
+    exec(example.source, given)
+    (tmp_path / "server.py").write_text(Path(SERVER).read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # of the example's "python"
+    (episode,) = lived(given["play"], [{"prompt": "Which number?", "answer": "999"}])
+    assert (episode.failure, episode.trajectories[0].score) == ("", 1.0)

@@ -20,7 +20,8 @@ async def mcp_tools(
 
     >>> async def play(task, client):                                    # doctest: +SKIP
     ...     async with mcp_tools("python", "server.py") as tools:
-    ...         reply = await converse(client, task["prompt"], tools)
+    ...         reply = await converse(client, [{"role": "user", "content": task["prompt"]}], tools)
+    ...     return float(task["answer"] in reply.text)
 
     Args:
         server: The address of a server that runs (``http://…`` or ``https://…``), or the command of one that is
