@@ -44,6 +44,8 @@ def test_the_tools_of_the_page_answer_as_printed(tmp_path: Path) -> None:
         ("environments.md", "guess.py:Guess"),
         ("agents.md", "my_agent.py:play"),
         ("agents.md", "shell_agent.py:play"),
+        ("coming-from-trl.md", "world.py:play"),
+        ("coming-from-verifiers.md", "ported.py:play"),
     ],
 )
 def test_an_environment_of_the_pages_is_trained_in(
