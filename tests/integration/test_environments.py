@@ -168,6 +168,7 @@ def test_the_reward_scores_what_the_environment_does_not(tmp_path: Path) -> None
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     for text, answer, score in zip(table["completion"], table["expected"], table["reward"], strict=True):
         assert score == pytest.approx(worlds_fraction(text, answer))
+    assert table["reward_digits"] == pytest.approx([worlds.digits(text) for text in table["completion"]])
 
 
 def worlds_fraction(text: str, answer: str) -> float:

@@ -77,9 +77,10 @@ async def hopeless(task: Task, client: Client) -> float:
     raise RuntimeError("the world is closed")
 
 
-async def graded_by_reward(task: Task, client: Client) -> None:
-    """Leaves the score to ``reward.name``."""
-    await client.chat(task["prompt"])
+async def graded_by_reward(task: Task, client: Client) -> Outcome:
+    """Leaves the score to ``reward.name``, and shows a part of its own."""
+    reply = await client.chat(task["prompt"])
+    return Outcome(parts={"digits": digits(reply.text)})
 
 
 async def endless(task: Task, client: Client, earns: float = 0.0) -> float:

@@ -230,16 +230,14 @@ def grade_sessions(
     if missing:
         answers = scored.with_rows(missing).graded(grader, reward_model=reward_model)
         found = dict(zip([numbers[row] for row in missing], answers.grades or (), strict=True))
-    own = [
-        found.get(number) or Grade(score=earned.score or 0.0, parts=earned.parts)
-        for number, earned in zip(numbers, given, strict=True)
-    ]
+    own = [found.get(number) or Grade(score=earned.score or 0.0) for number, earned in zip(numbers, given, strict=True)]
     grades: list[Grade] = []
     for grade, earned in zip(own, given, strict=True):
         score = grade.score + earned.of_turns
-        grades.append(replace(grade, score=score, correct=score >= correct_at and not earned.full))
+        parts = {**earned.parts, **grade.parts}
+        grades.append(replace(grade, score=score, parts=parts, correct=score >= correct_at and not earned.full))
     columns: dict[str, Any] = {fields.REWARDS: torch.tensor([grade.score for grade in own], dtype=torch.float32)}
     for name in sorted({name for grade in grades for name in grade.parts}):
-        parts = [grade.parts.get(name, math.nan) for grade in grades]
-        columns[fields.PART + name] = torch.tensor(parts, dtype=torch.float32)
+        of_name = [grade.parts.get(name, math.nan) for grade in grades]
+        columns[fields.PART + name] = torch.tensor(of_name, dtype=torch.float32)
     return replace(scored, grades=grades, batch=batch.with_columns(columns))
