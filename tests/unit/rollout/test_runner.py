@@ -55,7 +55,7 @@ def test_what_a_session_changes_in_its_task_changes_no_other() -> None:
     assert len(row["prompt"]) == 1
 
 
-@pytest.mark.parametrize("how", ["raised", "awaited"])
+@pytest.mark.parametrize("how", ["raised", "awaited", "its own task"])
 def test_a_cancellation_of_the_sessions_own_making_ends_that_session_alone(how: str) -> None:
     async def play(task: Task, client: Client) -> float:
         await client.chat("Which number?")
@@ -63,6 +63,11 @@ def test_a_cancellation_of_the_sessions_own_making_ends_that_session_alone(how: 
             return 1.0
         if how == "raised":
             raise asyncio.CancelledError("gave up")
+        if how == "its own task":
+            task_of_session = asyncio.current_task()
+            assert task_of_session is not None
+            task_of_session.cancel()
+            await asyncio.sleep(60)
         inner = asyncio.create_task(asyncio.sleep(60))
         asyncio.get_running_loop().call_soon(inner.cancel)
         await inner

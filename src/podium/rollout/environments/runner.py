@@ -160,21 +160,34 @@ async def ending_of(
 
     The session gets a copy of ``task``, since others of the same prompt have the same row of the data.
     """
-    timer = asyncio.timeout(limit_s)
+    lived = asyncio.ensure_future(_lived(play, task, client))  # a session may cancel its own task
     try:
-        async with timer:
-            found: Any = await play(copy.deepcopy(task), client)
-            return found if isinstance(found, Ending) else Ending(_as_outcome(found))
+        async with asyncio.timeout(limit_s):
+            return await lived
+    except TimeoutError:
+        details = f"it lasted longer than environment.options.time_limit_s = {limit_s:g}"
+        return Ending(failure=TIME_LIMIT, details=details)
+    except asyncio.CancelledError as error:
+        if is_cancelled():
+            raise
+        return _failed(error)
+
+
+async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], task: Task, client: Client) -> Ending:
+    try:
+        found: Any = await play(copy.deepcopy(task), client)
+        return found if isinstance(found, Ending) else Ending(_as_outcome(found))
     except BaseException as error:  # an environment is a stranger's: SystemExit ends a session, not a run
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
-        if isinstance(error, TimeoutError) and timer.expired():
-            details = f"it lasted longer than environment.options.time_limit_s = {limit_s:g}"
-            return Ending(failure=TIME_LIMIT, details=details)
         if any(map(_is_full, _causes(error))):
             return Ending(Outcome(score=0.0), truncated=True)
-        text = "".join(traceback.format_exception(error))
-        return Ending(failure=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}", details=text)
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Ending:
+    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    return Ending(failure=what, details="".join(traceback.format_exception(error)))
 
 
 def _is_full(error: BaseException) -> bool:
