@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -56,6 +56,7 @@ class Family:
     text: str = "{}"
     tools: bool = True
     splits: bool = False  # it writes a history otherwise once it goes on, in conversations with tools or reasoning
+    words: tuple[tuple[str, str], ...] = ()  # what stands in the template in place of what
 
 
 HERMES = '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>'
@@ -114,6 +115,9 @@ WORDS = (
 @cache
 def tokenizer_of(family: Family) -> Any:
     template = (Path(__file__).parent / "templates" / f"{family.name}.jinja").read_text()
+    for old, new in family.words:
+        assert old in template
+        template = template.replace(old, new)
     tokenizer = byte_tokenizer(template)
     tokenizer.add_special_tokens({"additional_special_tokens": [*family.special]})  # type: ignore[arg-type]
     return tokenizer
@@ -127,6 +131,7 @@ class Dice:
     dice: random.Random
     plain: bool = False  # whether all answers are as the template would write them
     tools: bool = True  # whether tools are called
+    said: list[str] = field(default_factory=list)  # what is not drawn at random, in this order
     log: list[tuple[list[int], Sampled]] = field(default_factory=list)
     in_flight: int = 0
     waiting: int = 0
@@ -135,9 +140,10 @@ class Dice:
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
     ) -> AsyncGenerator[Sampled]:
-        ids = self._drawn()
+        fixed = self.said.pop(0) if self.said else ""
+        ids = self._ids(fixed) if fixed else self._drawn()
         await asyncio.sleep(0)
-        cut = not self.plain and self.dice.random() < 0.1
+        cut = not self.plain and not fixed and self.dice.random() < 0.1
         ids = ids[: self.dice.randint(1, len(ids))] if cut else ids
         logprobs = [-self.dice.random() for _ in ids]
         versions = [self.dice.randint(0, 3) for _ in ids]
@@ -165,12 +171,21 @@ class Dice:
         else:
             thought = family.thought.format("hm " + said) if kind == "thought" else ""
             text = thought + family.text.format(said) + family.end
-        return tokenizer.encode(text, add_special_tokens=False)
+        return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
+        return tokenizer_of(self.family).encode(text, add_special_tokens=False)
 
 
-def make(family: Family, seed: int, plain: bool = False) -> tuple[Service, Dice, ChatFormat]:
+def by_template(family: Family) -> ChatFormat:
+    return TemplateFormat(Writer(tokenizer_of(family), DataConfig()), tokenizer_of(family))
+
+
+def make(
+    family: Family, seed: int, plain: bool = False, form_of: Callable[[Family], ChatFormat] = by_template
+) -> tuple[Service, Dice, ChatFormat]:
     tokenizer, source = tokenizer_of(family), Dice(family, random.Random(seed), plain)
-    form = TemplateFormat(Writer(tokenizer, DataConfig()), tokenizer)
+    form = form_of(family)
     ends = [tokenizer.convert_tokens_to_ids(end) for end in (family.end, family.end_of_call) if end]
     service = Service(
         source, form, tokenizer, model="m", context=1 << 20, stop_token_ids=ends, most_tokens=1 << 60, rules=RULES
@@ -253,12 +268,14 @@ def differences(session: Session, log: Sequence[tuple[list[int], Sampled]]) -> l
     return found
 
 
-async def simulate(family: Family, turns: int, seed: int) -> tuple[int, int, list[str]]:
+async def simulate(
+    family: Family, turns: int, seed: int, form_of: Callable[[Family], ChatFormat] = by_template
+) -> tuple[int, int, list[str]]:
     """Live sessions until ``turns`` are over. Returns their number, the splits and the differences."""
     dice = random.Random(seed)
     done, splits, found = 0, 0, list[str]()
     while done < turns:
-        service, source, _ = make(family, dice.randrange(1 << 30))
+        service, source, _ = make(family, dice.randrange(1 << 30), form_of=form_of)
         session = service.open_session("s", 1)
         await converse(service, family, "s", dice, dice.randint(2, 12))
         done, splits = done + len(source.log), splits + session.splits

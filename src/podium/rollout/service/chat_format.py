@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from podium.errors import ConfigError
 from podium.rollout.service.tool_calls import CallReader, Reply, ToolCall, read_hermes, reader_of
 from podium.rollout.tasks.examples import template_messages
+from podium.telemetry import Note, emit
 
 if TYPE_CHECKING:
     from podium.rollout.tasks.writer import Writer
@@ -191,11 +192,15 @@ class RendererFormat:
     Args:
         writer: Puts the system prompt before conversations.
         renderer: One of its renderers, made with the model's tokenizer.
+        plain: Bridges what the renderer does not.
+        bare: Whether the renderer takes tools without the entry "type" around them.
     """
 
-    def __init__(self, writer: Writer, renderer: Any) -> None:
+    def __init__(self, writer: Writer, renderer: Any, plain: TemplateFormat, *, bare: bool = False) -> None:
         self._writer = writer
+        self._plain = plain
         self._renderer = renderer
+        self._bare = bare
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
 
     def prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
@@ -203,7 +208,7 @@ class RendererFormat:
         try:
             return list(
                 self._renderer.render_ids(
-                    self._writer.messages(messages), tools=_functions(tools), add_generation_prompt=True
+                    self._writer.messages(messages), tools=self._tools(tools), add_generation_prompt=True
                 )
             )
         except Exception as error:
@@ -221,16 +226,16 @@ class RendererFormat:
     ) -> list[int] | None:
         """As :meth:`ChatFormat.bridge`."""
         bridged = self._renderer.bridge_to_next_turn(
-            list(prompt), list(sampled), template_messages(new), tools=_functions(tools)
+            list(prompt), list(sampled), template_messages(new), tools=self._tools(tools)
         )
-        if bridged is None:
-            return None
-        ids = list(getattr(bridged, "token_ids", bridged))
-        return ids if ids[: len(prompt) + len(sampled)] == [*prompt, *sampled] else None
+        ids = [] if bridged is None else list(getattr(bridged, "token_ids", bridged))
+        if ids[: len(prompt) + len(sampled)] == [*prompt, *sampled]:
+            return ids
+        return self._plain.bridge(prompt, sampled, said, new, tools, ends=ends)
 
     def parse(self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = ()) -> Reply:
         """As :meth:`ChatFormat.parse`."""
-        found = self._renderer.parse_response(list(sampled), prompt_ids=list(prompt), tools=_functions(tools))
+        found = self._renderer.parse_response(list(sampled), prompt_ids=list(prompt), tools=self._tools(tools))
         calls = [
             ToolCall(call.name, call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {}))
             for call in found.tool_calls
@@ -238,6 +243,9 @@ class RendererFormat:
         ]
         broken = [call.raw for call in found.tool_calls if not (tools and call.status == "ok" and call.name)]
         return Reply("".join([found.content or "", *broken]), found.reasoning_content, tuple(calls))
+
+    def _tools(self, tools: Tools) -> list[Any] | None:
+        return [tool.get("function", tool) if self._bare else dict(tool) for tool in tools] or None
 
 
 def chat_format(writer: Writer, tokenizer: Any) -> ChatFormat:
@@ -248,14 +256,16 @@ def chat_format(writer: Writer, tokenizer: Any) -> ChatFormat:
     none does, or the library is not installed, the template is used by its text.
     """
     plain = TemplateFormat(writer, tokenizer)
-    return next((found for found in _renderers(writer, tokenizer) if _agree(found, plain)), plain)
+    return next((found for found in _renderers(writer, tokenizer, plain) if _agree(found, plain)), plain)
 
 
-def _renderers(writer: Writer, tokenizer: Any) -> Iterator[RendererFormat]:
+def _renderers(writer: Writer, tokenizer: Any, plain: TemplateFormat) -> Iterator[RendererFormat]:
     """The renderers of the library that can be made with this tokenizer."""
     try:
         from renderers import base, configs
-    except ImportError:
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "renderers":
+            emit(Note(f"the library renderers is installed, and cannot be used: {error}"))
         return
     known: list[Any] = [
         one for one in vars(configs).values() if isinstance(one, type) and issubclass(one, configs.BaseRendererConfig)
@@ -264,7 +274,8 @@ def _renderers(writer: Writer, tokenizer: Any) -> Iterator[RendererFormat]:
         if config.__name__ in _NO_FAMILY:
             continue
         with contextlib.suppress(Exception):  # another family's, whose special tokens this tokenizer does not have
-            yield RendererFormat(writer, base.create_renderer(tokenizer, config()))
+            renderer = base.create_renderer(tokenizer, config())
+            yield from (RendererFormat(writer, renderer, plain, bare=bare) for bare in (False, True))
 
 
 def _agree(found: ChatFormat, plain: ChatFormat) -> bool:
@@ -282,8 +293,3 @@ def _agree(found: ChatFormat, plain: ChatFormat) -> bool:
             return False
         compared += 1
     return compared > 1
-
-
-def _functions(tools: Tools) -> list[Any] | None:
-    """The tools as the library takes them: without the entry "type" around them."""
-    return [tool.get("function", tool) for tool in tools] or None

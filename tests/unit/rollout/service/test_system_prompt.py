@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.chat_format import RendererFormat
+from podium.rollout.service.chat_format import RendererFormat, TemplateFormat
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example
 from podium.rollout.tasks.writer import Writer
@@ -48,13 +48,14 @@ def test_an_own_system_message_counts_alone(role: str) -> None:
 
 
 def test_a_renderer_puts_it_before_the_first_message_alone() -> None:
-    pytest.importorskip("renderers", exc_type=ImportError)
+    pytest.importorskip("renderers")
     from renderers import base, configs
 
     tokenizer: Any = byte_tokenizer((Path(__file__).parents[1] / "templates" / "qwen3.jinja").read_text())
     tokenizer.add_special_tokens({"additional_special_tokens": [*QWEN, *QWEN_RESULTS]})
     renderer = base.create_renderer(tokenizer, configs.Qwen3RendererConfig())
-    form, plain = (RendererFormat(Writer(tokenizer, data), renderer) for data in (DATA, DataConfig()))
+    writers = [Writer(tokenizer, data) for data in (DATA, DataConfig())]
+    form, plain = (RendererFormat(writer, renderer, TemplateFormat(writer, tokenizer)) for writer in writers)
     prompt = form.prompt([USER])
     assert prompt == plain.prompt([BRIEF, USER])
     answer: list[int] = tokenizer.encode("A.<|im_end|>", add_special_tokens=False)
