@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench.sessions import make_service
-from podium.rollout.environments import Client, ContextFull, Outcome, Reply, Toolbox, tool
+from podium.rollout.environments import Client, ContextFull, Outcome, Reply, Toolbox, converse, tool
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import resolve_environment
@@ -221,3 +221,32 @@ def test_an_earlier_answer_can_be_rewarded(processes: int) -> None:
         apart.close()
     assert episode.failure == "", episode.details
     assert [dict(one.turn_rewards) for one in episode.trajectories] == [{0: 0.75, 1: 3.0}, {0: 4.0}]
+
+
+def look(place: str) -> str:
+    """Look at a place."""
+    return place
+
+
+async def two_agents_of_one_list(task: Task, client: Client) -> float:
+    """Hands the same conversation to two agents."""
+    messages = [{"role": "user", "content": "Which number?"}]
+    first = await converse(client.agent("first"), messages, tools=[look])
+    second = await converse(client.agent("second"), messages, tools=[look])
+    assert messages == [{"role": "user", "content": "Which number?"}]
+    for reply in (first, second):
+        assert reply.messages == [*messages, reply.message]
+    assert (await client.chat("And now?")).messages[0] == {"role": "user", "content": "And now?"}
+    return 0.0
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_conversation_that_is_given_to_two_agents_stays_as_it_is(processes: int) -> None:
+    apart = SessionProcesses(EnvironmentConfig(name=f"{__file__}:two_agents_of_one_list"))
+    try:
+        (episode,) = lived(apart.play if processes else two_agents_of_one_list)
+    finally:
+        apart.close()
+    assert episode.failure == "", episode.details
+    prompts = [[one.session.rows[0].ids[: one.session.rows[0].turns[0].start]] for one in episode.trajectories]
+    assert prompts[1] == prompts[2]

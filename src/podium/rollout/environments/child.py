@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from podium.errors import ConfigError, GenerationError
@@ -234,15 +233,17 @@ class DistantClient:
             "chat", self._path, messages=said, tools=[*map(dict, tools)], max_tokens=max_tokens, stop=stop
         )
         try:
-            return Reply(*await asyncio.wrap_future(asked))
+            message, finish_reason, session, call = await asyncio.wrap_future(asked)
         except asyncio.CancelledError:
             self._line.cancel(asked)
             raise
+        before = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        return Reply(message, finish_reason, session, call, [*before, message])
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
         """As :meth:`.Client.reward`."""
-        answer = None if reply is None else astuple(reply)
-        self._line.ask("reward", self._path, value=float(value), reply=answer).result()
+        which = None if reply is None else (reply.session, reply.call)
+        self._line.ask("reward", self._path, value=float(value), which=which).result()
 
     def agent(self, name: str) -> DistantClient:
         """As :meth:`.Client.agent`."""

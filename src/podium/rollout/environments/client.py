@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import GenerationError, PodiumError
@@ -36,12 +36,14 @@ class Reply:
         finish_reason: "stop", "length" where it was cut off, or "tool_calls".
         session: The name of the session in which it was said, ``client.session_id``.
         call: The number of the call there, from 0.
+        messages: The conversation that was answered, and the answer at its end.
     """
 
     message: dict[str, Any]
     finish_reason: str
     session: str = ""
     call: int = -1
+    messages: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]], repr=False)
 
     @property
     def text(self) -> str:
@@ -139,7 +141,8 @@ class Client:
             answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answering, self._loop))
         answer = await answering
         call = -1 if answer.call is None else answer.call.number
-        return Reply(dict(answer.message), answer.finish_reason, self._session.id, call)
+        message = dict(answer.message)
+        return Reply(message, answer.finish_reason, self._session.id, call, [*said, message])
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
         """Reward an answer of the model with ``value``. It adds to what the session earns as a whole.

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import PodiumError
@@ -166,10 +165,10 @@ async def _answer(writer: asyncio.StreamWriter, asked: Mapping[str, Any], client
         match asked["do"]:
             case "chat":
                 reply = await client.chat(**asked["with"])
-                answer["value"] = astuple(reply)
+                answer["value"] = (reply.message, reply.finish_reason, reply.session, reply.call)
             case "reward":
-                rewarded = asked["with"]["reply"]
-                client.reward(asked["with"]["value"], None if rewarded is None else Reply(*rewarded))
+                which = asked["with"]["which"]
+                client.reward(asked["with"]["value"], None if which is None else Reply({}, "", *which))
             case "turns":
                 answer["value"] = client.turns
             case _:  # "agent"

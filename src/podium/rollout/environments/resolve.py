@@ -74,22 +74,21 @@ async def converse(
     *,
     max_turns: int = 10,
 ) -> Reply:
-    """Let the model answer, run the tools that it calls, and so on until it calls none. Returns its last answer.
+    """Let the model answer, run the tools that it calls, and so on until it calls none. Returns its last answer, whose
+    ``messages`` are the whole conversation.
 
     Args:
         client: The session.
-        messages: The conversation so far. A list gets the messages that come.
+        messages: The conversation so far. It stays as it is.
         tools: What the model may call: typed functions, or a :class:`Toolbox`.
         max_turns: The most answers of the model. Tools that the last one calls are not run.
     """
     box = _toolbox(tools)
-    said = messages if isinstance(messages, list) else [*messages]
     for turn in itertools.count(1):
-        reply = await client.chat(said, tools=box.schemas if box else ())
-        said.append(reply.message)
+        reply = await client.chat(messages, tools=box.schemas if box else ())
         if box is None or not reply.tool_calls or turn >= max_turns:
             return reply
-        said += await box.answer(reply.tool_calls, client.counts)
+        messages = [*reply.messages, *await box.answer(reply.tool_calls, client.counts)]
     raise AssertionError("a conversation ends with an answer")
 
 
@@ -138,7 +137,7 @@ async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Rewar
         parts |= step.parts
         if step.done or not step.say:
             break
-        said += _messages(step.say)
+        said = [*reply.messages, *_messages(step.say)]
     return Outcome(score=0.0, parts=parts)
 
 
