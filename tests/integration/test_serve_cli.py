@@ -130,15 +130,17 @@ def counted(text: str) -> Mapping[str, float]:
 
 def test_a_person_serves_a_model_asks_it_and_ends_it(model: Path) -> None:
     with serving(str(model), token=None) as served:
-        found = re.search(r"OPENAI_API_KEY=(\S+)", served.said)
-        assert found is not None
-        token = found[1]
+        given = re.search(r"OPENAI_API_KEY=(\S+)", served.said)
+        assert given is not None
+        token = given[1]
         assert len(token) > 30
         body = {"model": "tiny", "messages": [USER], "max_tokens": 5}
         assert served.ask("/v1/chat/completions", body)[0] == 401
         status, answer = served.ask("/v1/chat/completions", body, token)
         assert status == 200
-        assert json.loads(answer)["usage"]["completion_tokens"] == 5
+        found = json.loads(answer)
+        length, reason = found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]
+        assert length == 5 if reason == "length" else 0 < length <= 5  # a random model ends when it likes
         env = {**os.environ, "OPENAI_BASE_URL": f"{served.url}/v1", "OPENAI_API_KEY": token}
         for language, block in re.findall(r"```(python|bash)\n(.*?)```", PAGE.read_text(), re.DOTALL)[:2]:
             with_name = block.replace('"NAME"', '"tiny"')
