@@ -133,6 +133,17 @@ def test_sessions_that_fail_end_alone_and_are_counted(tmp_path: Path) -> None:
     assert any("every session failed" in json.dumps(row) for row in ledger)
 
 
+@pytest.mark.parametrize("cluster", ["inline", "local"])
+def test_an_environment_that_blocks_the_others_is_named_while_it_does(cluster: str, tmp_path: Path) -> None:
+    config = config_of(
+        "blocking", tmp_path, run={"steps": 1}, batch={"prompts": 1}, sampling={"n": 2}, eval={"items": 0}
+    )
+    with told() as notes:
+        train(config, cluster)
+    (note,) = [note for note in notes if "blocks all sessions" in note]
+    assert "time.sleep(7)" in note
+
+
 def test_a_step_without_a_session_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(PodiumError, match=r"all 4 sessions .*hopeless.* failed: RuntimeError: the world is closed"):
         train(config_of("hopeless", tmp_path))

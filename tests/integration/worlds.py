@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -138,6 +139,17 @@ async def tools(task: Task, client: Client) -> float:
 
     reply = await converse(client, [{"role": "user", "content": task["prompt"]}], tools=[look])
     return digits(reply.text)
+
+
+_blocked: list[str] = []
+
+
+async def blocking(task: Task, client: Client) -> float:
+    """Holds up all sessions of its process, once."""
+    if not _blocked:
+        _blocked.append(task["prompt"])
+        time.sleep(7)  # noqa: ASYNC251 - what nobody should do
+    return digits((await client.chat(task["prompt"])).text)
 
 
 def stubborn(task: Task, client: Client) -> float:

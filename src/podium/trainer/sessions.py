@@ -13,6 +13,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["SessionReport", "Sessions", "grade_sessions"]
 
 _MODEL: Final = "policy"
+_LOOK_S: Final = 5.0  # between two looks at what the workers note
 _TOTALS: Final = ("sessions", "context_full", "turns", "splits", "tool_calls", "tool_errors")
 
 
@@ -121,7 +123,12 @@ class Sessions:
             },
             {"key": key},
         )
-        batch = self._workers.live(tasks, sampling)
+        living = self._workers.live.submit(tasks, sampling)
+        while not living.wait(_LOOK_S):
+            with suppress(PodiumError):  # which the call itself raises
+                self._say_notes()
+        batch = living.result()
+        self._say_notes()
         reports = [one for one in self._workers.report(key) if one]
         self._say_overruled({name for one in reports for name in one["overruled"]})
         self._say_unknown(sum(one["unknown"] for one in reports), len(batch))
@@ -130,6 +137,13 @@ class Sessions:
         self._say_unasked(batch.python(fields.GRADE))
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
         return batch.fetch(*small), report
+
+    def _say_notes(self) -> None:
+        """Say what the workers note, each text once."""
+        for text in dict.fromkeys(text for noted in self._workers.notes() for text in noted):
+            if text not in self._said:
+                self._said.add(text)
+                emit(Note(text))
 
     def _say_overruled(self, asked: set[str]) -> None:
         if asked - self._said:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +32,7 @@ from podium.rollout.service.service import Service
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.runtime import Worker, concat, endpoint, gather, shard
+from podium.telemetry import Event, Note, active, subscribe
 from podium.workers.config import ModelConfig
 from podium.workers.models import longest_text
 from podium.workers.texts import text_column
@@ -53,6 +54,7 @@ __all__ = ["Rollout"]
 _LONGEST: Final = 32768  # tokens, of a model that names no limit
 _MODEL: Final = "policy"  # the name of the model for agents
 _AGENTS: Final = MOST_AGENTS + 1  # of one session, with the client itself
+_NOTES: Final = 100  # that wait for the controller
 
 
 class Rollout(Worker):
@@ -72,6 +74,8 @@ class Rollout(Worker):
         self._remote: RemoteTokens | None = None
         self._token = ""
         self._reports: dict[str, dict[str, Any]] = {}
+        self._noted: deque[str] = deque(maxlen=_NOTES)
+        self._stop_hearing: Callable[[], None] | None = None
 
     @endpoint(concurrent=True)
     def connect(self, urls: Sequence[str], token: str) -> None:
@@ -111,6 +115,8 @@ class Rollout(Worker):
             ``kept_ids``.
         """
         key, numbers = str(tasks.meta["key"]), tasks.dense(fields.SESSION).tolist()
+        if self._stop_hearing is None and not active():
+            self._stop_hearing = subscribe(self._hear)
         if self._processes is not None:
             await asyncio.to_thread(self._processes.start)
         async with self._service(sampling) as (service, address):
@@ -141,8 +147,20 @@ class Rollout(Worker):
         """What became of the sessions of the call of :meth:`live` with this key; a second call gives nothing."""
         return self._reports.pop(key, {})
 
+    @endpoint(collect=gather(), concurrent=True)
+    def notes(self) -> list[str]:
+        """What was noted in this process since the last call, where nobody else hears it. It answers while an
+        environment blocks all sessions."""
+        return [self._noted.popleft() for _ in range(len(self._noted))]
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self._noted.append(event.text)
+
     def close(self) -> None:
         """End the processes of sessions."""
+        if self._stop_hearing is not None:
+            self._stop_hearing()
         if self._processes is not None:
             self._processes.close()
 
