@@ -149,6 +149,20 @@ def test_a_step_without_a_session_ends_the_run_with_the_reason(tmp_path: Path) -
         train(config_of("hopeless", tmp_path))
 
 
+def test_the_name_of_a_run_that_has_computed_nothing_is_free(tmp_path: Path) -> None:
+    with pytest.raises(PodiumError, match="the world is closed"):
+        train(config_of("hopeless", tmp_path))
+    run = train(config_of("twice", tmp_path))
+    assert [row["step"] for row in metrics_rows(run)] == [1, 2]
+    assert "hopeless" in (run / "config.1.yaml").read_text()
+    assert "hopeless" not in (run / "config.yaml").read_text()
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    fresh = train(config_of("twice", tmp_path / "fresh"))
+    assert len(lines) == len((fresh / "ledger.jsonl").read_text().splitlines())
+    with pytest.raises(ConfigError, match="a finished run"):
+        train(config_of("twice", tmp_path))
+
+
 @pytest.mark.parametrize(
     ("world", "reason"),
     [

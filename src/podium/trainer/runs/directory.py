@@ -141,15 +141,21 @@ class RunDirectory:
             return
         if is_run:
             lock_directory(self.path).close()  # of a run that goes on, the process is named
+        if is_run and self._has_results():
             state = "a finished run" if self.summary_path.exists() else "an unfinished run"
             raise ConfigError(
                 f"{self.path} holds {state}: resume it (--resume {self.path}), or choose another run.name"
             )
-        # A start that failed leaves files with these names and no config.yaml.
+        # A start that failed leaves files with these names, and a config.yaml if it failed after the start.
         entries = sorted(entry.name for entry in self.path.glob("*"))
         foreign = [name for name in entries if not _OURS.fullmatch(name)]
         if foreign:
             raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
+
+    def _has_results(self) -> bool:
+        """Whether a run here has come so far that something would be lost with it."""
+        kept = ("summary.json", "checkpoints/step-*", "completions/*.parquet", "evaluations/**/*.parquet")
+        return any(any(self.path.glob(name)) for name in kept) or any(read_rows(self.metrics_path))
 
     def log(self, text: str) -> None:
         """Write a line to logs/controller.log while :meth:`controller_log` is open."""

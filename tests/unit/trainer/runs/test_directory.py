@@ -53,6 +53,8 @@ def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
     with pytest.raises(ConfigError, match=f"is being written to by process {os.getpid()}: "):
         RunDirectory(run.path)
     run.close()
+    with JsonlSink(run.metrics_path) as sink:
+        sink.handle(EvalFinished(step=0, accuracy=0.5, items=2, reward_mean=0.5))
     with pytest.raises(ConfigError, match=r"an unfinished run: resume it \(--resume .*\), or choose another"):
         RunDirectory(run.path)
     run.write_summary(Summary(task="copy", seed=0, steps=1, wall_s=1.0))
