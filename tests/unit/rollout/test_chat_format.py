@@ -126,3 +126,11 @@ def test_an_assistants_message_that_was_never_sampled_is_read_like_any_other() -
     assert whole is not None
     assert whole[: len(prompt) + len(answer)] == [*prompt, *answer]
     assert "assistant\nmade up<|im_end|>" in tokenizer.decode(whole[len(prompt) + len(answer) :])
+
+
+def test_special_tokens_that_mean_nothing_in_an_answer_are_not_said() -> None:
+    form, tokenizer = make()
+    special = [tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")]
+    four = said("It is 4", tokenizer, end=False)
+    reply = form.parse(form.prompt([USER]), [*special, *four, *special, *said(".", tokenizer)])
+    assert reply.content == "It is 4."

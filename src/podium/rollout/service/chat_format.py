@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from podium.errors import ConfigError
-from podium.rollout.service.tool_calls import CallReader, Reply, ToolCall, read_hermes, reader_of
+from podium.rollout.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
 from podium.rollout.tasks.examples import template_messages
 from podium.telemetry import Note, emit
 
@@ -121,7 +121,9 @@ class TemplateFormat:
     def __init__(self, writer: Writer, tokenizer: Any) -> None:
         self._writer = writer
         self._tokenizer = tokenizer
-        self._special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = {place: str(token) for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = {*special}
+        self._silent = {place for place, text in special.items() if text not in MARKS}
 
     def prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """As :meth:`ChatFormat.prompt`."""
@@ -153,6 +155,7 @@ class TemplateFormat:
         ids = list(sampled)
         while ids and ids[-1] in self._special:
             ids.pop()
+        ids = [one for one in ids if one not in self._silent]
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self._opens_reasoning(prompt):
             text = f"<think>{text}"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-__all__ = ["CallReader", "Reply", "ToolCall", "read_hermes", "reader_of", "without_begun_end"]
+__all__ = ["MARKS", "CallReader", "Reply", "ToolCall", "read_hermes", "reader_of", "without_begun_end"]
 
 _REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
 _HERMES: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -28,6 +28,14 @@ _CHANNEL: Final = re.compile(
 _RECIPIENT: Final = re.compile(r"to=functions\.([\w.-]+)")
 _ENDS: Final = ("</think>", "<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of reasoning
 _LISTED: Final = "[TOOL_CALLS]"
+_ARGUMENTS: Final = "[ARGS]"
+_BARE: Final = "<|python_tag|>"
+
+MARKS: Final = frozenset(
+    {"<think>", "<tool_call>", "</tool_call>", "<|message|>", "<|channel|>", "<|constrain|>"}
+    | {*_ENDS, _LISTED, _ARGUMENTS, _BARE}
+)
+"""Texts by which the readers find their way. Other special tokens, such as padding, are nothing that the model says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,7 @@ def read_hermes(text: str, tools: bool) -> Reply:
 def read_bare(text: str, tools: bool) -> Reply:
     """A single object, which is the whole answer."""
     reasoning, text = _thoughts(text)
-    body = text.strip().removeprefix("<|python_tag|>").strip()
+    body = text.strip().removeprefix(_BARE).strip()
     call = _call(_object(body), "parameters") if tools and body.startswith("{") else None
     return Reply(text, reasoning) if call is None else Reply("", reasoning, (call,))
 
@@ -105,8 +113,8 @@ def read_listed(text: str, tools: bool) -> Reply:
     before, mark, rest = text.partition(_LISTED)
     if not (mark and tools):
         return Reply(text, reasoning)
-    if "[ARGS]" in rest:
-        parts = [one.partition("[ARGS]") for one in rest.split(_LISTED)]
+    if _ARGUMENTS in rest:
+        parts = [one.partition(_ARGUMENTS) for one in rest.split(_LISTED)]
         given = [{"name": name.strip(), "arguments": _object(body)} for name, _, body in parts]
     else:
         found = _object(rest)
