@@ -17,7 +17,7 @@ import torch
 
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.requests import Tokens
-from podium.rollout.service.chat_format import TemplateFormat
+from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.gateway import gateway
 from podium.rollout.service.peers import _asked, _looked_up, owner_of  # pyright: ignore[reportPrivateUsage]
@@ -77,7 +77,7 @@ def served() -> Iterator[Served]:
     client = EngineClient(make_engine(EngineConfig(max_sequences=8), model))
     end: Any = tokenizer.convert_tokens_to_ids("<|im_end|>")
     service = Service(
-        client, TemplateFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer,
+        client, ChatFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer,
         model="tiny", context=512, stop_token_ids=[end], most_tokens=100_000,
     )  # fmt: skip
     with Server(make_app(service, TOKEN)) as server:

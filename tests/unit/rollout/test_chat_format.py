@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service.chat_format import TemplateFormat
+from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.workers import char_tokenizer
@@ -29,10 +29,10 @@ USER = {"role": "user", "content": "What is 2+2?"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def make(template: str = CHATML) -> tuple[TemplateFormat, Any]:
+def make(template: str = CHATML) -> tuple[ChatFormat, Any]:
     tokenizer = char_tokenizer(ALPHABET, chat_template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})  # type: ignore[arg-type]
-    return TemplateFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer
+    return ChatFormat(Writer(tokenizer, DataConfig()), tokenizer), tokenizer
 
 
 def said(text: str, tokenizer: Any, *, end: bool = True) -> list[int]:

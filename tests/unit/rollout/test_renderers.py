@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from podium.rollout.service import chat_format as chat_formats
-from podium.rollout.service.chat_format import ChatFormat, RendererFormat, TemplateFormat, chat_format
+from podium.rollout.service.chat_format import ChatFormat, chat_format
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Note, subscribe
 from tests.unit.rollout.test_templates import (
     CHATML,
+    FAMILIES,
     HERMES,
     TOOLS,
     Family,
@@ -55,12 +55,9 @@ def by_renderer(family: Family) -> ChatFormat:
 
 
 def test_it_is_taken_where_it_writes_what_the_template_writes() -> None:
-    form = by_renderer(qwen3())
-    assert isinstance(form, RendererFormat)
-    tokenizer = tokenizer_of(qwen3())
-    plain = TemplateFormat(Writer(tokenizer, DataConfig()), tokenizer)
-    messages = [{"role": "user", "content": "the fox"}]
-    assert form.prompt(messages, TOOLS) == plain.prompt(messages, TOOLS)
+    assert by_renderer(qwen3()).library is not None
+    other = next(one for one in FAMILIES if one.name == "qwen3")  # which has fewer special tokens, and other words
+    assert by_renderer(other).library is None
 
 
 def test_what_was_sampled_is_trained_as_it_was_sampled() -> None:
@@ -90,6 +87,31 @@ def test_a_call_that_is_spelled_in_its_own_way_is_no_split(form_of: Callable[[Fa
     assert asyncio.run(live()) == (rows, rows - 1)
 
 
+@pytest.mark.parametrize(
+    ("said", "content"),
+    [
+        ('I look. <tool_call>\n{"name": look}\n</tool_call>\nThe answer is 42.<|im_end|>', None),
+        ("<think>draft</think>The answer is 42.<|im_end|>", "The answer is 42."),
+        ('<tool_call>\n{"name": ["a"], "arguments": {}}\n</tool_call><|im_end|>', None),
+        ("<tool_call>" + "[" * 3000 + "</tool_call><|im_end|>", None),
+    ],
+)
+def test_answers_are_read_and_gone_on_with_by_the_template(said: str, content: str | None) -> None:
+    async def live() -> None:
+        service, source, _ = make(qwen3(), 0, form_of=by_renderer)
+        source.said = [said, "Yes.<|im_end|>"]
+        session = service.open_session("s", 1)
+        messages: list[Any] = [{"role": "user", "content": "the fox"}]
+        answer = await ask(service, "s", messages, TOOLS)
+        assert answer.message["content"] == (said.removesuffix("<|im_end|>") if content is None else content)
+        assert "tool_calls" not in answer.message
+        messages += [dict(answer.message), {"role": "developer", "content": "In French."}, messages[0]]
+        await ask(service, "s", messages, TOOLS)
+        assert differences(session, source.log) == []
+
+    asyncio.run(live())
+
+
 def test_a_library_that_cannot_be_imported_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = ModuleType("renderers")
 
@@ -102,7 +124,7 @@ def test_a_library_that_cannot_be_imported_is_no_secret(monkeypatch: pytest.Monk
     unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
     try:
         tokenizer = tokenizer_of(qwen3())
-        assert isinstance(chat_formats.chat_format(Writer(tokenizer, DataConfig()), tokenizer), TemplateFormat)
+        assert chat_format(Writer(tokenizer, DataConfig()), tokenizer).library is None
     finally:
         unsubscribe()
     assert notes == ["the library renderers is installed, and cannot be used: No module named 'httpx'"]

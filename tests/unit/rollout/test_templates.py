@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.chat_format import ChatFormat, TemplateFormat
+from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.service import Answer, Service
 from podium.rollout.service.sessions import Sampled, Session
 from podium.rollout.service.wire import ChatRequest
@@ -178,7 +178,7 @@ class Dice:
 
 
 def by_template(family: Family) -> ChatFormat:
-    return TemplateFormat(Writer(tokenizer_of(family), DataConfig()), tokenizer_of(family))
+    return ChatFormat(Writer(tokenizer_of(family), DataConfig()), tokenizer_of(family))
 
 
 def make(

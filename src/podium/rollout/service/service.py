@@ -133,7 +133,7 @@ class Service:
     ) -> None:
         self.source, self.form, self.model, self.context, self.rules = source, form, model, context, rules
         self._tokenizer = tokenizer
-        self.stop_token_ids = tuple(form.stop_token_ids or stop_token_ids)
+        self.stop_token_ids = tuple(stop_token_ids)
         self.most_tokens = most_tokens
         self.sessions: OrderedDict[str, Session] = OrderedDict()
         self.overruled: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from typing import Any
 
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.service.chat_format import TemplateFormat
+from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.tokens import Scored
@@ -88,7 +88,7 @@ def scripted(
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
     source = Scripted(tokenizer, *answers, pause_s=pause_s)
     end: Any = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    form = TemplateFormat(Writer(tokenizer, DataConfig(**data)), tokenizer)
+    form = ChatFormat(Writer(tokenizer, DataConfig(**data)), tokenizer)
     service = Service(
         source, form, tokenizer, model="tiny", context=1 << 16, stop_token_ids=[end], most_tokens=1 << 40
     )  # fmt: skip

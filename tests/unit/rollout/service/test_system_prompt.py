@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from podium.rollout.service.chat_format import RendererFormat, TemplateFormat
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.examples import Example
 from podium.rollout.tasks.writer import Writer
 from tests.unit.rollout.service.scripted import USER, say, scripted
-from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 
 BRIEF = {"role": "system", "content": "Be brief."}
 QWEN = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -45,20 +41,3 @@ def test_an_own_system_message_counts_alone(role: str) -> None:
     assert service.form.prompt([own, USER]) == plain.form.prompt([own, USER])
     (alone,) = Writer(tokenizer, DATA).prompts([Example([own, USER], None, {})])
     assert service.form.prompt([own, USER]) == alone
-
-
-def test_a_renderer_puts_it_before_the_first_message_alone() -> None:
-    pytest.importorskip("renderers")
-    from renderers import base, configs
-
-    tokenizer: Any = byte_tokenizer((Path(__file__).parents[1] / "templates" / "qwen3.jinja").read_text())
-    tokenizer.add_special_tokens({"additional_special_tokens": [*QWEN, *QWEN_RESULTS]})
-    renderer = base.create_renderer(tokenizer, configs.Qwen3RendererConfig())
-    writers = [Writer(tokenizer, data) for data in (DATA, DataConfig())]
-    form, plain = (RendererFormat(writer, renderer, TemplateFormat(writer, tokenizer)) for writer in writers)
-    prompt = form.prompt([USER])
-    assert prompt == plain.prompt([BRIEF, USER])
-    answer: list[int] = tokenizer.encode("A.<|im_end|>", add_special_tokens=False)
-    said = [USER, {"role": "assistant", "content": "A."}]
-    whole = form.bridge(prompt, answer, said, [{"role": "tool", "content": "a tree"}])
-    assert whole is not None and tokenizer.decode(whole).count("Be brief.") == 1
