@@ -167,6 +167,8 @@ def _is_as_written(name: str, kind: Any) -> bool:
         return types.is_integer(kind)
     if name in ("turn_read", "turn_said"):
         return types.is_list(kind) and types.is_string(kind.value_type)
+    if name == "turn_tokens":
+        return types.is_list(kind) and types.is_integer(kind.value_type)
     if name == "tokens" or name in (*_TOKEN_COLUMNS, *_TURN_COLUMNS):
         return types.is_list(kind) and is_number(kind.value_type)
     if name == "correct":

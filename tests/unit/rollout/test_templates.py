@@ -357,3 +357,25 @@ def test_a_call_is_read_as_the_family_writes_it(family: Family) -> None:
     thought = family.thought.format("hm") + family.text.format("Yes.") + family.end
     reply = form.parse(prompt, tokenizer.encode(thought, add_special_tokens=False), TOOLS)
     assert ((reply.reasoning or "").strip(), reply.content.strip()) == ("hm", "Yes.")
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"x": "\\ud800"}', '"{\\"x\\": \\"\\\\ud800\\"}"', '{"x": 1' + "0" * 5000 + "}"]
+)
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.tools], ids=lambda family: family.name)
+def test_what_could_not_be_read_again_is_no_call(family: Family, arguments: str) -> None:
+    """Half of a surrogate pair, and a number of more digits than Python reads, are text and trained as any other."""
+
+    async def live() -> Session:
+        service, source, _ = make(family, 0)
+        call = family.call.replace("NAME", "look").replace("ARGS", arguments)
+        source.said = [call + (family.end_of_call or family.end), family.text.format("Yes.") + family.end]
+        session, messages = service.open_session("s", 1), list[Any]([{"role": "user", "content": "the fox"}])
+        answer = await ask(service, "s", messages, TOOLS)
+        assert "tool_calls" not in answer.message
+        json.dumps(answer.message, ensure_ascii=False).encode()
+        await ask(service, "s", [*messages, dict(answer.message), messages[0]], TOOLS)
+        assert differences(session, source.log) == []
+        return session
+
+    assert len(asyncio.run(live()).calls) == 2

@@ -10,6 +10,7 @@ What is no valid call stays text. This module imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +134,7 @@ def read_channels(text: str, tools: bool) -> Reply:
         done = found.end()
         head, body = found["head"], found["body"]
         to = _RECIPIENT.search(head)
-        if to and tools and isinstance(_object(body), dict):
+        if to and tools and isinstance(called := _object(body), dict) and _is_unicode(called):
             calls.append(ToolCall(to[1], body.strip()))
         elif "analysis" in head:
             reasoning.append(body)
@@ -169,4 +170,14 @@ def _call(found: Any, key: str) -> ToolCall | None:
     arguments = found.get(key, found.get("arguments", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     own = found.get("id")
-    return ToolCall(found["name"], text, own if isinstance(own, str) else "")
+    return ToolCall(found["name"], text, own if isinstance(own, str) else "") if _is_unicode(found) else None
+
+
+def _is_unicode(found: Any) -> bool:
+    """Whether all texts in an object have UTF-8. Half of a surrogate pair has none, and JSON can spell it."""
+    with contextlib.suppress(UnicodeEncodeError):
+        if isinstance(found, str):
+            json.dumps(_object(found), ensure_ascii=False).encode()
+        json.dumps(found, ensure_ascii=False).encode()
+        return all(map(_is_unicode, found.values())) if isinstance(found, Mapping) else True
+    return False
