@@ -15,16 +15,18 @@ from podium.rollout.service.peers import protocol_at
 __all__ = ["Server", "listen"]
 
 _BACKLOG: Final = 1024  # connections that wait
+_LAST_PORT: Final = 65535
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Listen at an address. Raises PodiumError where nobody can."""
+    free = "; --port 0 takes one that is free" if port else ""
+    if not 0 <= port <= _LAST_PORT:  # create_server raises OverflowError then, and leaves its socket open
+        raise PodiumError(f"cannot listen at {host}:{port}: a port is a number from 0 to {_LAST_PORT}{free}")
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        other = "; --port 0 takes one that is free" if port else ""
-        raise PodiumError(f"cannot listen at {host}:{port}: {reason}{other}") from error
+    except OSError as error:
+        raise PodiumError(f"cannot listen at {host}:{port}: {error.strerror or error}{free}") from error
 
 
 class Server:
