@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from podium.rollout.environments.config import EnvironmentConfig
-from podium.rollout.environments.resolve import resolve_environment
+from podium.cli import main
+from podium.rollout.environments import Toolbox
+from podium.rollout.service.chat_format import chat_format
+from podium.rollout.tasks.config import DataConfig
+from podium.rollout.tasks.writer import Writer
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
+from podium.workers import char_tokenizer
 from tests.integration.training import MODEL, metrics_rows, tiny
 from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of
 
@@ -31,6 +38,17 @@ def files_of(page: str, folder: Path) -> list[str]:
     return [name for name, _ in found]
 
 
+def write_model_to_try(folder: Path) -> None:
+    """Run the block of environments.md that writes a template, questions and a configuration."""
+    (block,) = re.findall(r"```bash\n(cat > .*?)```", (DOCS / "environments.md").read_text(), re.DOTALL)
+    subprocess.run(["bash", "-c", block], cwd=folder, check=True)
+
+
+def price(name: str) -> int:
+    """Look a price up."""
+    return {"bolt": 3}[name]
+
+
 def test_the_tools_of_the_page_answer_as_printed(tmp_path: Path) -> None:
     assert "tools.py" in files_of("environments.md", tmp_path)
     done = subprocess.run([sys.executable, str(tmp_path / "tools.py")], capture_output=True, text=True, check=True)
@@ -40,9 +58,8 @@ def test_the_tools_of_the_page_answer_as_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "name"),
     [
-        ("environments.md", "lookup.py:play"),
-        ("environments.md", "guess.py:Guess"),
-        ("agents.md", "my_agent.py:play"),
+        ("environments.md", "blocking.py:play"),
+        ("environments.md", "review.py:play"),
         ("agents.md", "shell_agent.py:play"),
         ("coming-from-trl.md", "world.py:play"),
         ("coming-from-verifiers.md", "ported.py:play"),
@@ -55,13 +72,10 @@ def test_an_environment_of_the_pages_is_trained_in(
         done = subprocess.run(["sh", "-c", "command -v jq curl"], capture_output=True, check=False)
         if done.returncode:
             pytest.skip("jq and curl are not both installed")
-    if name.startswith("my_agent"):
-        pytest.importorskip("openai")
     files_of(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     tokenizer_of(FAMILIES[0]).save_pretrained(tmp_path / "tokenizer")
     shape = {**MODEL["config"], "max_position_embeddings": 2048}
-    own_tasks = name.endswith("Guess")
     config = tiny(
         GRPOConfig,
         tmp_path,
@@ -70,7 +84,6 @@ def test_an_environment_of_the_pages_is_trained_in(
         run={"steps": 1},
         batch={"prompts": 2},
         eval={"items": 0},
-        **({"data": {"train": ""}} if own_tasks else {}),
     )
     PPOTrainer(config, cluster="inline", show=False).fit()
     (row,) = metrics_rows(tmp_path / "runs" / "run")
@@ -78,7 +91,55 @@ def test_an_environment_of_the_pages_is_trained_in(
     assert row[metrics.MISMATCH_MAX] < 1e-5
 
 
-def test_what_the_pages_show_of_mcp_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files_of("environments.md", tmp_path)
+def test_the_commands_of_the_pages_run_in_a_directory_with_the_files_of_the_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one step of few sessions. PATH has this Python first, by which an example starts an MCP server."""
     monkeypatch.chdir(tmp_path)
-    assert resolve_environment(EnvironmentConfig(name="parts.py:play")).tasks is None
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    write_model_to_try(tmp_path)
+    for page, needed in (("environments.md", "mcp"), ("agents.md", "openai")):
+        pytest.importorskip(needed)
+        files_of(page, tmp_path)
+        lines = re.findall(r"podium (train grpo --config run.yaml [^`\n]*)", (DOCS / page).read_text())
+        assert lines
+        for number, line in enumerate(lines):
+            name = f"{page}-{number}"
+            less = ["--run.name", name, "--run.steps", "1", "--batch.prompts", "2", "--sampling.n", "2"]
+            assert main([*shlex.split(line), *less, "--backend", "inline"]) == 0, line
+            (row,) = metrics_rows(tmp_path / "runs" / name)
+            assert row[metrics.SESSIONS_FAILED] == 0, line
+
+
+@pytest.mark.slow
+def test_the_model_of_the_page_learns_the_prices_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model_to_try(tmp_path)
+    files_of("environments.md", tmp_path)
+    line = "train grpo --config run.yaml --environment.name lookup.py:play"
+    assert f"\npodium {line}\n" in (DOCS / "environments.md").read_text()
+    assert main([*line.split(), "--run.name", "prices", "--backend", "inline"]) == 0
+    assert metrics_rows(tmp_path / "runs" / "prices")[-1][metrics.REWARD_MEAN] > 0.6
+
+
+def test_the_template_of_the_page_writes_calls_of_tools_which_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model_to_try(tmp_path)
+    alphabet = yaml.safe_load(Path("run.yaml").read_text())["model"]["tokenizer"].removeprefix("chars:")
+    tokenizer = char_tokenizer(alphabet, chat_template=Path("chat.jinja").read_text())
+    written = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
+    tools = Toolbox([price]).schemas
+    asked = [{"role": "user", "content": "What does a bolt cost?"}]
+    prompt = written.prompt(asked, tools)
+    assert "Look a price up." in tokenizer.decode(prompt)
+    sampled = tokenizer.encode('<tool_call>{"name": "price", "arguments": {"name": "bolt"}}</tool_call><eos>')
+    (call,) = written.parse(prompt, sampled, tools).tool_calls
+    assert (call.name, call.arguments) == ("price", '{"name": "bolt"}')
+    said = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    ]}  # fmt: skip
+    result = {"role": "tool", "tool_call_id": "1", "content": "3"}
+    ids = written.bridge(prompt, sampled, [*asked, said], [result], tools, ends=[tokenizer.eos_token_id])
+    assert ids is not None and tokenizer.decode(ids).endswith("</tool_call><eos>\n<tool>3<eos>\n<assistant>")
