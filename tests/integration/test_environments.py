@@ -228,7 +228,7 @@ def test_agents_of_one_session_have_rewards_and_groups_of_their_own(tmp_path: Pa
 
 
 def test_a_session_counts_once_by_the_verdict_on_its_client(tmp_path: Path) -> None:
-    run = train(config_of("debate", tmp_path, reward={"correct_at": 0.6}))
+    run = train(config_of("debate", tmp_path, reward={"correct_at": 0.3}))
     row = metrics_rows(run)[0]
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     rows = [*zip(table["agent"], table["correct"], table["reward"], strict=True)]

@@ -18,6 +18,7 @@ from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.environments.runner import Episode, live
+from podium.telemetry import Note, subscribe
 
 Task = Mapping[str, Any]
 
@@ -30,10 +31,11 @@ def lived(
     at_once: int = 256,
 ) -> list[Episode]:
     """A session of each task, with a model that always says the same."""
-    names = [f"s{number}" for number in range(len(tasks))]
+    names, service = [f"s{number}" for number in range(len(tasks))], make_service()
+    service.context = 4096
     return asyncio.run(
         live(
-            *(play, tasks, range(len(tasks)), names, make_service()),
+            *(play, tasks, range(len(tasks)), names, service),
             SessionLimits(time_limit_s=time_limit_s, at_once=at_once),
             address=lambda: "",
         )
@@ -98,40 +100,111 @@ def test_a_call_that_is_cancelled_ends_its_sessions() -> None:
     assert sorted(ended) == ["s0", "s1"]
 
 
-@pytest.mark.parametrize("how", ["group", "cause", "context", "text"])
-def test_a_full_context_is_found_within_other_errors(how: str) -> None:
-    async def full() -> None:
-        raise ContextFull("no room")
+async def too_long(client: Client) -> None:
+    """Say more than the model reads."""
+    await client.chat("Which number? " * 1000)
 
+
+@pytest.mark.parametrize("how", ["itself", "group", "cause", "text", "of an agent"])
+def test_a_full_context_is_found_within_other_errors(how: str) -> None:
     async def play(task: Task, client: Client) -> float:
         await client.chat("Which number?")
         if how == "group":
             async with asyncio.TaskGroup() as group:
-                group.create_task(full())
-        if how == "text":  # as clients of the OpenAI API have it
-            raise ExceptionGroup("agents", [ValueError("{'code': 'context_length_exceeded'}")])
+                group.create_task(too_long(client))
         try:
-            await full()
+            await too_long(client.agent("judge") if how == "of an agent" else client)
         except ContextFull as error:
             if how == "cause":
                 raise RuntimeError("the agent gave up") from error
-            raise RuntimeError("the agent gave up")  # noqa: B904 - as agents do
+            if how == "text":  # as clients of the OpenAI API have it
+                raise ExceptionGroup("agents", [ValueError("{'code': 'context_length_exceeded'}")]) from None
+            raise
         return 1.0
 
     (episode,) = lived(play)
     assert (episode.failure, episode.truncated, episode.trajectories[0].score) == ("", True, 0.0)
 
 
-def test_an_error_after_a_full_context_that_was_handled_is_a_failure() -> None:
+@pytest.mark.parametrize("how", ["went on", "in its handler", "another model's"])
+def test_an_error_that_is_no_full_context_is_a_failure(how: str) -> None:
     async def play(task: Task, client: Client) -> float:
+        await client.chat("Which number?")
+        if how == "another model's":
+            raise KeyError("{'code': 'context_length_exceeded'}, says the judge")
         try:
-            raise ContextFull("no room")
-        except ContextFull:
+            await too_long(client)
+        except ContextFull as error:
+            if how == "in its handler":
+                raise KeyError("no such world")  # noqa: B904 - a mistake of the environment
             await client.chat("Shorter.")
-        raise KeyError("no such world")
+            raise KeyError("no such world") from error
+        return 1.0
 
     (episode,) = lived(play)
     assert episode.failure.startswith("KeyError")
+    assert not episode.truncated
+
+
+class Unspeakable(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("never")
+
+
+async def leave() -> None:
+    """End the process."""
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("how", ["no text", "exit in a task", "exit"])
+def test_a_session_that_raises_whatever_it_likes_ends_alone(how: str) -> None:
+    async def play(task: Task, client: Client) -> float:
+        await client.chat("Which number?")
+        if task["fine"]:
+            await asyncio.sleep(0.1)
+            return 1.0
+        if how == "no text":
+            raise Unspeakable
+        if how == "exit":
+            sys.exit(3)
+        await asyncio.gather(leave(), asyncio.sleep(1))
+        return 0.0
+
+    first, second = lived(play, [{"fine": False}, {"fine": True}])
+    expected = {"no text": "Unspeakable: its text cannot be read", "exit in a task": "RuntimeError: SystemExit: 3"}
+    assert first.failure == expected.get(how, "SystemExit: 3")
+    assert second.failure == ""
+
+
+@pytest.mark.parametrize("how", ["returns", "goes on", "ends slowly"])
+def test_a_session_that_does_not_hear_that_its_time_is_over_has_failed(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("podium.rollout.environments.runner._GRACE_S", 0.3)
+    notes: list[str] = []
+
+    async def play(task: Task, client: Client) -> float:
+        for _ in range(3):
+            try:
+                await asyncio.sleep(1.0)
+            except asyncio.CancelledError:
+                if how == "returns":
+                    return 1.0
+                if how == "ends slowly":
+                    await asyncio.sleep(1.0)
+                    raise
+        return 1.0
+
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    try:
+        (episode,) = lived(play, time_limit_s=0.2)
+    finally:
+        unsubscribe()
+    assert episode.failure == "time limit"
+    assert episode.seconds < 0.9
+    assert len([note for note in notes if "is left behind" in note]) == (how != "returns")
 
 
 def hang() -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["in_thread", "is_cancelled"]
+__all__ = ["contain_exits", "in_session", "in_thread", "is_cancelled"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+in_session: Final[ContextVar[bool]] = ContextVar("in_session", default=False)
+"""Whether a session of an environment runs in this context."""
 
 
 async def in_thread(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
@@ -41,3 +45,26 @@ def is_cancelled() -> bool:
     """Whether somebody cancels the running task. A CancelledError may also be raised by what the task awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def contain_exits() -> None:
+    """Let ``SystemExit`` in a task of a session be an error of that task. Asyncio would end the event loop by it, and
+    all other sessions with it."""
+    loop = asyncio.get_running_loop()
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_make_task)
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:
+    if not in_session.get():
+        return asyncio.Task(work, loop=loop, **how)
+    task = asyncio.Task(_without_exit(work), loop=loop, **how)
+    task.add_done_callback(lambda _: work.close())  # which matters where it was cancelled before it began
+    return task
+
+
+async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error

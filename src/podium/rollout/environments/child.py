@@ -219,6 +219,11 @@ class DistantClient:
         """As :attr:`.Client.turns`."""
         return self._line.ask("turns", self._path).result()
 
+    @property
+    def full(self) -> bool:
+        """As :attr:`.Client.full`."""
+        return self._line.ask("full", self._path).result()
+
     async def chat(
         self,
         messages: Messages,

@@ -109,6 +109,11 @@ class Client:
         """How many answers the model has given in this session."""
         return len(self._session.calls)
 
+    @property
+    def full(self) -> bool:
+        """Whether the last request of this client, or of one of its agents, was refused for a full context."""
+        return any(each._session.full for each in self.family)
+
     async def chat(
         self,
         messages: Messages,

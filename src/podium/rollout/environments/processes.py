@@ -171,6 +171,8 @@ async def _answer(writer: asyncio.StreamWriter, asked: Mapping[str, Any], client
                 client.reward(asked["with"]["value"], None if which is None else Reply({}, "", *which))
             case "turns":
                 answer["value"] = client.turns
+            case "full":
+                answer["value"] = client.full
             case _:  # "agent"
                 answer["value"] = client.base_url if asked["with"]["address"] else ""
     except Exception as error:  # noqa: BLE001 - it is the session's to hear

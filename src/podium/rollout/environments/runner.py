@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from podium.rollout.environments.calls import is_cancelled
+from podium.rollout.environments.calls import contain_exits, in_session, is_cancelled
 from podium.rollout.environments.client import MOST_AGENTS, Client, ContextFull
 from podium.rollout.environments.contract import Outcome, Reward
 from podium.telemetry import Note, emit
@@ -38,6 +38,7 @@ __all__ = ["CONTEXT_FULL", "TIME_LIMIT", "Ending", "Episode", "Trajectory", "end
 TIME_LIMIT: Final = "time limit"
 CONTEXT_FULL: Final = "context is full"
 _STALL_S: Final = 5.0
+_GRACE_S: Final = 5.0  # that a session has to end when it is cancelled
 
 
 @dataclass(frozen=True)
@@ -160,43 +161,69 @@ async def ending_of(
 
     The session gets a copy of ``task``, since others of the same prompt have the same row of the data.
     """
+    contain_exits()
     lived = asyncio.ensure_future(_lived(play, task, client))  # a session may cancel its own task
     try:
-        async with asyncio.timeout(limit_s):
-            return await lived
-    except TimeoutError:
+        await asyncio.wait({lived}, timeout=limit_s)
+        in_time = lived.done()
+    finally:
+        await _end(lived)
+    if not in_time:
         details = f"it lasted longer than environment.options.time_limit_s = {limit_s:g}"
         return Ending(failure=TIME_LIMIT, details=details)
-    except asyncio.CancelledError as error:
-        if is_cancelled():
-            raise
-        return _failed(error)
+    if lived.cancelled():
+        return _failed(asyncio.CancelledError("the session has cancelled its own task"))
+    return lived.result()
+
+
+async def _end(lived: asyncio.Future[Ending]) -> None:
+    """End the task of a session whose time is over. One that does not hear of it is left behind."""
+    if lived.done():
+        return
+    lived.cancel()
+    await asyncio.wait({lived}, timeout=_GRACE_S)
+    if not lived.done():
+        emit(
+            Note(
+                f"a session goes on {_GRACE_S:g} s after it was cancelled, and is left behind: nothing that it says is "
+                "trained. Sessions in processes (environment.options.processes) can be killed"
+            )
+        )
 
 
 async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], task: Task, client: Client) -> Ending:
+    in_session.set(True)  # for this task alone, and for what it starts
     try:
         found: Any = await play(copy.deepcopy(task), client)
         return found if isinstance(found, Ending) else Ending(_as_outcome(found))
     except BaseException as error:  # an environment is a stranger's: SystemExit ends a session, not a run
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
-        if any(map(_is_full, _causes(error))):
+        if any(map(_is_full, _causes(error))) and client.full:
             return Ending(Outcome(score=0.0), truncated=True)
         return _failed(error)
 
 
 def _failed(error: BaseException) -> Ending:
-    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    what = f"{type(error).__name__}: {_text(error).partition(chr(10))[0][:200]}"
     return Ending(failure=what, details="".join(traceback.format_exception(error)))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - it is a stranger's
+        return "its text cannot be read"
 
 
 def _is_full(error: BaseException) -> bool:
     """Whether an error says that the context is full: the client's, or that of an agent which asks over HTTP."""
-    return isinstance(error, ContextFull) or "context_length_exceeded" in str(error)
+    return isinstance(error, ContextFull) or "context_length_exceeded" in _text(error)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, those of its group, and those from which or while which it was raised, as a traceback shows them."""
+    """An error, those of its group, and those from which it was raised. One that was raised while another was handled
+    is another matter."""
     waiting, seen = [error], set[int]()
     while waiting:
         one = waiting.pop()
@@ -206,8 +233,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield one
         if isinstance(one, BaseExceptionGroup):
             waiting += cast("BaseExceptionGroup[BaseException]", one).exceptions
-        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        waiting += [] if before is None else [before]
+        waiting += [] if one.__cause__ is None else [one.__cause__]
 
 
 def _as_outcome(reward: Any) -> Outcome:

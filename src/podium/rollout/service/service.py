@@ -241,6 +241,8 @@ class Service:
         if self.rules is not None:
             limit = min(limit or room, self.rules.max_new_tokens, max(room, 1))
         if room < 1 or (limit is not None and limit > room):
+            if named := self.sessions.get(session):
+                named.full = True
             wanted = f" and max_tokens is {limit}" if limit is not None else ""
             raise Refusal(
                 400,

@@ -131,6 +131,7 @@ class Session:
         splits: How many calls began a row although they continued a conversation, because their prompt's ids did not
             begin with what was recorded: the chat template writes a history otherwise than the model sampled it.
         over: Whether it is closed. Nothing is recorded any more.
+        full: Whether its last request was refused because the model's context was full.
     """
 
     def __init__(self, id: str) -> None:
@@ -139,6 +140,7 @@ class Session:
         self.calls: list[RecordedCall] = []
         self.splits = 0
         self.over = False
+        self.full = False
 
     def ids_of(self, call: RecordedCall) -> list[int]:
         """The prompt and the completion of a call."""
@@ -204,6 +206,7 @@ class Session:
         row = self.rows[place]
         row.read(prompt[shared:])
         row.sample(number, drawn)
+        self.full = False
         self.calls.append(RecordedCall(number, place, len(row.ids), keys, said, tools_of))
         return self.calls[-1]
 
