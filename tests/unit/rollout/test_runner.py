@@ -221,3 +221,38 @@ def test_an_earlier_answer_can_be_rewarded(processes: int) -> None:
         apart.close()
     assert episode.failure == "", episode.details
     assert [dict(one.turn_rewards) for one in episode.trajectories] == [{0: 0.75, 1: 3.0}, {0: 4.0}]
+
+
+def half(n: int) -> int:
+    """Halve an even number."""
+    if n % 2:
+        raise ValueError("odd")
+    return n // 2
+
+
+async def own_loop(task: Task, client: Client) -> float:
+    """Answers tool calls itself, four of them, of which two fail."""
+    box = Toolbox([half])
+    calls = [{"function": {"name": "half", "arguments": f'{{"n": {n}}}'}} for n in (1, 2)]
+    await client.chat("Which number?", tools=box.schemas)
+    await box.answer(calls)
+    await asyncio.gather(*(box.answer([call]) for call in calls))
+    return 1.0
+
+
+def own_loop_in_a_thread(task: Task, client: Client) -> float:
+    """The same, with an event loop of its own."""
+    return asyncio.run(own_loop(task, client))
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("name", ["own_loop", "own_loop_in_a_thread"])
+def test_calls_of_tools_are_counted_in_a_loop_of_the_sessions_own(name: str, processes: int) -> None:
+    config = EnvironmentConfig(name=f"{__file__}:{name}", options={"processes": processes})
+    apart = SessionProcesses(config)
+    try:
+        episodes = lived(apart.play if processes else resolve_environment(config).play, [{}, {}])
+    finally:
+        apart.close()
+    assert [one.failure for one in episodes] == ["", ""], episodes
+    assert [dict(one.counts) for one in episodes] == [{"tool_calls": 4, "tool_errors": 2}] * 2

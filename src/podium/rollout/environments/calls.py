@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import Final, ParamSpec, TypeVar
 
-__all__ = ["in_thread", "is_cancelled"]
+__all__ = ["in_thread", "is_cancelled", "session_counts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+session_counts: Final[ContextVar[Counter[str] | None]] = ContextVar("session_counts", default=None)
+"""The ``counts`` of the client whose session runs in this context; None outside of sessions."""
 
 
 async def in_thread(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:

@@ -89,7 +89,7 @@ async def converse(
         said.append(reply.message)
         if box is None or not reply.tool_calls or turn >= max_turns:
             return reply
-        said += await box.answer(reply.tool_calls, client.counts)
+        said += await box.answer(reply.tool_calls)
     raise AssertionError("a conversation ends with an answer")
 
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from podium.rollout.environments.calls import is_cancelled
+from podium.rollout.environments.calls import is_cancelled, session_counts
 from podium.rollout.environments.client import MOST_AGENTS, Client, ContextFull
 from podium.rollout.environments.contract import Outcome, Reward
 from podium.telemetry import Note, emit
@@ -174,6 +174,7 @@ async def ending_of(
 
 
 async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], task: Task, client: Client) -> Ending:
+    session_counts.set(client.counts)  # for this task alone, and for what it starts
     try:
         found: Any = await play(copy.deepcopy(task), client)
         return found if isinstance(found, Ending) else Ending(_as_outcome(found))
