@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bench.sessions import make_service
+from podium.errors import ConfigError
 from podium.rollout.environments import Client, ContextFull, Outcome, Reply, Toolbox, tool
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.processes import SessionProcesses
@@ -256,3 +257,27 @@ def test_calls_of_tools_are_counted_in_a_loop_of_the_sessions_own(name: str, pro
         apart.close()
     assert [one.failure for one in episodes] == ["", ""], episodes
     assert [dict(one.counts) for one in episodes] == [{"tool_calls": 4, "tool_errors": 2}] * 2
+
+
+class Server:
+    """Needs what is not there, when it is made."""
+
+    def __init__(self) -> None:
+        raise OSError("no license")
+
+    async def play(self, task: Task, client: Client) -> float:
+        """Never begins."""
+        return 0.0
+
+
+def serve() -> Server:
+    """Make one."""
+    return Server()
+
+
+@pytest.mark.parametrize("name", ["Server", "serve"])
+def test_what_an_environment_raises_when_it_is_made_is_said_with_the_statement(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"environment.name = .*:{name}': .*test_runner\.py:\d+: OSError: no license"
+    ):
+        resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}"))

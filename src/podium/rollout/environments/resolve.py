@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError
-from podium.functions import load_function
+from podium.functions import load_function, what_raised
 from podium.rollout.environments.calls import in_thread
 from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig
 from podium.rollout.environments.contract import Outcome, Reward, Step, Task
@@ -43,8 +43,8 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
     """Return the environment that ``config`` names.
 
     Raises:
-        ConfigError: It does not exist, or it is none; an option is unknown to it. What its module raises passes
-            through.
+        ConfigError: It does not exist, or it is none; an option is unknown to it; its module, or what makes it, raised
+            an exception.
     """
     found = load_function(config.name, key=_KEY, known=NAMED_ENVIRONMENTS)
     subject, options = f"{_KEY} = {config.name!r}", config.own_options
@@ -53,11 +53,13 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
         return ResolvedEnvironment(_as_play(found, options))
     _check_options(found, options, subject, given=0)
     make = partial(found, **options)
-    sample: Any = found if inspect.isclass(found) else make()
+    with what_raised(subject):
+        sample: Any = found if inspect.isclass(found) else make()
     tasks: Any = getattr(sample, "tasks", None)
     tasks = partial(tasks, **_accepted(tasks, options)) if callable(tasks) else None
     if callable(getattr(sample, "play", None)):
-        whole: Any = make() if inspect.isclass(sample) else sample
+        with what_raised(subject):
+            whole: Any = make() if inspect.isclass(sample) else sample
         return ResolvedEnvironment(_as_play(whole.play, {}), getattr(whole, "tasks", tasks))
     if callable(getattr(sample, "reset", None)) and callable(getattr(sample, "step", None)):
         return ResolvedEnvironment(partial(_episode, make), tasks)
