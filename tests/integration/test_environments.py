@@ -134,8 +134,25 @@ def test_sessions_that_fail_end_alone_and_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_session_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(PodiumError, match=r"all 4 sessions .*hopeless.* failed: RuntimeError: the world is closed"):
+    with pytest.raises(PodiumError, match=r"^evaluation: all 4 .*hopeless.* failed: RuntimeError: the world is closed"):
         train(config_of("hopeless", tmp_path))
+
+
+@pytest.mark.parametrize("cluster", ["inline", "local"])
+def test_a_model_that_is_never_asked_ends_the_run_with_what_to_do(cluster: str, tmp_path: Path) -> None:
+    with pytest.raises(PodiumError, match=r"no session of .*:forgets' asked the model: .*client\.chat") as caught:
+        train(config_of("forgets", tmp_path), cluster)
+    where = f"; what sessions print is in {tmp_path / 'runs' / 'run' / 'logs'}"
+    assert str(caught.value).endswith(where if cluster == "local" else "is trained")
+
+
+def test_a_traceback_is_said_once_whatever_its_message(tmp_path: Path) -> None:
+    with told() as notes:
+        train(config_of("varied", tmp_path, run={"steps": 3}))
+    said = [note for note in notes if "sessions failed and" in note or "session failed and" in note]
+    assert len(said) >= 2, notes
+    assert "KeyError" in said[-1]
+    assert sum(note.count("Traceback (most recent call last)") for note in said) == 1, said
 
 
 @pytest.mark.parametrize(
