@@ -281,3 +281,39 @@ def test_what_an_environment_raises_when_it_is_made_is_said_with_the_statement(n
         ConfigError, match=rf"environment.name = .*:{name}': .*test_runner\.py:\d+: OSError: no license"
     ):
         resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}"))
+
+
+async def raises(task: Task, client: Client) -> float:
+    """Raises in a function of its own."""
+    return refuse(client)
+
+
+def raises_in_a_thread(task: Task, client: Client) -> float:
+    """The same, in a thread."""
+    return refuse(client)
+
+
+def refuse(client: Client) -> float:
+    """Let the client raise."""
+    client.reward(1.0)
+    return 0.0
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_in_a_thread"])
+def test_a_traceback_begins_with_the_sessions_own_code(name: str) -> None:
+    (episode,) = lived(resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}")).play)
+    head, first, *rest = episode.details.splitlines()
+    assert (head, first.endswith(f"in {name}")) == ("Traceback (most recent call last):", True), episode.details
+    assert f'File "{__file__}"' in first
+    assert any("client.py" in line for line in rest)  # what comes after stays, although it is Podium's
+    assert rest[-1] == episode.failure
+
+
+@pytest.mark.parametrize("returned", ["1.0", float("nan"), {"points": 1.0}])
+def test_a_wrong_reward_needs_no_traceback(returned: Any) -> None:
+    async def play(task: Task, client: Client) -> Any:
+        return returned
+
+    (episode,) = lived(play)
+    assert "the environment returned" in episode.failure
+    assert episode.details == ""

@@ -38,6 +38,8 @@ __all__ = ["CONTEXT_FULL", "TIME_LIMIT", "Ending", "Episode", "Trajectory", "end
 TIME_LIMIT: Final = "time limit"
 CONTEXT_FULL: Final = "context is full"
 _STALL_S: Final = 5.0
+_NOT_OWN: Final = frozenset({"podium", "asyncio", "concurrent", "threading"})  # packages that call a session
+_CHECKS: Final = frozenset({__name__, "podium.rollout.environments.resolve"})  # of what a session returned
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,20 @@ async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], tas
 
 def _failed(error: BaseException) -> Ending:
     what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-    return Ending(failure=what, details="".join(traceback.format_exception(error)))
+    return Ending(failure=what, details=_own_traceback(error))
+
+
+def _own_traceback(error: BaseException) -> str:
+    """A traceback that begins with the session's own code; "" where Podium refuses what the session returned."""
+    step, own, name = error.__traceback__, None, ""
+    while step is not None:
+        name = str(step.tb_frame.f_globals.get("__name__", ""))
+        if own is None and name.partition(".")[0] not in _NOT_OWN:
+            own = step
+        step = step.tb_next
+    if own is None and name in _CHECKS:
+        return ""
+    return "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
 
 
 def _is_full(error: BaseException) -> bool:
