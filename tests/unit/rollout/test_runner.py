@@ -14,7 +14,7 @@ import pytest
 
 from bench.sessions import make_service
 from podium.errors import ConfigError
-from podium.rollout.environments import Client, ContextFull, Outcome, Reply, Toolbox, tool
+from podium.rollout.environments import Client, ContextFull, Outcome, Reply, Toolbox, converse, tool
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import resolve_environment
@@ -317,3 +317,28 @@ def test_a_wrong_reward_needs_no_traceback(returned: Any) -> None:
     (episode,) = lived(play)
     assert "the environment returned" in episode.failure
     assert episode.details == ""
+
+
+def does_not_wait(task: Task, client: Client) -> float:
+    """Takes a coroutine for an answer."""
+    reply: Any = client.chat("Which number?")
+    return float(reply.text)
+
+
+async def does_not_wait_either(task: Task, client: Client) -> float:
+    """Takes a coroutine for a conversation."""
+    reply: Any = converse(client, [])
+    return float(reply.text)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(("name", "called"), [("does_not_wait", "client.chat"), ("does_not_wait_either", "converse")])
+def test_who_does_not_wait_for_an_answer_is_told_how(name: str, called: str, processes: int) -> None:
+    config = EnvironmentConfig(name=f"{__file__}:{name}")
+    apart = SessionProcesses(config)
+    try:
+        (episode,) = lived(apart.play if processes else resolve_environment(config).play)
+    finally:
+        apart.close()
+    assert "'coroutine' object has no attribute 'text'; " in episode.failure
+    assert f"`await {called}(...)`, or `asyncio.run({called}(...))` in a plain function" in episode.failure

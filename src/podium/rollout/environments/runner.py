@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
+import os
 import sys
 import threading
 import time
@@ -189,8 +191,18 @@ async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], tas
 
 
 def _failed(error: BaseException) -> Ending:
-    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}{_hint(error)}"
     return Ending(failure=what, details=_own_traceback(error))
+
+
+def _hint(error: BaseException) -> str:
+    """What to write where an attribute of an answer was looked for before anybody had waited for the answer."""
+    asked = error.obj if isinstance(error, AttributeError) else None
+    if not inspect.iscoroutine(asked) or not asked.cr_code.co_filename.startswith(os.path.dirname(__file__)):
+        return ""
+    asked.close()  # nobody will wait for it, which Python would say besides
+    name = {"chat": "client.chat"}.get(asked.__name__, asked.__name__)
+    return f"; {name} is a coroutine function: `await {name}(...)`, or `asyncio.run({name}(...))` in a plain function"
 
 
 def _own_traceback(error: BaseException) -> str:
