@@ -348,6 +348,7 @@ def test_settings_that_have_a_use_are_not_mentioned(world: str, reward: str, tmp
         ("twice", {"time_limit_s": -1}, r"time_limit_s"),
         ("WORLDS", {}, "has no 'WORLDS'"),
         ("Step", {}, "no environment"),
+        ("alone", {}, r"a session is play\(task, client, \*\*options\); yours takes \(task: 'Task'\) -> 'float'$"),
     ],
 )
 def test_a_wrong_environment_is_refused_before_a_worker_starts(

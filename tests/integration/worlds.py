@@ -222,3 +222,8 @@ async def varied(task: Task, client: Client) -> float:
     if client.seed % 3 == 0:
         raise KeyError(client.session_id)
     return 1.0
+
+
+async def alone(task: Task) -> float:
+    """Has no client."""
+    return 1.0

@@ -23,6 +23,7 @@ __all__ = ["Play", "ResolvedEnvironment", "converse", "resolve_environment"]
 
 Play = Callable[[Task, "Client"], Awaitable[Reward]]
 _KEY = "environment.name"
+_PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _MOST_TURNS = 100  # of an environment that never says that it is over
 
 
@@ -160,6 +161,9 @@ def _check_options(found: Callable[..., Any], options: Mapping[str, Any], subjec
         signature = inspect.signature(found)
     except (TypeError, ValueError):
         return
+    places = [one.kind for one in signature.parameters.values() if one.kind in _PLACES]
+    if len(places) < given and inspect.Parameter.VAR_POSITIONAL not in places:
+        raise ConfigError(f"{subject}: a session is play(task, client, **options); yours takes {signature}")
     try:
         signature.bind(*[None] * given, **options)
     except TypeError as error:
