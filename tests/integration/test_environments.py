@@ -345,6 +345,12 @@ def test_settings_that_have_a_use_are_not_mentioned(world: str, reward: str, tmp
         ("nothing", {}, "has no 'nothing'"),
         ("Guess", {"turn": 2}, r"options do not fit.*turn.*its options are turns"),
         ("twice", {"at_ones": 2}, r"options do not fit.*at_ones.*takes none"),
+        (
+            "twice",
+            {"time_limit": 2},
+            r"'time_limit';.* has time_limit_s, at_once, processes; did you mean 'time_limit_s'",
+        ),
+        ("Guess", {"turn": 2}, r"its options are turns, and .*; did you mean 'turns'\?$"),
         ("twice", {"time_limit_s": -1}, r"time_limit_s"),
         ("WORLDS", {}, "has no 'WORLDS'"),
         ("Step", {}, "no environment"),

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError
-from podium.functions import load_function, what_raised
+from podium.functions import load_function, nearest, what_raised
 from podium.rollout.environments.calls import in_thread
-from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig
+from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig, SessionLimits
 from podium.rollout.environments.contract import Outcome, Reward, Step, Task
 
 if TYPE_CHECKING:
@@ -168,8 +168,13 @@ def _check_options(found: Callable[..., Any], options: Mapping[str, Any], subjec
         signature.bind(*[None] * given, **options)
     except TypeError as error:
         known = [*signature.parameters][given:]
-        takes = f"its options are {', '.join(known)}" if known else "it takes none"
-        raise ConfigError(f"{subject}: environment.options do not fit: {error}; {takes}") from None
+        takes = f"its options are {', '.join(known)}" if known else "it takes none of its own"
+        limits = [*SessionLimits.__dataclass_fields__]
+        near = [hint for name in options if name not in known and (hint := nearest(name, [*known, *limits]))]
+        raise ConfigError(
+            f"{subject}: environment.options do not fit: {error}; {takes}, and each environment has "
+            f"{', '.join(limits)}{''.join(near[:1])}"
+        ) from None
 
 
 def _accepted(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
