@@ -4,16 +4,19 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import threading
+import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, PodiumError
 
-__all__ = ["check_function_name", "load_function", "nearest"]
+__all__ = ["check_function_name", "load_function", "nearest", "what_raised"]
 
 Known = Mapping[str, "str | Callable[..., Any]"]
 
@@ -50,8 +53,8 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callabl
         known: Names that need no place. A value is a function, or a string in one of the two other forms.
 
     Raises:
-        ConfigError: The name, module, file or function does not exist; names the nearest that does. What a module
-            itself raises while it is loaded passes through.
+        ConfigError: The name, module, file or function does not exist; names the nearest that does. Or the module
+            raised an exception while it was loaded; names the statement.
     """
     check_function_name(spec, key=key, known=known)
     target = known.get(spec, spec)
@@ -59,7 +62,7 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callabl
         return target
     subject = f"{key} = {spec!r}"
     place, _, attribute = target.rpartition(":")
-    with _loading:
+    with _loading, what_raised(subject):
         module = _load_file(Path(place), subject) if place.endswith(".py") else _import(place, attribute, subject)
     found: Any = module
     for part in attribute.split("."):
@@ -76,7 +79,7 @@ def _import(name: str, attribute: str, subject: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise  # The module exists and lacks something itself; its own traceback says what.
+            raise  # the module exists and lacks something itself
         near = {path.stem for path in Path.cwd().glob("*.py")}.union(sys.modules) - {name, error.name}
         file = Path(*name.split(".")).with_suffix(".py")
         raise ConfigError(
@@ -108,6 +111,33 @@ def _load_file(path: Path, subject: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+@contextmanager
+def what_raised(subject: str) -> Iterator[None]:
+    """Turn what a user's code raises in the block into one line: the subject, the user's statement, and the exception.
+
+    Raises:
+        ConfigError: The code raised an exception, or left by SystemExit. Podium's own errors pass through.
+    """
+    try:
+        yield
+    except PodiumError:
+        raise
+    except (Exception, SystemExit) as error:
+        where, what = _statement(error), str(error).strip().partition("\n")[0]
+        if isinstance(error, SyntaxError) and error.filename:
+            where, what = f"{error.filename}:{error.lineno}: ", error.msg
+        raise ConfigError(f"{subject}: {where}{type(error).__name__}: {what}".rstrip(": ")) from error
+
+
+def _statement(error: BaseException) -> str:
+    """File and line of the last statement that led to an error, of installed packages only if there is no other."""
+    podium, frames = f"{Path(__file__).parent}/", traceback.extract_tb(error.__traceback__)
+    frames = [one for one in frames if not one.filename.startswith((podium, "<frozen "))]
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = [one for one in frames if not one.filename.startswith(installed)]
+    return "".join(f"{one.filename}:{one.lineno}: " for one in (own or frames)[-1:])
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -145,7 +145,7 @@ def test_an_environment_that_blocks_the_others_is_named_while_it_does(cluster: s
 
 
 def test_a_step_without_a_session_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(PodiumError, match=r"all 4 sessions .*hopeless.* failed: RuntimeError: the world is closed"):
+    with pytest.raises(PodiumError, match=r"^evaluation: all 4 .*hopeless.* failed: RuntimeError: the world is closed"):
         train(config_of("hopeless", tmp_path))
 
 
@@ -161,6 +161,23 @@ def test_the_name_of_a_run_that_has_computed_nothing_is_free(tmp_path: Path) -> 
     assert len(lines) == len((fresh / "ledger.jsonl").read_text().splitlines())
     with pytest.raises(ConfigError, match="a finished run"):
         train(config_of("twice", tmp_path))
+
+
+@pytest.mark.parametrize("cluster", ["inline", "local"])
+def test_a_model_that_is_never_asked_ends_the_run_with_what_to_do(cluster: str, tmp_path: Path) -> None:
+    with pytest.raises(PodiumError, match=r"no session of .*:forgets' asked the model: .*client\.chat") as caught:
+        train(config_of("forgets", tmp_path), cluster)
+    where = f"; what sessions print is in {tmp_path / 'runs' / 'run' / 'logs'}"
+    assert str(caught.value).endswith(where if cluster == "local" else "is trained")
+
+
+def test_a_traceback_is_said_once_whatever_its_message(tmp_path: Path) -> None:
+    with told() as notes:
+        train(config_of("varied", tmp_path, run={"steps": 3}))
+    said = [note for note in notes if "sessions failed and" in note or "session failed and" in note]
+    assert len(said) >= 2, notes
+    assert "KeyError" in said[-1]
+    assert sum(note.count("Traceback (most recent call last)") for note in said) == 1, said
 
 
 @pytest.mark.parametrize(
@@ -353,9 +370,16 @@ def test_settings_that_have_a_use_are_not_mentioned(world: str, reward: str, tmp
         ("nothing", {}, "has no 'nothing'"),
         ("Guess", {"turn": 2}, r"options do not fit.*turn.*its options are turns"),
         ("twice", {"at_ones": 2}, r"options do not fit.*at_ones.*takes none"),
+        (
+            "twice",
+            {"time_limit": 2},
+            r"'time_limit';.* has time_limit_s, at_once, processes; did you mean 'time_limit_s'",
+        ),
+        ("Guess", {"turn": 2}, r"its options are turns, and .*; did you mean 'turns'\?$"),
         ("twice", {"time_limit_s": -1}, r"time_limit_s"),
         ("WORLDS", {}, "has no 'WORLDS'"),
         ("Step", {}, "no environment"),
+        ("alone", {}, r"a session is play\(task, client, \*\*options\); yours takes \(task: 'Task'\) -> 'float'$"),
     ],
 )
 def test_a_wrong_environment_is_refused_before_a_worker_starts(

@@ -221,3 +221,21 @@ async def crowd(task: Task, client: Client) -> float:
     for number in range(1024):
         client.agent(f"a{number}")
     return 1.0
+
+
+async def forgets(task: Task, client: Client) -> float:
+    """Never asks the model."""
+    return 1.0
+
+
+async def varied(task: Task, client: Client) -> float:
+    """Fails by one statement, with messages of many kinds and in numbers that differ."""
+    await client.chat(task["prompt"])
+    if client.seed % 3 == 0:
+        raise KeyError(client.session_id)
+    return 1.0
+
+
+async def alone(task: Task) -> float:
+    """Has no client."""
+    return 1.0

@@ -128,15 +128,33 @@ def test_a_file_beside_that_cannot_be_imported_is_not_its_own_nearest_name(
     assert "did you mean 'functions_under_test'" not in str(caught.value)
 
 
-def test_an_error_inside_the_users_module_passes_through(folder: Path) -> None:
-    (folder / "broken_under_test.py").write_text("import not_installed_anywhere\n")
-    for spec in (
-        "broken_under_test:f",
-        "broken_under_test.py:f",
-        "broken_under_test.py:f",
-    ):  # nothing stays half loaded
-        with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
-            load(spec)
+@pytest.mark.parametrize("form", ["broken_under_test:f", "broken_under_test.py:f"])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import sys\nimport not_installed_anywhere\n", "2: ModuleNotFoundError: No module named 'not_installed_any"),
+        ("def f(x):\n    return (\n", "2: SyntaxError: '(' was never closed"),
+        ("import json\n\njson.loads('{')\n", "3: JSONDecodeError: Expecting property name"),
+        ("raise SystemExit('use it as a module')\n", "1: SystemExit: use it as a module"),
+        ("raise KeyError\n", "1: KeyError"),
+    ],
+)
+def test_an_error_inside_the_users_module_is_a_line_with_the_statement(
+    form: str, source: str, said: str, folder: Path
+) -> None:
+    (folder / "broken_under_test.py").write_text(source)
+    for _ in range(2):  # nothing stays half loaded
+        with pytest.raises(ConfigError) as caught:
+            load(form)
+        assert str(caught.value).startswith(f"section.key = {form!r}: {folder}/broken_under_test.py:{said}")
+        assert "\n" not in str(caught.value)
+        assert caught.value.__cause__ is not None
+
+
+def test_an_error_in_a_file_beside_names_that_file(folder: Path) -> None:
+    (folder / "neighbor_under_test.py").write_text("\nBONUS = 1 / 0\n")
+    with pytest.raises(ConfigError, match=r": \S+/neighbor_under_test\.py:2: ZeroDivisionError: division by zero$"):
+        load("functions_under_test:plain")
 
 
 def test_the_module_is_light() -> None:

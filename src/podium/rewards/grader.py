@@ -57,8 +57,9 @@ class Grader:
         """Load the reward now, so that a wrong name or a failing import shows before anything else is done.
 
         Raises:
-            ConfigError: The reward does not exist, or a library that it needs is missing.
-            RewardError: The reward's module cannot be imported, or the function cannot be sent; with the traceback.
+            ConfigError: The reward does not exist, a library that it needs is missing, or its module
+                raised an exception.
+            RewardError: The function cannot be sent; with the traceback.
         """
         with self._lock:
             self._started()

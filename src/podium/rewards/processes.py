@@ -93,8 +93,8 @@ class GradingProcesses:
         takes_lists: Whether the reward is of TRL's form, so that it is called with lists of one completion.
 
     Raises:
-        ConfigError: The reward's name is wrong, or a library that it needs is missing.
-        RewardError: The reward cannot be imported or sent, or the dispatcher did not start.
+        ConfigError: The reward's name is wrong, a library that it needs is missing, or its module raised an exception.
+        RewardError: The reward cannot be sent, or the dispatcher did not start.
     """
 
     def __init__(self, source: str | RewardFn, label: str, config: RewardConfig, log_path: Path | None) -> None:
@@ -223,7 +223,7 @@ class GradingProcesses:
         if result.score is not None:
             return Grade(result.score, result.parts, result.score >= config.correct_at)
         if number == 0 and result.limit == "configuration":
-            return ConfigError(problem)
+            return ConfigError(problem + self._missed(problem))
         if number == 0:
             text = f"the reward {self._label} cannot be imported in a grading process: {problem}"
         else:
@@ -236,11 +236,16 @@ class GradingProcesses:
                 'of named finite numbers with "score": repair the reward, or set reward.on_error to score, which gives '
                 f"such items {config.failure_score:g} and goes on"
             )
-        for name in self._withheld:
-            if name in problem + result.traceback:
-                text += f". The environment's {name} does not reach rewards unless reward.env names it"
+        text += self._missed(problem + result.traceback)
         trace = f"\n\nIn the grading process:\n{result.traceback.rstrip()}" if result.traceback else ""
         return RewardError(text + trace)
+
+    def _missed(self, said: str) -> str:
+        """The end of a message about an error that names variables which rewards do not have."""
+        named = [name for name in self._withheld if name in said]
+        return "".join(
+            f". The environment's {name} does not reach rewards unless reward.env names it" for name in named
+        )
 
     def _ended(self) -> RewardError:
         if self._stopping:

@@ -43,8 +43,8 @@ def resolve_reward(spec: str) -> RewardFn:
     """Return the reward that ``spec`` names: one of ``NAMED_REWARDS``, or a form of :func:`load_function`.
 
     Raises:
-        ConfigError: The reward, its module, file or function does not exist, or a library that the reward needs is not
-            installed. What the module itself raises while it is imported passes through.
+        ConfigError: The reward, its module, file or function does not exist, a library that the reward needs is not
+            installed, or its module raised an exception.
     """
     return load_function(spec, key="reward.name", known=NAMED_REWARDS)
 

@@ -90,7 +90,7 @@ def score_held_out(
     sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
     seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
     if sessions is not None:
-        batch, _ = sessions.live(prompts, seeds, sampling, step)
+        batch, _ = sessions.live(prompts, seeds, sampling, step, training=False)
         scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
         scored = grade_sessions(scored, grader, config.reward.correct_at, reward_model)
     else:

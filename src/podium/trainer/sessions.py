@@ -28,6 +28,8 @@ from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from podium.rollout.environments.contract import Earned
     from podium.rollout.sampling import SamplingParams
     from podium.runtime import Handle
@@ -48,13 +50,13 @@ class SessionReport:
     Attributes:
         sessions: How many there were.
         failures: How many failed, by reason.
-        details: The traceback of one that raised.
+        details: By reason, the traceback of one that raised, or what else there is to say.
         figures: Metrics of these sessions, by name.
     """
 
     sessions: int
     failures: Counter[str]
-    details: str
+    details: Mapping[str, str]
     figures: Mapping[str, float]
 
 
@@ -66,6 +68,7 @@ class Sessions:
         generators: The generators' handles where the workers have none in their processes; else ().
         config: The configuration of the run.
         sampling: How tokens are drawn in training, with stop tokens.
+        logs: The directory of the workers' logs, if they have any.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class Sessions:
         generators: Sequence[Handle[Generator]],
         config: InferenceConfig,
         sampling: SamplingParams,
+        logs: Path | None = None,
     ) -> None:
+        self._logs = logs
         self._workers, self._generators, self._config, self._sampling = workers, tuple(generators), config, sampling
         self._token = secrets.token_urlsafe(32)
         self._urls: dict[int, list[str]] = {}
@@ -96,7 +101,13 @@ class Sessions:
             self._workers.connect([url for urls in self._urls.values() for url in urls], self._token)
 
     def live(
-        self, prompts: Sequence[Prompt], seeds: torch.Tensor, sampling: SamplingParams, step: int
+        self,
+        prompts: Sequence[Prompt],
+        seeds: torch.Tensor,
+        sampling: SamplingParams,
+        step: int,
+        *,
+        training: bool = True,
     ) -> tuple[Batch, SessionReport]:
         """Live ``n`` sessions of each prompt's task.
 
@@ -105,12 +116,13 @@ class Sessions:
             seeds: A seed for each session, int64 ``[P, n]``.
             sampling: How tokens are drawn.
             step: The step that they are for.
+            training: Whether they are trained, and not those of an evaluation.
 
         Returns:
             The rows of the sessions that did not fail, whose tensors are references, and what became of all of them.
 
         Raises:
-            PodiumError: Every session failed. The message has the reasons.
+            PodiumError: Every session failed, and the message has the reasons; or none has asked the model.
         """
         self._calls += 1
         key, n = f"{step}-{self._calls}", seeds.shape[1]
@@ -133,7 +145,8 @@ class Sessions:
         self._say_overruled({name for one in reports for name in one["overruled"]})
         self._say_unknown(sum(one["unknown"] for one in reports), len(batch))
         report = _joined(reports)
-        self._say(report, step, len(batch))
+        evaluation = f"evaluation after step {step}" if step else "evaluation"
+        self._say(report, f"step {step}" if training else evaluation, len(batch))
         self._say_unasked(batch.python(fields.GRADE))
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
         return batch.fetch(*small), report
@@ -180,26 +193,42 @@ class Sessions:
                 )
             )
 
-    def _say(self, report: SessionReport, step: int, rows: int) -> None:
+    def _say(self, report: SessionReport, when: str, rows: int) -> None:
+        """Say why sessions failed: each reason with its count, and its traceback when it is new."""
         failed = sum(report.failures.values())
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in report.failures.most_common(3))
-        name = self._config.environment.name
+        common = [reason for reason, _ in report.failures.most_common(3)]
+        reasons = "; ".join(f"{reason} ({report.failures[reason]})" for reason in common)
+        told = [self._told(reason, report.details.get(reason, "")) for reason in common]
+        text = "\n".join([reasons, *filter(None, told)])
         if not rows:
-            what = (
-                f"all {report.sessions} sessions of environment.name = {name!r} failed"
-                if failed
-                else (f"no session of environment.name = {name!r} asked the model")
-            )
-            raise PodiumError(f"step {step}: {what}: {reasons}\n{report.details}".rstrip())
+            raise PodiumError(f"{when}: {self._nothing(report.sessions, failed)}{text}".rstrip())
         if failed:
-            first = "" if reasons in self._said or not report.details else f"\n{report.details.rstrip()}"
-            self._said.add(reasons)
             emit(
                 Note(
-                    f"step {step}: {failed} of {report.sessions} sessions failed and are not trained "
-                    f"({percent(failed / report.sessions)}): {reasons}{first}"
+                    f"{when}: {failed} of {report.sessions} sessions failed and {'is' if failed == 1 else 'are'} not "
+                    f"trained ({percent(failed / report.sessions)}): {text}"
                 )
             )
+
+    def _nothing(self, sessions: int, failed: int) -> str:
+        """Why there is no row: all sessions failed, or those that did not have never asked the model."""
+        name, plural = f"environment.name = {self._config.environment.name!r}", sessions != 1
+        if failed == sessions:
+            return f"{f'all {sessions} sessions' if plural else 'the only session'} of {name} failed: "
+        others = f"; {failed} of {sessions} failed: " if failed else ""
+        log = f"; what sessions print is in {self._logs}" if self._logs else ""
+        return (
+            f"no session of {name} asked the model: it is asked by `await client.chat(...)`, or by requests to "
+            f"client.base_url, and what it says there is trained{log}{others}"
+        )
+
+    def _told(self, reason: str, details: str) -> str:
+        """The traceback of a failure, unless one from the same statements was said before, whatever its message was."""
+        statements = [line for line in details.splitlines() if line.startswith("  File ")]
+        key = "\n".join(statements) or reason
+        new = key not in self._said
+        self._said.add(key)
+        return details.rstrip() if new else ""
 
 
 def _joined(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
@@ -219,7 +248,7 @@ def _joined(reports: Sequence[Mapping[str, Any]]) -> SessionReport:
         names.SESSION_S_MEDIAN: seconds[len(seconds) // 2] if seconds else 0.0,
         names.SESSION_S_MAX: seconds[-1] if seconds else 0.0,
     }
-    details = next((one["details"] for one in reports if one["details"]), "")
+    details = {reason: said for one in reports for reason, said in one["details"].items()}
     return SessionReport(total["sessions"], failures, details, figures)
 
 

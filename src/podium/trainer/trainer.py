@@ -257,7 +257,7 @@ class Trainer(ABC, Generic[C, E, R]):
             started_roles(self._cluster, config, self._workers, (self.directory.path / "profile").absolute())
         )
         self.generators = stack.enter_context(self._open_generators()) if self.roles.generators else None
-        self.sessions = self._open_sessions()
+        self.sessions = self._open_sessions(logged=self._cluster.capabilities.processes)
         stack.callback(subscribe(self._on_loss))
 
     def _open_generators(self) -> Generators:
@@ -275,11 +275,12 @@ class Trainer(ABC, Generic[C, E, R]):
             journals=None if config.run.schedule == "sync" else self.directory.journals(),
         )
 
-    def _open_sessions(self) -> Sessions | None:
-        """The rollout workers as one; None without an environment."""
+    def _open_sessions(self, *, logged: bool) -> Sessions | None:
+        """The rollout workers, which may have logs, as one; None without an environment."""
         if self.roles.rollout is None or self.generators is None:
             return None
-        sessions = Sessions(self.roles.rollout, self.roles.asked_generators, self.config, self.sampling)
+        logs = self.directory.logs if logged else None
+        sessions = Sessions(self.roles.rollout, self.roles.asked_generators, self.config, self.sampling, logs)
         if self.roles.asked_generators:
             self.generators.returned = sessions.serve
         return sessions

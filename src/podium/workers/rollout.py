@@ -231,7 +231,7 @@ def _report(episodes: Sequence[Episode], service: Service) -> dict[str, Any]:
     return {
         "sessions": len(episodes),
         "failures": Counter(episode.failure for episode in failed),
-        "details": failed[0].details if failed else "",
+        "details": {episode.failure: episode.details for episode in failed if episode.details},
         "context_full": sum(episode.truncated for episode in episodes),
         "turns": sum(len(trajectory.session.calls) for trajectory in spoken),
         "splits": sum(trajectory.session.splits for trajectory in spoken),

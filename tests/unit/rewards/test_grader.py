@@ -314,7 +314,7 @@ def test_mistakes_show_at_start(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('no licence')\n")
     with (
         Grader(RewardConfig(name=f"{tmp_path}/broken.py:score")) as grader,
-        pytest.raises(RewardError, match="RuntimeError: no licence"),
+        pytest.raises(ConfigError, match=r"broken\.py:1: RuntimeError: no licence"),
     ):
         grader.start()
     lock = threading.Lock()

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from podium.errors import RewardError
+from podium.errors import ConfigError, RewardError
 from podium.rewards import Grade, Grader, RewardConfig
 from podium.rewards.child import Result, decode, encode
 from tests.unit.rewards.deeds import Row, alive_with, family_of, has_variable, misbehave, wait_until
@@ -400,6 +400,16 @@ def test_a_reward_that_misses_a_secret_is_told_how_to_have_it(monkeypatch: pytes
         pytest.raises(RewardError, match="JUDGE_API_KEY does not reach rewards unless"),
     ):
         grader.grade([""], [{}])
+
+
+def test_a_module_that_misses_a_secret_is_told_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "1")
+    (tmp_path / "judges.py").write_text("import os\nKEY = os.environ['JUDGE_API_KEY']\n")
+    with (
+        Grader(RewardConfig(name=f"{tmp_path}/judges.py:judge")) as grader,
+        pytest.raises(ConfigError, match=r"judges\.py:2: KeyError: .*JUDGE_API_KEY does not reach rewards unless"),
+    ):
+        grader.start()
 
 
 def test_a_reward_that_returns_in_a_process_that_it_forked_is_graded_once(grader: Grader) -> None:

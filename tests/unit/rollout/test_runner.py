@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bench.sessions import make_service
+from podium.errors import ConfigError
 from podium.rollout.environments import Client, ContextFull, Outcome, Reply, Toolbox, converse, tool
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.processes import SessionProcesses
@@ -323,3 +324,123 @@ def test_a_conversation_that_is_given_to_two_agents_stays_as_it_is(processes: in
     assert episode.failure == "", episode.details
     prompts = [[one.session.rows[0].ids[: one.session.rows[0].turns[0].start]] for one in episode.trajectories]
     assert prompts[1] == prompts[2]
+
+
+def half(n: int) -> int:
+    """Halve an even number."""
+    if n % 2:
+        raise ValueError("odd")
+    return n // 2
+
+
+async def own_loop(task: Task, client: Client) -> float:
+    """Answers tool calls itself, four of them, of which two fail."""
+    box = Toolbox([half])
+    calls = [{"function": {"name": "half", "arguments": f'{{"n": {n}}}'}} for n in (1, 2)]
+    await client.chat("Which number?", tools=box.schemas)
+    await box.answer(calls)
+    await asyncio.gather(*(box.answer([call]) for call in calls))
+    return 1.0
+
+
+def own_loop_in_a_thread(task: Task, client: Client) -> float:
+    """The same, with an event loop of its own."""
+    return asyncio.run(own_loop(task, client))
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("name", ["own_loop", "own_loop_in_a_thread"])
+def test_calls_of_tools_are_counted_in_a_loop_of_the_sessions_own(name: str, processes: int) -> None:
+    config = EnvironmentConfig(name=f"{__file__}:{name}", options={"processes": processes})
+    apart = SessionProcesses(config)
+    try:
+        episodes = lived(apart.play if processes else resolve_environment(config).play, [{}, {}])
+    finally:
+        apart.close()
+    assert [one.failure for one in episodes] == ["", ""], episodes
+    assert [dict(one.counts) for one in episodes] == [{"tool_calls": 4, "tool_errors": 2}] * 2
+
+
+class Server:
+    """Needs what is not there, when it is made."""
+
+    def __init__(self) -> None:
+        raise OSError("no license")
+
+    async def play(self, task: Task, client: Client) -> float:
+        """Never begins."""
+        return 0.0
+
+
+def serve() -> Server:
+    """Make one."""
+    return Server()
+
+
+@pytest.mark.parametrize("name", ["Server", "serve"])
+def test_what_an_environment_raises_when_it_is_made_is_said_with_the_statement(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"environment.name = .*:{name}': .*test_runner\.py:\d+: OSError: no license"
+    ):
+        resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}"))
+
+
+async def raises(task: Task, client: Client) -> float:
+    """Raises in a function of its own."""
+    return refuse(client)
+
+
+def raises_in_a_thread(task: Task, client: Client) -> float:
+    """The same, in a thread."""
+    return refuse(client)
+
+
+def refuse(client: Client) -> float:
+    """Let the client raise."""
+    client.reward(1.0)
+    return 0.0
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_in_a_thread"])
+def test_a_traceback_begins_with_the_sessions_own_code(name: str) -> None:
+    (episode,) = lived(resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}")).play)
+    head, first, *rest = episode.details.splitlines()
+    assert (head, first.endswith(f"in {name}")) == ("Traceback (most recent call last):", True), episode.details
+    assert f'File "{__file__}"' in first
+    assert any("client.py" in line for line in rest)  # what comes after stays, although it is Podium's
+    assert rest[-1] == episode.failure
+
+
+@pytest.mark.parametrize("returned", ["1.0", float("nan"), {"points": 1.0}])
+def test_a_wrong_reward_needs_no_traceback(returned: Any) -> None:
+    async def play(task: Task, client: Client) -> Any:
+        return returned
+
+    (episode,) = lived(play)
+    assert "the environment returned" in episode.failure
+    assert episode.details == ""
+
+
+def does_not_wait(task: Task, client: Client) -> float:
+    """Takes a coroutine for an answer."""
+    reply: Any = client.chat("Which number?")
+    return float(reply.text)
+
+
+async def does_not_wait_either(task: Task, client: Client) -> float:
+    """Takes a coroutine for a conversation."""
+    reply: Any = converse(client, [])
+    return float(reply.text)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(("name", "called"), [("does_not_wait", "client.chat"), ("does_not_wait_either", "converse")])
+def test_who_does_not_wait_for_an_answer_is_told_how(name: str, called: str, processes: int) -> None:
+    config = EnvironmentConfig(name=f"{__file__}:{name}")
+    apart = SessionProcesses(config)
+    try:
+        (episode,) = lived(apart.play if processes else resolve_environment(config).play)
+    finally:
+        apart.close()
+    assert "'coroutine' object has no attribute 'text'; " in episode.failure
+    assert f"`await {called}(...)`, or `asyncio.run({called}(...))` in a plain function" in episode.failure

@@ -8,12 +8,14 @@ import os
 import threading
 import time
 from collections import Counter
+from contextvars import copy_context
 from typing import Any, Literal
 
 import pytest
 
 from podium.errors import ConfigError
 from podium.rollout.environments import Toolbox, ToolError, tool
+from podium.rollout.environments.calls import session_counts
 
 
 def add(a: int, b: int = 1, how: Literal["x", "y"] = "x") -> int:
@@ -69,7 +71,10 @@ def place(state: list[int], x: int) -> dict[str, Any]:
 
 def answer(box: Toolbox, name: str, arguments: object = "{}", counts: Counter[str] | None = None) -> str:
     given = arguments if isinstance(arguments, str) or arguments is None else json.dumps(arguments)
-    (message,) = asyncio.run(box.answer([{"id": "c7", "function": {"name": name, "arguments": given}}], counts))
+    context = copy_context()
+    context.run(session_counts.set, counts)
+    answering = box.answer([{"id": "c7", "function": {"name": name, "arguments": given}}])
+    (message,) = context.run(asyncio.run, answering)
     assert (message["role"], message["tool_call_id"]) == ("tool", "c7")
     return str(message["content"])
 

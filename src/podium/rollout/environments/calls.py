@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["contain_exits", "in_session", "in_thread", "is_cancelled"]
+__all__ = ["contain_exits", "in_thread", "is_cancelled", "session_counts"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-in_session: Final[ContextVar[bool]] = ContextVar("in_session", default=False)
-"""Whether a session of an environment runs in this context."""
+session_counts: Final[ContextVar[Counter[str] | None]] = ContextVar("session_counts", default=None)
+"""The ``counts`` of the client whose session runs in this context; None outside of sessions."""
 
 
 async def in_thread(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
@@ -56,7 +57,7 @@ def contain_exits() -> None:
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:
-    if not in_session.get():
+    if session_counts.get() is None:
         return asyncio.Task(work, loop=loop, **how)
     task = asyncio.Task(_without_exit(work), loop=loop, **how)
     task.add_done_callback(lambda _: work.close())  # which matters where it was cancelled before it began

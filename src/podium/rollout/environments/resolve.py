@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError
-from podium.functions import load_function
+from podium.functions import load_function, nearest, what_raised
 from podium.rollout.environments.calls import in_thread
-from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig
+from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig, SessionLimits
 from podium.rollout.environments.contract import Outcome, Reward, Step, Task
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = ["Play", "ResolvedEnvironment", "converse", "resolve_environment"]
 
 Play = Callable[[Task, "Client"], Awaitable[Reward]]
 _KEY = "environment.name"
+_PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _MOST_TURNS = 100  # of an environment that never says that it is over
 
 
@@ -43,8 +44,8 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
     """Return the environment that ``config`` names.
 
     Raises:
-        ConfigError: It does not exist, or it is none; an option is unknown to it. What its module raises passes
-            through.
+        ConfigError: It does not exist, or it is none; an option is unknown to it; its module, or what makes it, raised
+            an exception.
     """
     found = load_function(config.name, key=_KEY, known=NAMED_ENVIRONMENTS)
     subject, options = f"{_KEY} = {config.name!r}", config.own_options
@@ -53,11 +54,13 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
         return ResolvedEnvironment(_as_play(found, options))
     _check_options(found, options, subject, given=0)
     make = partial(found, **options)
-    sample: Any = found if inspect.isclass(found) else make()
+    with what_raised(subject):
+        sample: Any = found if inspect.isclass(found) else make()
     tasks: Any = getattr(sample, "tasks", None)
     tasks = partial(tasks, **_accepted(tasks, options)) if callable(tasks) else None
     if callable(getattr(sample, "play", None)):
-        whole: Any = make() if inspect.isclass(sample) else sample
+        with what_raised(subject):
+            whole: Any = make() if inspect.isclass(sample) else sample
         return ResolvedEnvironment(_as_play(whole.play, {}), getattr(whole, "tasks", tasks))
     if callable(getattr(sample, "reset", None)) and callable(getattr(sample, "step", None)):
         return ResolvedEnvironment(partial(_episode, make), tasks)
@@ -88,7 +91,7 @@ async def converse(
         reply = await client.chat(messages, tools=box.schemas if box else ())
         if box is None or not reply.tool_calls or turn >= max_turns:
             return reply
-        messages = [*reply.messages, *await box.answer(reply.tool_calls, client.counts)]
+        messages = [*reply.messages, *await box.answer(reply.tool_calls)]
     raise AssertionError("a conversation ends with an answer")
 
 
@@ -157,12 +160,20 @@ def _check_options(found: Callable[..., Any], options: Mapping[str, Any], subjec
         signature = inspect.signature(found)
     except (TypeError, ValueError):
         return
+    places = [one.kind for one in signature.parameters.values() if one.kind in _PLACES]
+    if len(places) < given and inspect.Parameter.VAR_POSITIONAL not in places:
+        raise ConfigError(f"{subject}: a session is play(task, client, **options); yours takes {signature}")
     try:
         signature.bind(*[None] * given, **options)
     except TypeError as error:
         known = [*signature.parameters][given:]
-        takes = f"its options are {', '.join(known)}" if known else "it takes none"
-        raise ConfigError(f"{subject}: environment.options do not fit: {error}; {takes}") from None
+        takes = f"its options are {', '.join(known)}" if known else "it takes none of its own"
+        limits = [*SessionLimits.__dataclass_fields__]
+        near = [hint for name in options if name not in known and (hint := nearest(name, [*known, *limits]))]
+        raise ConfigError(
+            f"{subject}: environment.options do not fit: {error}; {takes}, and each environment has "
+            f"{', '.join(limits)}{''.join(near[:1])}"
+        ) from None
 
 
 def _accepted(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
+import os
 import sys
 import threading
 import time
@@ -20,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from podium.rollout.environments.calls import contain_exits, in_session, is_cancelled
+from podium.rollout.environments.calls import contain_exits, is_cancelled, session_counts
 from podium.rollout.environments.client import MOST_AGENTS, Client, ContextFull
 from podium.rollout.environments.contract import Outcome, Reward
 from podium.telemetry import Note, emit
@@ -39,6 +41,8 @@ TIME_LIMIT: Final = "time limit"
 CONTEXT_FULL: Final = "context is full"
 _STALL_S: Final = 5.0
 _GRACE_S: Final = 5.0  # that a session has to end when it is cancelled
+_NOT_OWN: Final = frozenset({"podium", "asyncio", "concurrent", "threading"})  # packages that call a session
+_CHECKS: Final = frozenset({__name__, "podium.rollout.environments.resolve"})  # of what a session returned
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ async def _end(lived: asyncio.Future[Ending]) -> None:
 
 
 async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], task: Task, client: Client) -> Ending:
-    in_session.set(True)  # for this task alone, and for what it starts
+    session_counts.set(client.counts)  # for this task alone, and for what it starts
     try:
         found: Any = await play(copy.deepcopy(task), client)
         return found if isinstance(found, Ending) else Ending(_as_outcome(found))
@@ -205,8 +209,31 @@ async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], tas
 
 
 def _failed(error: BaseException) -> Ending:
-    what = f"{type(error).__name__}: {_text(error).partition(chr(10))[0][:200]}"
-    return Ending(failure=what, details="".join(traceback.format_exception(error)))
+    what = f"{type(error).__name__}: {_text(error).partition(chr(10))[0][:200]}{_hint(error)}"
+    return Ending(failure=what, details=_own_traceback(error))
+
+
+def _hint(error: BaseException) -> str:
+    """What to write where an attribute of an answer was looked for before anybody had waited for the answer."""
+    asked = error.obj if isinstance(error, AttributeError) else None
+    if not inspect.iscoroutine(asked) or not asked.cr_code.co_filename.startswith(os.path.dirname(__file__)):
+        return ""
+    asked.close()  # nobody will wait for it, which Python would say besides
+    name = {"chat": "client.chat"}.get(asked.__name__, asked.__name__)
+    return f"; {name} is a coroutine function: `await {name}(...)`, or `asyncio.run({name}(...))` in a plain function"
+
+
+def _own_traceback(error: BaseException) -> str:
+    """A traceback that begins with the session's own code; "" where Podium refuses what the session returned."""
+    step, own, name = error.__traceback__, None, ""
+    while step is not None:
+        name = str(step.tb_frame.f_globals.get("__name__", ""))
+        if own is None and name.partition(".")[0] not in _NOT_OWN:
+            own = step
+        step = step.tb_next
+    if own is None and name in _CHECKS:
+        return ""
+    return "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
 
 
 def _text(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, crea
 from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
-from podium.rollout.environments.calls import in_thread, is_cancelled
+from podium.rollout.environments.calls import in_thread, is_cancelled, session_counts
 
 __all__ = ["Tool", "ToolError", "Toolbox", "tool"]
 
@@ -145,19 +145,20 @@ class Toolbox:
         """The tools, as the OpenAI API has them."""
         return [one.schema for one in self._tools.values()]
 
-    async def answer(
-        self, tool_calls: Sequence[Mapping[str, Any]], counts: Counter[str] | None = None
-    ) -> list[dict[str, Any]]:
+    async def answer(self, tool_calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Run what the model called, one after the other, and return the messages that answer it.
+
+        In a session, ``client.counts`` gets the number of calls as "tool_calls", and of those that failed as
+        "tool_errors". A thread that the session starts itself counts nothing, unless it runs in the session's context
+        (``contextvars.copy_context().run``), as those of ``asyncio.to_thread`` do.
 
         Args:
             tool_calls: As an assistant's message has them.
-            counts: Gets the number of calls as "tool_calls", and of those that failed as "tool_errors".
         """
         messages: list[dict[str, Any]] = []
         for call in tool_calls:
             content, failed = await self._answered(call.get("function") or {})
-            if counts is not None:
+            if (counts := session_counts.get()) is not None:
                 counts.update(tool_calls=1, tool_errors=int(failed))
             messages.append({"role": "tool", "tool_call_id": str(call.get("id", "")), "content": content})
         return messages
