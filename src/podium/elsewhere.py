@@ -152,8 +152,13 @@ NAMES: Final[Mapping[str, Here]] = {
     "log_completions": Here("run.show_samples", "a number; runs/NAME/completions has all of them in any case"),
     "num_completions_to_print": Here("run.show_samples"),
     "tools": Here("environment.name", "a function of yours gives the model its tools: docs/environments.md"),
-    "max_tool_calling_iterations": Here("environment.name", "a function of yours, with converse(..., max_turns=...)"),
-    "environment_factory": Here("environment.name", "path/file.py:Class, with reset(task) and step(answer)"),
+    "max_tool_calling_iterations": Here(
+        "environment.name",
+        "a function of yours, with converse(..., max_turns=...): one more, since answers are counted",
+    ),
+    "environment_factory": Here(
+        "environment.name", "a function of yours makes it and gives its methods to converse: docs/coming-from-trl.md"
+    ),
     "rollout_func": Here("environment.name", "path/file.py:function of (task, client)"),
     "multi_turn.enable": Here("environment.name", "a function of yours holds the conversation: docs/environments.md"),
     "multi_turn.tool_config_path": Here("environment.name", "a function of yours gives the model its tools"),
