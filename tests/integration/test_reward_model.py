@@ -119,6 +119,15 @@ def test_a_reward_of_ones_own_reads_the_models_score(tmp_path: Path) -> None:
         assert reward == pytest.approx(-0.5 * score_alone(scorer, conversation), abs=1e-5)
 
 
+@pytest.mark.parametrize(("role", "before"), [("system", ""), ("developer", ""), ("user", "s=8 ")])
+def test_the_system_prompt_comes_where_a_conversation_has_none(role: str, before: str, tmp_path: Path) -> None:
+    scorer = write_scorer(tmp_path / "scorer", TEMPLATE)
+    messages = [{"role": role, "content": "9"}, {"role": "user", "content": "1="}]
+    batch = Batch({"messages": [messages], "prompt": [""], "completion": ["2"]})
+    (score,) = RewardModel(str(scorer), "8").score(batch).dense("rewards").tolist()
+    assert score == pytest.approx(score_alone(scorer, f"{before}{role[0]}=9 u=1= a=2 "), abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

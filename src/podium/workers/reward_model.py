@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
+from podium.rollout.tasks.writer import INSTRUCTING
 from podium.runtime import Worker, concat, endpoint, first, shard
 from podium.workers.micro_batches import plan
 from podium.workers.models import load_scorer, rotary_turn
@@ -124,7 +125,7 @@ class RewardModel(Worker):
         if not self._tokenizer.chat_template:
             return cast("list[int]", self._tokenizer(prompt + completion)["input_ids"])
         turns = [*messages, {"role": "assistant", "content": completion}]
-        if self._system_prompt and turns[0]["role"] != "system":
+        if self._system_prompt and turns[0]["role"] not in INSTRUCTING:
             turns = [{"role": "system", "content": self._system_prompt}, *turns]
         written: Any = self._tokenizer.apply_chat_template(turns, tokenize=False)
         return cast("list[int]", self._tokenizer(written, add_special_tokens=False)["input_ids"])

@@ -22,16 +22,18 @@ from podium.telemetry import Note, emit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Writer", "chat_template"]
+__all__ = ["INSTRUCTING", "Writer", "chat_template"]
 
 T = TypeVar("T")
+
+INSTRUCTING: Final = ("system", "developer")
+"""The roles of messages before which no ``data.system_prompt`` comes."""
 
 _CUTS: Final = 5  # attempts to cut a prompt: a shorter text seldom has exactly as many tokens fewer as were cut
 _PATIENCE_S: Final = 10.0  # for a template to write a chunk of prompts, which takes milliseconds
 _VAST: Final = 1_000_000  # characters: only texts of more are judged by their length before they are encoded
 _EXAMINED: Final = 200  # characters of a text that are looked at for unknown ones
 _PROBE: Final = "podium"
-_INSTRUCTING: Final = ("system", "developer")
 _MARKING: Final = "set data.chat_template to a file that marks the assistant's text by {% generation %}"
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' keyword around the assistant's text
 
@@ -108,7 +110,7 @@ class Writer:
         messages: Messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else template_messages(prompt)
         )
-        if self.config.system_prompt and messages[0]["role"] not in _INSTRUCTING:
+        if self.config.system_prompt and messages[0]["role"] not in INSTRUCTING:
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
         return messages
 
