@@ -211,7 +211,7 @@ def test_what_fails_before_the_first_step_leaves_the_name_free(tmp_path: Path) -
         ({"engine": {"name": "nativ"}}, ConfigError, "did you mean 'native'"),
         ({"algorithm": {"advantage": "absent.py:mine"}}, ConfigError, "no file"),
         ({"placement": {"ranks": 2}}, ConfigError, "use the backend local"),
-        ({"reward": {"name": "broken.py:score"}}, RuntimeError, "at the import"),
+        ({"reward": {"name": "broken.py:score"}}, ConfigError, r"broken\.py:1: RuntimeError: at the import"),
     ],
 )
 def test_a_start_that_fails_leaves_no_directory(
