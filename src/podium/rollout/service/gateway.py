@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -88,7 +89,9 @@ class _Opened:
             timeout_graceful_shutdown=1,
         )
         self._server = Server(config)
-        self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([listening]), loop)
+        # What asks for the address first is one of many sessions, and its context is not the server's.
+        context = contextvars.Context()
+        self._serving = context.run(asyncio.run_coroutine_threadsafe, self._server.serve([listening]), loop)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
     async def stop(self) -> None:

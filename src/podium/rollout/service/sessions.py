@@ -248,8 +248,8 @@ def message_key(message: Mapping[str, Any]) -> Key:
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> Key:
-    """Return what the tools of a request say; the order of the entries of an object makes no difference."""
-    return json.dumps(list(tools), sort_keys=True, ensure_ascii=False, default=str)
+    """Return what the tools of a request say; "" for none. The order of an object's entries makes no difference."""
+    return "" if not tools else json.dumps(list(tools), sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _tool_call(call: Any) -> list[Any]:

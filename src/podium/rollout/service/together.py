@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return what all of ``works`` return. Raises the first error, once the others have ended too."""
+    if len(works) == 1:
+        return [await works[0]]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
