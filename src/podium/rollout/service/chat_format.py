@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError
-from podium.rollout.service.renderers import LibraryBridge, library_bridge
+from podium.rollout.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
 from podium.rollout.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
 
 if TYPE_CHECKING:
@@ -26,22 +26,6 @@ __all__ = ["ChatFormat", "Reply", "ToolCall", "chat_format"]
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
-_PROBE_TOOL: Final = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look at a place.",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-    },
-}
-_PROBE_USER: Final = {"role": "user", "content": "What is there?"}
-_PROBE_CALL: Final = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"place": "a"}'}}
-    ],
-}
 _MARK: Final = "podium\u241fmark"  # stands for an answer whose place in a written conversation is looked for
 
 
@@ -137,10 +121,10 @@ class ChatFormat:
     @cached_property
     def _reader(self) -> CallReader:
         """Reads what the model writes, in the form in which the template writes a call of a tool."""
-        for call in (_PROBE_CALL, {**_PROBE_CALL, "content": "So."}):
+        for call in (CALL, {**CALL, "content": "So."}):
             try:
-                asked = self._text([_PROBE_USER], [_PROBE_TOOL], opened=False)
-                whole = self._text([_PROBE_USER, call], [_PROBE_TOOL], opened=False)
+                asked = self._text([USER], [TOOL], opened=False)
+                whole = self._text([USER, call], [TOOL], opened=False)
             except ConfigError:
                 continue
             if "look" in (written := whole.removeprefix(asked)):

@@ -13,13 +13,15 @@ from podium.errors import ConfigError
 from podium.rollout.tasks.examples import template_messages
 from podium.telemetry import Note, emit
 
-__all__ = ["LibraryBridge", "library_bridge"]
+__all__ = ["CALL", "TOOL", "USER", "LibraryBridge", "library_bridge"]
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 _NO_FAMILY: Final = {"BaseRendererConfig", "AutoRendererConfig", "DefaultRendererConfig", "CustomRendererConfig"}
-_TOOL: Final = {
+
+# What a template is tried on: a question, and a call of a tool.
+TOOL: Final = {
     "type": "function",
     "function": {
         "name": "look",
@@ -27,8 +29,8 @@ _TOOL: Final = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
-_USER: Final = {"role": "user", "content": "What is there?"}
-_CALL: Final = {
+USER: Final = {"role": "user", "content": "What is there?"}
+CALL: Final = {
     "role": "assistant",
     "content": "",
     "tool_calls": [
@@ -38,13 +40,13 @@ _CALL: Final = {
 _RESULT: Final = {"role": "tool", "tool_call_id": "call00001", "content": "a tree"}
 _ANSWER: Final = {"role": "assistant", "content": "A house."}
 _PROBES: Final[Sequence[tuple[Messages, Tools]]] = (
-    ([_USER], ()),
-    ([{"role": "system", "content": "Be brief."}, _USER], ()),
-    ([_USER, _ANSWER, {"role": "user", "content": "And there?"}], ()),
-    ([_USER], [_TOOL]),
-    ([_USER, _CALL, _RESULT], [_TOOL]),
-    ([_USER, {**_CALL, "reasoning_content": "Hm."}, _RESULT], [_TOOL]),
-    ([_USER, {**_ANSWER, "reasoning_content": "Hm."}, _USER], ()),
+    ([USER], ()),
+    ([{"role": "system", "content": "Be brief."}, USER], ()),
+    ([USER, _ANSWER, {"role": "user", "content": "And there?"}], ()),
+    ([USER], [TOOL]),
+    ([USER, CALL, _RESULT], [TOOL]),
+    ([USER, {**CALL, "reasoning_content": "Hm."}, _RESULT], [TOOL]),
+    ([USER, {**_ANSWER, "reasoning_content": "Hm."}, USER], ()),
 )
 
 
