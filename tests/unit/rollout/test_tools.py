@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -56,6 +57,12 @@ def leave() -> str:
 def refuse() -> str:
     """Refuse."""
     raise ToolError("not today")
+
+
+def run_code(code: str) -> str:
+    """Run code that a model has written."""
+    exec(code)
+    return "done"
 
 
 def quit_all() -> str:
@@ -137,6 +144,33 @@ def test_a_process_of_its_own_is_killed_with_its_call(tmp_path: Any) -> None:
         os.kill(int(pid_file.read_text()), 0)
     assert answer(box, "leave") == "error: its process ended with exit status 7"
     assert answer(box, "add", {"a": 5}) == "6"
+
+
+def test_code_that_a_tool_runs_in_a_process_cannot_run_in_the_worker(tmp_path: Path) -> None:
+    """Exploit: the code answers in place of its tool, with a pickle that makes a file where it is read."""
+    box, caught = Toolbox([tool(run_code, process=True)]), tmp_path / "caught"
+    code = f"""
+import os, pickle
+class Exploit:
+    def __reduce__(self):
+        return os.mkdir, ({str(caught)!r},)
+for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
+    try:
+        os.write(fd, pickle.dumps((True, Exploit())))
+    except OSError:
+        pass
+os._exit(0)
+"""
+    assert answer(box, "run_code", {"code": code}) == "error: its process answered with something else than a result"
+    assert not caught.exists()
+    assert answer(box, "run_code", {"code": "import os; print(1); os.system('echo 2')"}) == "done"
+    assert answer(box, "run_code", {"code": "x"}) == "error: NameError: name 'x' is not defined"
+
+
+def test_a_process_writes_results_as_a_thread_does() -> None:
+    for function, arguments in ((place, {"state": [], "x": 1}), (refuse, {}), (add, {"a": 1})):
+        said = {answer(Toolbox([tool(function, process=on)]), function.__name__, arguments) for on in (True, False)}
+        assert len(said) == 1, said
 
 
 def test_given_arguments_are_neither_shown_nor_taken_from_the_model() -> None:

@@ -259,14 +259,17 @@ def _arguments_model(function: Callable[..., Any], label: str, fixed: Mapping[st
 
 
 _CHILD: Final = """
-import os, sys, cloudpickle
+import json, os, sys, cloudpickle
 function, values = cloudpickle.load(sys.stdin.buffer)
-out, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # whatever is printed is no answer
 try:
-    result = (True, function(**values))
+    found = function(**values)
+    answer = {"result": found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)}
 except BaseException as error:
-    result = (False, f"{type(error).__name__}: {error}")
-out.write(cloudpickle.dumps(result))
+    kind = type(error).__name__
+    answer = {"error": str(error) if kind == "ToolError" else f"{kind}: {error}"}
+json.dump(answer, out)
 out.close()
 """
 
@@ -292,10 +295,20 @@ async def _in_process(function: Callable[..., Any], values: Mapping[str, Any]) -
         await child.wait()
     if not data:
         raise ToolError(f"its process ended with exit status {child.returncode}")
-    fine, result = cloudpickle.loads(data)
-    if not fine:
-        raise ToolError(result)
-    return result
+    answer = _read(data)
+    if "result" not in answer:
+        raise ToolError(answer.get("error", "its process answered with something else than a result"))
+    return answer["result"]
+
+
+def _read(data: bytes) -> dict[str, str]:
+    """What a tool's process answered. The tool may have run code of the model there, so the answer is plain text in
+    JSON: reading a pickle would run whatever that code has written."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _pickled(function: Callable[..., Any], values: Mapping[str, Any]) -> bytes:
