@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from podium.runtime import Cluster
+from podium.runtime.calls.stacks import outside_stack
 from podium.supervisor import children_of, kill
 from podium.testing.target import Target, all_gone, need, time_limit, wait_for
 
@@ -96,6 +97,10 @@ def _run(target: Target, directory: Path) -> Seen:
         everything = _descendants(script.pid)
         script.kill()
         return Seen(lines, after, all_gone(pids, GONE_S))
+    except pytest.fail.Exception as late:
+        everything = _descendants(script.pid)
+        said = "\n".join(["it has printed:", *lines, "its main thread, innermost first:", outside_stack(script.pid)])
+        pytest.fail(f"{late}\n{said}")
     finally:
         script.kill()
         script.wait()
