@@ -1,20 +1,20 @@
 """One address for several services of the same model.
 
-    client ─▶ front ─┬▶ service of rank 0     the session's own, or else the one with the fewest requests
+    client ─▶ front ─┬▶ service of rank 0     the session's own, or else the one with the fewest tokens in flight
                      └▶ service of rank 1
 
 A request with the token and to a path of the API is passed on as it came, and its answer as it comes. The service
-checks all of it again.
+checks all of it again. The front has no tokenizer, so it estimates how many tokens a request holds.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import httpx2
@@ -31,13 +31,15 @@ __all__ = ["make_front"]
 
 _REMEMBERED: Final = 1 << 16  # sessions whose service is known
 _PASSED_ON: Final = ("content-type", "retry-after", "www-authenticate")
+_BYTES: Final = 4  # of a request, for each token of its prompt
+_UNLIMITED: Final = 1024  # tokens of an answer without a limit
 _NOT_SENT: Final = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
 
 
 @dataclass(eq=False)
 class _Rank:
     url: httpx2.URL
-    requests: int = 0
+    tokens: int = 0
     taken: int = 0
 
 
@@ -67,16 +69,17 @@ class _Front:
     async def pass_on(self, request: Request) -> Response:
         """Hand a request to a service, and its answer to the client."""
         raw = await read_body(request)
-        rank = self._choose(_session_of(request, raw))
+        body = _body(raw)
+        rank, size = self._choose(session_of(request, body)), _size(body, raw)
         target = rank.url.copy_with(raw_path=_quoted(request.scope["path"]))
         headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_SENT]
         asked = self._services.build_request(request.method, target, content=raw, headers=headers)
-        rank.requests += 1
+        rank.tokens += size
         rank.taken += 1
         got: httpx2.Response | None = None
 
         async def close() -> None:
-            rank.requests -= 1
+            rank.tokens -= size
             if got is not None:
                 await got.aclose()
 
@@ -105,7 +108,7 @@ class _Front:
         if (own := self._of.get(session)) is not None:
             self._of.move_to_end(session)
             return own
-        chosen = min(self._ranks, key=lambda rank: (rank.requests, rank.taken))
+        chosen = min(self._ranks, key=lambda rank: (rank.tokens, rank.taken))
         if session:
             self._of[session] = chosen
             while len(self._of) > _REMEMBERED:
@@ -118,8 +121,20 @@ def _quoted(path: str) -> bytes:
     return quote(path).replace(".", "%2E").encode()
 
 
-def _session_of(request: Request, raw: bytes) -> str:
+def _body(raw: bytes) -> Mapping[str, Any]:
+    """The body of a request; nothing for what is none, of which the service says what is wrong."""
     try:
-        return session_of(request, json.loads(raw) if b"session_id" in raw else {})
+        found = json.loads(raw) if raw else {}
     except (ValueError, RecursionError):
-        return session_of(request, {})  # the service says what is wrong with the body
+        return {}
+    return found if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def _size(body: Mapping[str, Any], raw: bytes) -> int:
+    """About how many tokens a request may hold: those of its prompt, and those of its longest answers."""
+    sampling = body.get("sampling_params", body)
+    given: Mapping[str, Any] = sampling if isinstance(sampling, Mapping) else body
+    limits = (given.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    limit = next((each for each in limits if isinstance(each, int)), _UNLIMITED)
+    count = given.get("n")
+    return len(raw) // _BYTES + max(0, limit) * (count if isinstance(count, int) and count > 0 else 1)

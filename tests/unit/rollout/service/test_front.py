@@ -8,12 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from podium.rollout.service import exchange, serve_front
+from podium.testing.target import wait_for
 from tests.unit.rollout.service.scripted import TOKEN, USER, posted, scripted
 
 pytest.importorskip("uvicorn")
@@ -54,6 +55,35 @@ def stranger() -> Iterator[tuple[int, list[str]]]:
         server.shutdown()
 
 
+@contextlib.contextmanager
+def holding(count: int) -> Iterator[tuple[list[str], list[list[int]], threading.Event]]:
+    """Services that answer when the event is set. Gives their addresses, and for each the limits that it was asked."""
+    taken, go = [list[int]() for _ in range(count)], threading.Event()
+
+    def make(own: list[int]) -> type[BaseHTTPRequestHandler]:
+        class Holding(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                own.append(body["max_tokens"])
+                assert go.wait(20)
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, format: str, *_: Any) -> None:
+                """Say nothing."""
+
+        return Holding
+
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), make(own))) for own in taken]
+        for server in servers:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+        yield [f"http://127.0.0.1:{server.server_port}" for server in servers], taken, go
+
+
 def raw(url: str, head: str, body: bytes = b"", token: str = "") -> int:
     """Send a request as it is. Returns the status of the answer."""
     host, _, port = url.removeprefix("http://").partition(":")
@@ -83,6 +113,20 @@ def test_a_session_reaches_its_service_under_its_name(session: str) -> None:
             return
         assert (status, json.loads(answer)["choices"][0]["message"]["content"]) == (200, "A.")
         assert list(service.sessions) == ["%" if session == "%25" else session]
+
+
+def test_services_get_as_many_tokens_and_not_as_many_requests() -> None:
+    with holding(2) as (urls, taken, go), serve_front(urls, token=TOKEN) as front:
+        url, asking = f"{front.url}/v1/chat/completions", list[threading.Thread]()
+        for limit in (1000, 10, 20, 30):
+            body = {"messages": [USER], "max_tokens": limit}
+            asking.append(threading.Thread(target=posted, args=(url, body)))
+            asking[-1].start()
+            assert wait_for(lambda: sum(map(len, taken)) == len(asking), 20)
+        go.set()
+        for one in asking:
+            one.join(20)
+    assert taken == [[1000], [10, 20, 30]]
 
 
 @pytest.mark.parametrize("front", [False, True])
