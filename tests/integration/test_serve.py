@@ -116,6 +116,19 @@ def test_a_stream_says_what_the_whole_answer_says(served: Served) -> None:
     assert chunks[-1].usage == whole.usage
 
 
+def test_completions_stream_their_texts_as_they_are_drawn(served: Served) -> None:
+    asked: Any = {"model": "tiny", "prompt": ["ab", "cd"], "max_tokens": 200, "n": 2, "seed": 3, "logprobs": 1}
+    whole = served.client.completions.create(**asked)
+    chunks = list(served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    for choice in whole.choices:
+        own = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
+        assert len(own) > 2, "more than one piece of the text, and the end"
+        assert "".join(each.text for each in own) == choice.text
+        assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + [choice.finish_reason]
+        assert own[-1].logprobs == choice.logprobs
+    assert chunks[-1].usage == whole.usage
+
+
 def test_texts_ids_and_models(served: Served) -> None:
     found = served.client.completions.create(model="tiny", prompt=["ab", "cd"], max_tokens=5, n=2, temperature=0)
     assert [choice.index for choice in found.choices] == [0, 1, 2, 3]

@@ -30,7 +30,6 @@ from podium.rollout.service.routes import PATHS, routed
 from podium.rollout.service.service import Delta
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.service.stops import before_stop
-from podium.rollout.service.together import merged
 from podium.rollout.service.wire import ChatRequest, CompletionRequest, GenerateRequest, Refusal, parse
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class _Api:
         each = [(one, place) for one in asked for place in range(len(one.seeds))]
         head = _head("cmpl", "text_completion", self.service)
         if asked_for.stream:
-            return _events(self._text_stream(asked_for, asked, each, head))
+            return _events(self._text_stream(asked_for, asked, head))
         drawn = await while_there(request, [self.service.draw(one, place) for one, place in each])
         scored = await self._scored(request, asked_for, [one.prompt for one in asked])
         choices = [
@@ -199,22 +198,18 @@ class _Api:
             yield {**head, "choices": [], "usage": usage}
 
     async def _text_stream(
-        self,
-        asked_for: CompletionRequest,
-        asked: Sequence[Asked],
-        each: Sequence[tuple[Asked, int]],
-        head: Mapping[str, Any],
+        self, asked_for: CompletionRequest, asked: Sequence[Asked], head: Mapping[str, Any]
     ) -> AsyncGenerator[Mapping[str, Any]]:
-        """A chunk for each completion, in the order in which they end."""
-
-        async def one(asked: Asked, place: int) -> AsyncGenerator[Sampled]:
-            yield await self.service.draw(asked, place)
-
+        """Chunks of the texts as they come. The last one of a completion has no text but whatever else is asked for."""
         drawn: list[Sampled] = []
-        async with aclosing(merged([one(*which) for which in each])) as pieces:
-            async for index, sampled in pieces:
-                drawn.append(sampled)
-                yield {**head, "choices": [self._text_choice(asked_for, index, sampled)]}
+        async with aclosing(self.service.stream_texts(asked)) as pieces:
+            async for index, piece in pieces:
+                if isinstance(piece, str):
+                    choice = {"index": index, "text": piece, "finish_reason": None, "logprobs": None}
+                else:
+                    drawn.append(piece)
+                    choice = {**self._text_choice(asked_for, index, piece), "text": ""}
+                yield {**head, "choices": [choice]}
         usage = self._usage(asked, drawn)
         if (asked_for.stream_options or {}).get("include_usage"):
             yield {**head, "choices": [], "usage": usage}

@@ -12,11 +12,11 @@ import itertools
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
 from podium.rollout.sampling import SamplingParams
@@ -27,7 +27,7 @@ from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import ChatRequest, Refusal
 
 if TYPE_CHECKING:
-    from podium.rollout.service.chat_format import ChatFormat, Reply
+    from podium.rollout.service.chat_format import ChatFormat
     from podium.rollout.service.tokens import Scored, TokenSource
 
 __all__ = ["Answer", "Asked", "Delta", "Service"]
@@ -98,6 +98,10 @@ class Answer:
     finish_reason: str
     sampled: Sampled
     call: RecordedCall | None = None
+
+
+Certain: TypeAlias = Callable[[Asked, Sequence[int]], Delta]
+"""Gives the beginning of what a completion says that no later token changes, by the ids so far."""
 
 
 class Service:
@@ -327,7 +331,8 @@ class Service:
         """
         count = len(asked.seeds)
         sent, drawn = [Delta()] * count, dict[int, Sampled]()
-        async with aclosing(merged([self._texts(asked, number) for number in range(count)])) as pieces:
+        texts = [self._texts(asked, number, self._certain) for number in range(count)]
+        async with aclosing(merged(texts)) as pieces:
             async for number, piece in pieces:
                 if isinstance(piece, Sampled):
                     drawn[number] = piece
@@ -340,7 +345,24 @@ class Service:
             yield number, sent[number].up_to(whole)
             yield number, answer
 
-    async def _texts(self, asked: Asked, number: int) -> AsyncGenerator[Delta | Sampled]:
+    async def stream_texts(self, asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, str | Sampled]]:
+        """Draw all completions of texts. Yields pieces of them as they come, with the number of their completion, and
+        all of a completion after its last piece. What may be the beginning of a stop text or of a character is held
+        back until it is known.
+        """
+        each = [(one, number) for one in asked for number in range(len(one.seeds))]
+        sent = [Delta()] * len(each)
+        async with aclosing(merged([self._texts(*which, self._certain_text) for which in each])) as pieces:
+            async for number, piece in pieces:
+                whole = piece if isinstance(piece, Sampled) else None
+                text = piece if isinstance(piece, Delta) else self._text(each[number][0], piece)
+                if delta := sent[number].up_to(text).content:
+                    yield number, delta
+                    sent[number] += Delta(delta)
+                if whole is not None:
+                    yield number, whole
+
+    async def _texts(self, asked: Asked, number: int, certain: Certain) -> AsyncGenerator[Delta | Sampled]:
         """Yield the text so far as it is certain, now and then, and at last all of the completion."""
         looked_s = 0.0
         async with aclosing(self._pieces(asked, number)) as pieces:
@@ -349,7 +371,7 @@ class Service:
                     yield piece
                 elif time.monotonic() - looked_s >= _PAUSE_S:
                     looked_s = time.monotonic()
-                    yield self._certain(self.form.parse(asked.prompt, piece, asked.tools), asked)
+                    yield certain(asked, piece)
 
     async def _pieces(self, asked: Asked, number: int, *, tokens: bool = True) -> AsyncGenerator[list[int] | Sampled]:
         """Yield the ids so far, again and again, and at last all of the completion."""
@@ -390,17 +412,29 @@ class Service:
         reason = "tool_calls" if reply.tool_calls and drawn.finish_reason == "stop" else drawn.finish_reason
         return Answer(message, reason, drawn)
 
-    def _certain(self, reply: Reply, asked: Asked) -> Delta:
+    def _certain(self, asked: Asked, ids: Sequence[int]) -> Delta:
         """The beginning of content and reasoning that no later token changes."""
+        reply = self.form.parse(asked.prompt, ids, asked.tools)
         content, reasoning = reply.content, reply.reasoning or ""
         if asked.tools:
             content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]
         elif (at := content.rfind("<")) >= 0:
             content = content[:at]
-        held = max((len(stop) for stop in asked.stops), default=1) - 1
-        content = before_stop(content, asked.stops)
-        content = content[: max(0, len(content) - held)]
-        return Delta(content.rstrip(_UNCERTAIN), without_begun_end(reasoning).rstrip(_UNCERTAIN))
+        return Delta(_held(content, asked.stops), without_begun_end(reasoning).rstrip(_UNCERTAIN))
+
+    def _text(self, asked: Asked, drawn: Sampled) -> Delta:
+        return Delta(before_stop(self.decode(drawn.ids), asked.stops))
+
+    def _certain_text(self, asked: Asked, ids: Sequence[int]) -> Delta:
+        """The beginning of a plain text that no later token changes."""
+        return Delta(_held(self.decode(ids), asked.stops))
+
+
+def _held(text: str, stops: Sequence[str]) -> str:
+    """``text`` without an end that may be the beginning of one of ``stops``, or a piece of a character."""
+    text = before_stop(text, stops)
+    reach = max(map(len, stops), default=1) - 1
+    return text[: max(0, len(text) - reach)].rstrip(_UNCERTAIN)
 
 
 def _more(sent: str, whole: str) -> str:

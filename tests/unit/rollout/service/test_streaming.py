@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import pytest
 from podium.rollout.service import service as service_module
 from podium.rollout.service.service import Answer, Delta, Service
 from podium.rollout.service.sessions import Sampled
-from podium.rollout.service.stops import ends_now, up_to_stop
-from podium.rollout.service.wire import ChatRequest
+from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
+from podium.rollout.service.wire import ChatRequest, CompletionRequest
 from tests.unit.rollout.service.scripted import LOOK, USER, scripted
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
 
@@ -48,6 +49,27 @@ def test_the_pieces_of_any_answer_are_its_whole(
     deltas, answer = asyncio.run(pieces(service, stop=stop, tools=tools))
     assert "".join(delta.reasoning for delta in deltas) == answer.message.get("reasoning_content", "")
     assert "".join(delta.content for delta in deltas) == (answer.message["content"] or "")
+
+
+@pytest.mark.parametrize("stops", [[], ["END"], ["é"]])
+def test_texts_come_in_pieces_that_are_their_whole(stops: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "_PAUSE_S", 0.0)
+    said = ["one two  three END four", "a line\n and an EN", " "]
+    service, _, tokenizer = scripted(*said)
+    request = CompletionRequest(prompt="ab", n=len(said), max_tokens=99, stop=stops)
+    asked = replace(service.ask(tokenizer.encode("ab"), request, 99, stop=None), stops=request.stops)
+
+    async def streamed() -> dict[int, list[str | Sampled]]:
+        found: dict[int, list[str | Sampled]] = {}
+        async for number, piece in service.stream_texts([asked]):
+            found.setdefault(number, []).append(piece)
+        return found
+
+    for number, pieces in asyncio.run(streamed()).items():
+        *texts, whole = pieces
+        assert isinstance(whole, Sampled)
+        assert "".join(map(str, texts)) == before_stop(service.decode(whole.ids), stops)
+        assert number or len(texts) > 5, "the text comes while it is drawn"
 
 
 def test_an_answer_of_thousands_of_tokens_is_not_decoded_again_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
