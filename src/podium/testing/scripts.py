@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 
@@ -19,6 +19,7 @@ from podium.testing.target import Target, all_gone, need, time_limit, wait_for
 __all__ = ["ScriptContract"]
 
 LIMIT_S = 100.0
+"""The script has at least these seconds, also where a test has less."""
 END_S = 5.0  # for processes that clean up after a killed script
 GONE_S = 20.0
 """The promise is two seconds on a machine that does nothing else."""
@@ -62,11 +63,13 @@ class Seen(NamedTuple):
 
 
 class ScriptContract:
+    limit_s: ClassVar[float]
+
     @pytest.fixture(scope="class")
     @classmethod
     def script(cls, target: Target, cluster: Cluster) -> Seen:
         need(cluster, "processes")
-        with tempfile.TemporaryDirectory(prefix="podium-") as directory, time_limit(LIMIT_S):
+        with tempfile.TemporaryDirectory(prefix="podium-") as directory, time_limit(max(LIMIT_S, cls.limit_s)):
             return _run(target, Path(directory))
 
     def test_what_workers_print_appears_with_their_names(self, script: Seen, target: Target) -> None:
