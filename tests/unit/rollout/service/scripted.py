@@ -73,8 +73,8 @@ class Scripted:
         yield Sampled(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
 
     async def score(self, ids: Sequence[int]) -> Scored:
-        """Raise NotImplementedError."""
-        raise NotImplementedError
+        """Fail: what a test has written down has no probabilities."""
+        raise AssertionError("no prompt is scored here")
 
 
 def scripted(
