@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +18,10 @@ from podium.rollout.tasks import DataConfig, Example, load_examples
 from podium.trainer.prompts import Prompt
 
 __all__ = ["TaskPrompt", "Tasks", "load_tasks"]
+
+
+_DEEPEST: Final = 50  # levels of a task that are compared
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 class TaskPrompt(Prompt):
@@ -32,8 +37,10 @@ class Tasks(Sequence[TaskPrompt]):
 
     def __init__(self, examples: Sequence[Example]) -> None:
         self.examples = [*examples]
-        rows = json.dumps([example.row for example in self.examples], sort_keys=True, default=str)
-        self.digest = hashlib.sha256(rows.encode()).hexdigest()[:16]
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(json.dumps(_comparable(example.row)).encode())
+        self.digest = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -65,6 +72,28 @@ def load_tasks(
     if not rows:
         raise ConfigError(f"environment.name = {environment.name!r} has no tasks for {split!r}")
     return Tasks([Example(_shown(row), _answer(row), row) for row in rows])
+
+
+def _comparable(value: Any, depth: int = 0) -> Any:
+    """What a task holds as plain JSON, equal in every process for an equal task. Rows of an environment may hold
+    anything: keys of any type, arrays, objects of classes of its own."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if depth > _DEEPEST:
+        return type(value).__qualname__
+    deeper = partial(_comparable, depth=depth + 1)
+    if isinstance(value, Mapping):
+        return sorted(([deeper(key), deeper(each)] for key, each in value.items()), key=json.dumps)
+    if isinstance(value, list | tuple):
+        return [*map(deeper, value)]
+    if isinstance(value, set | frozenset):
+        return sorted(map(deeper, value), key=json.dumps)
+    if callable(plain := getattr(value, "tolist", None)):  # arrays and tensors
+        return deeper(plain())
+    said = _ADDRESS.sub("", repr(value))
+    return (
+        [said, deeper(vars(value))] if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__") else said
+    )
 
 
 def _shown(row: Mapping[str, Any]) -> Any:

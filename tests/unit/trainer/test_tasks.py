@@ -1,0 +1,63 @@
+"""Tasks of an environment: whatever their rows hold, equal tasks have equal digests, in every process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from podium.rollout.tasks import Example
+from podium.trainer.tasks import Tasks
+
+KEYS = {"nest": {5: "five", "a": 1, None: 0, (1, 2): "pair"}}
+
+
+class Board:
+    """A class of a user's, without a repr of its own."""
+
+    def __init__(self, *cells: Any) -> None:
+        self.cells = [*cells]
+
+
+def looped() -> Any:
+    board = Board()
+    board.cells = [board]
+    return board
+
+
+def digest(**row: Any) -> str:
+    return Tasks([Example("p", None, row)]).digest
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KEYS,
+        lambda: {"x": float("nan")},
+        lambda: {"x": {"b", "a"}},
+        lambda: {"x": Board(1, 2)},
+        lambda: {"x": looped()},
+        lambda: {"x": print, "y": lambda: 0, "z": Board},
+        lambda: {"x": np.arange(3), "\ud800": b"\xff"},
+    ],
+)
+def test_equal_rows_have_equal_digests(make: Callable[[], dict[str, Any]]) -> None:
+    assert digest(**make()) == digest(**make())
+
+
+def test_rows_that_differ_have_other_digests() -> None:
+    long = np.zeros(5000)
+    other = long.copy()
+    other[2500] = 1  # in the part that numpy leaves out of a text
+    found = [digest(x=each) for each in (long, other, Board(1), Board(2), {1: 2}, {"1": 2}, [1], ["1"], None)]
+    assert len({*found}) == len(found)
+
+
+def test_a_digest_is_the_same_in_another_process() -> None:
+    code = "from tests.unit.trainer.test_tasks import *; print(digest(x={'a', 'b'}, y=Board(1), **KEYS))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == digest(x={"a", "b"}, y=Board(1), **KEYS)
