@@ -45,6 +45,7 @@ TEMPLATE = (
 class Echo:
     """A source that answers at once, always the same."""
 
+    positions: int | None = None
     in_flight = 0
     waiting = 0
     version = 0

@@ -28,7 +28,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = ["Supervisor", "children_of", "describe_exit", "end_of", "is_ending", "is_stopped", "kill", "kill_marked"]
+__all__ = [
+    "Supervisor",
+    "become_subreaper",
+    "children_of",
+    "descendants_of",
+    "describe_exit",
+    "end_of",
+    "is_ending",
+    "is_stopped",
+    "kill",
+    "kill_marked",
+]
 
 _PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
 _PR_SET_PDEATHSIG: Final = 1
@@ -49,7 +60,7 @@ class Supervisor:
         self._wake, wake = os.pipe()
         for fd in (self._wake, wake):
             os.set_blocking(fd, False)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        become_subreaper()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
         signal.signal(signal.SIGCHLD, _look_up)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -79,7 +90,7 @@ class Supervisor:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != supervisor:  # it had ended before
                 kill(os.getpid())
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            become_subreaper()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for fd in self._private:
@@ -148,6 +159,11 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def become_subreaper() -> None:
+    """Have processes that lose their parent below this one become its children. Only Linux can."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def _prctl(option: int, value: int) -> None:
     """Set an attribute of this process. Only Linux has these."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -162,6 +178,13 @@ def children_of(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (task / "children").read_text().split())
     return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Process ids of all that run below ``pid``. One that is about to end may still have children."""
+    children = children_of(pid)
+    further = [each for child in children for each in descendants_of(child)]
+    return [*(child for child in children if not is_ending(child)), *further]
 
 
 def is_ending(pid: int) -> bool:

@@ -21,11 +21,12 @@ import torch
 from podium.config import config_to_dict
 from podium.data import Batch, fields
 from podium.errors import ConfigError, PodiumError
+from podium.rollout.engines import Engine
 from podium.runtime import endpoint, first, only
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config
 from podium.trainer.evaluate import evaluate_model
-from podium.workers import Estimator, Policy
+from podium.workers import Estimator, Generator, Policy
 from tests.integration import worlds
 from tests.integration.training import MODEL, losses, metrics_rows, tiny
 
@@ -43,6 +44,18 @@ def config_of(world: str, folder: Path, cls: type[Any] = GRPOConfig, **sections:
     options = sections.pop("options", {})
     data = {"chat_template": str(folder / "chat.jinja"), **sections.pop("data", {})}
     return tiny(cls, folder, environment={"name": f"{WORLDS}:{world}", "options": options}, data=data, **sections)
+
+
+SHORT = 20
+
+
+class ShortGenerator(Generator):
+    """A generator whose engine has room for less than the model, which has 32 positions."""
+
+    def _ready_engine(self) -> Engine:
+        engine = super()._ready_engine()
+        engine.positions = SHORT
+        return engine
 
 
 @contextmanager
@@ -223,6 +236,16 @@ def test_a_full_context_ends_a_session_which_is_trained(tmp_path: Path) -> None:
     run = train(config_of("endless", tmp_path))
     assert [row[metrics.SESSIONS_FULL] for row in metrics_rows(run)] == [1.0, 1.0]
     assert [row[metrics.SESSIONS_FAILED] for row in metrics_rows(run)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("layout", ["colocated", "split"])
+def test_the_context_of_an_engine_may_be_shorter_than_the_models(layout: str, tmp_path: Path) -> None:
+    whole = train(config_of("endless", tmp_path / "whole"))
+    config = config_of("endless", tmp_path / "short", placement={"layout": layout})
+    short = train(config, "local", workers={"generator": ShortGenerator})
+    for row, longer in zip(metrics_rows(short), metrics_rows(whole), strict=True):
+        assert (row[metrics.SESSIONS_FULL], row[metrics.SESSIONS_FAILED]) == (1.0, 0.0)
+        assert 1 < row[metrics.SESSIONS_TURNS] < 0.75 * longer[metrics.SESSIONS_TURNS]
 
 
 def test_a_full_context_leaves_the_rewards_of_turns_and_is_never_correct(tmp_path: Path) -> None:

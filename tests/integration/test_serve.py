@@ -254,6 +254,7 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_transformers(served: Ser
 class Scripted:
     """Says what a model with tools would say, at each call the next."""
 
+    positions: int | None = None
     in_flight = waiting = version = 0
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:

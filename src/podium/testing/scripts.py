@@ -13,7 +13,7 @@ import pytest
 
 from podium.runtime import Cluster
 from podium.runtime.calls.stacks import outside_stack
-from podium.supervisor import children_of, kill
+from podium.supervisor import descendants_of, kill
 from podium.testing.target import Target, all_gone, need, time_limit, wait_for
 
 __all__ = ["ScriptContract"]
@@ -97,11 +97,11 @@ def _run(target: Target, directory: Path) -> Seen:
         wait_for(lambda: sum("said by rank" in line for line in lines) == 2, GONE_S)
         os.killpg(script.pid, signal.SIGINT)  # as a terminal does
         after = _after("AFTER ", script, lines)
-        everything = _descendants(script.pid)
+        everything = descendants_of(script.pid)
         script.kill()
         return Seen(lines, after, all_gone(pids, GONE_S))
     except pytest.fail.Exception as late:
-        everything = _descendants(script.pid)
+        everything = descendants_of(script.pid)
         said = "\n".join(["it has printed:", *lines, "its main thread, innermost first:", outside_stack(script.pid)])
         pytest.fail(f"{late}\n{said}")
     finally:
@@ -125,8 +125,3 @@ def _after(word: str, script: subprocess.Popen[str], lines: list[str]) -> str:
             return ""
         time.sleep(0.01)
     return found[0]
-
-
-def _descendants(pid: int) -> list[int]:
-    children = children_of(pid)
-    return children + [further for child in children for further in _descendants(child)]

@@ -83,6 +83,7 @@ class Sessions:
         self._workers, self._generators, self._config, self._sampling = workers, tuple(generators), config, sampling
         self._token = secrets.token_urlsafe(32)
         self._urls: dict[int, list[str]] = {}
+        self._positions: dict[int, list[int | None]] = {}
         self._said: set[str] = set()
         self._calls = 0
         for number in range(len(self._generators)):
@@ -93,12 +94,15 @@ class Sessions:
         """Let a generator answer, which is new or was restarted."""
         handle = self._generators[number]
         self._urls[number] = handle.serve(self._config.data, self._sampling, model=_MODEL, token=self._token)
+        self._positions[number] = handle.positions()
         if connect:
             self._connect()
 
     def _connect(self) -> None:
         if self._generators:
-            self._workers.connect([url for urls in self._urls.values() for url in urls], self._token)
+            urls = [url for own in self._urls.values() for url in own]
+            known = [most for own in self._positions.values() for most in own if most]
+            self._workers.connect(urls, self._token, min(known, default=None))
 
     def live(
         self,

@@ -88,6 +88,11 @@ class Generator(WeightReceiver):
         return self._tokens
 
     @endpoint(concurrent=True)
+    def positions(self) -> int | None:
+        """Return the most tokens of a prompt and its completion that the engine of each rank takes; None for any."""
+        return self._ready_engine().positions
+
+    @endpoint(concurrent=True)
     def serve(
         self,
         data: DataConfig,

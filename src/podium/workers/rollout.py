@@ -78,25 +78,27 @@ class Rollout(Worker):
         self._stop_hearing: Callable[[], None] | None = None
 
     @endpoint(concurrent=True)
-    def connect(self, urls: Sequence[str], token: str) -> None:
+    def connect(self, urls: Sequence[str], token: str, positions: int | None = None) -> None:
         """Ask the generators at ``urls`` from now on, unless these processes hold a generator.
 
         Args:
             urls: Their addresses, as ``Generator.serve`` returns them.
             token: The bearer token that they accept.
+            positions: The most tokens of a prompt and its completion that each of them takes; None for any number.
 
         Raises:
             ConfigError: The extra ``serve`` is not installed.
         """
         with self._making:
             if self._remote is not None:
-                self._remote.connect(urls)
+                self._remote.connect(urls, positions)
                 return
             try:
                 from podium.rollout.service.remote import RemoteTokens
             except ImportError as error:
                 raise ConfigError(f"asking a generator elsewhere needs {error.name}, which is not installed") from None
             self._remote = RemoteTokens(urls, token)
+            self._remote.positions = positions
 
     @endpoint(dispatch=shard(args=("tasks",)), collect=concat(any_rows=True), returns="ref", concurrent=True)
     async def live(self, tasks: Batch, sampling: SamplingParams) -> Batch:
@@ -181,13 +183,13 @@ class Rollout(Worker):
         from podium.rollout.service.gateway import gateway
 
         source = self._source
-        context = longest_text(self._model, generated=True) or _LONGEST
+        known = [most for most in (longest_text(self._model, generated=True), source.positions) if most]
         service = Service(
             source,
             self._form,
             self._tokenizer,
             model=_MODEL,
-            context=context,
+            context=min(known, default=_LONGEST),
             stop_token_ids=sampling.stop_token_ids,
             most_tokens=1 << 62,  # sessions wait at the engine, not at its door
             rules=sampling,

@@ -133,6 +133,7 @@ class Dice:
     tools: bool = True  # whether tools are called
     said: list[str] = field(default_factory=list)  # what is not drawn at random, in this order
     log: list[tuple[list[int], Sampled]] = field(default_factory=list)
+    positions: int | None = None
     in_flight: int = 0
     waiting: int = 0
     version: int = 0

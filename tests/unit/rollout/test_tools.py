@@ -17,6 +17,7 @@ import pytest
 from podium.errors import ConfigError
 from podium.rollout.environments import Toolbox, ToolError, tool
 from podium.rollout.environments.calls import session_counts
+from podium.testing.target import all_gone
 
 
 def add(a: int, b: int = 1, how: Literal["x", "y"] = "x") -> int:
@@ -140,9 +141,8 @@ def test_a_process_of_its_own_is_killed_with_its_call(tmp_path: Any) -> None:
             await running
 
     asyncio.run(cancelled())
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
-    assert answer(box, "leave") == "error: its process ended with exit status 7"
+    assert not all_gone([int(pid_file.read_text())], 5)
+    assert answer(box, "leave") == "error: its process ended (exit code 7)"
     assert answer(box, "add", {"a": 5}) == "6"
 
 
@@ -165,6 +165,47 @@ os._exit(0)
     assert not caught.exists()
     assert answer(box, "run_code", {"code": "import os; print(1); os.system('echo 2')"}) == "done"
     assert answer(box, "run_code", {"code": "x"}) == "error: NameError: name 'x' is not defined"
+
+
+@pytest.mark.parametrize(
+    "left", ["subprocess.Popen(sleep)", "subprocess.Popen(sleep, start_new_session=True)", "daemon()"]
+)
+@pytest.mark.parametrize("ends", ["pass", "os._exit(3)", "time.sleep(99)"])
+def test_whatever_a_process_has_started_ends_with_its_call(left: str, ends: str, tmp_path: Path) -> None:
+    box, pids = Toolbox([tool(run_code, process=True, time_limit_s=3)]), tmp_path / "pids"
+    code = f"""
+import os, subprocess, sys, time
+note = "import os, time; open({str(pids)!r}, 'a').write(str(os.getpid()) + ' '); time.sleep(99)"
+sleep = [sys.executable, "-c", note]
+def daemon():
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            open({str(pids)!r}, "a").write(str(os.getpid()) + " ")
+            time.sleep(99)
+        os._exit(0)
+{left}
+while not (os.path.exists({str(pids)!r}) and open({str(pids)!r}).read()):
+    time.sleep(0.01)
+{ends}
+"""
+    said = answer(box, "run_code", {"code": code})
+    expected = {"pass": "done", "os._exit(3)": "error: its process ended (exit code 3)"}
+    assert said == expected.get(ends, "error: run_code took longer than 3 s")
+    assert not all_gone(map(int, pids.read_text().split()), 5)
+
+
+def test_a_coroutine_function_runs_in_a_process_too() -> None:
+    assert answer(Toolbox([tool(wait, process=True)]), "wait", {"seconds": 0}) == "done"
+
+
+def test_what_is_no_unicode_is_told_as_far_as_it_can_be() -> None:
+    def listing() -> str:
+        """List names of files."""
+        return os.fsdecode(b"caf\xe9") + "\ud83d\ude00"
+
+    for process in (True, False):
+        assert answer(Toolbox([tool(listing, process=process)]), "listing") == "caf\ufffd\U0001f600"
 
 
 def test_a_process_writes_results_as_a_thread_does() -> None:

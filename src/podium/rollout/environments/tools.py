@@ -17,23 +17,20 @@ that do not fit, an error that the function raises, and a call that takes too lo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-import cloudpickle
 from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
 from podium.rollout.environments.calls import in_thread, is_cancelled, session_counts
+from podium.rollout.environments.tool_process import FailedInProcess, in_process
 
 __all__ = ["Tool", "ToolError", "Toolbox", "tool"]
 
@@ -90,8 +87,8 @@ def tool(
             a thread. Its docstring may have a section "Args:" with a line for each parameter.
         name: The name for the model; the function's own by default.
         time_limit_s: A call that takes longer is answered with an error. Its thread cannot be ended and goes on.
-        process: Whether each call gets a process of its own, which is killed when its time is over. It costs about
-            0.2 s a call, and what the function changes is lost.
+        process: Whether each call gets a process of its own, which is killed at the end with whatever it has started.
+            It costs about 0.2 s a call, and what the function changes is lost.
         given: Arguments that the model neither sees nor gives, such as the state of a session.
 
     Raises:
@@ -111,7 +108,7 @@ def tool(
         checked = model.model_validate(arguments)
         values = {each: getattr(checked, each) for each in type(checked).model_fields} | fixed
         if process:
-            return await _in_process(function, values)
+            return await in_process(function, values)
         if inspect.iscoroutinefunction(function):
             return await function(**values)
         found = await in_thread(function, **values)
@@ -157,7 +154,8 @@ class Toolbox:
         """
         messages: list[dict[str, Any]] = []
         for call in tool_calls:
-            content, failed = await self._answered(call.get("function") or {})
+            said, failed = await self._answered(call.get("function") or {})
+            content = said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # as file names may need it
             if (counts := session_counts.get()) is not None:
                 counts.update(tool_calls=1, tool_errors=int(failed))
             messages.append({"role": "tool", "tool_call_id": str(call.get("id", "")), "content": content})
@@ -176,7 +174,7 @@ class Toolbox:
                 return _written(await asked.run(arguments)), False
         except ValidationError as error:
             return f"error: {name} cannot be called so: {_plain(error)}", True
-        except ToolError as error:
+        except (ToolError, FailedInProcess) as error:
             return f"error: {error}"[:_MOST_SHOWN], True
         except BaseException as error:  # SystemExit of a tool ends the call, not the run
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
@@ -256,69 +254,3 @@ def _arguments_model(function: Callable[..., Any], label: str, fixed: Mapping[st
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
         raise ConfigError(f"the tool {label!r} has an annotation without a JSON schema: {error}") from None
     return model
-
-
-_CHILD: Final = """
-import json, os, sys, cloudpickle
-function, values = cloudpickle.load(sys.stdin.buffer)
-out = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # whatever is printed is no answer
-try:
-    found = function(**values)
-    answer = {"result": found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)}
-except BaseException as error:
-    kind = type(error).__name__
-    answer = {"error": str(error) if kind == "ToolError" else f"{kind}: {error}"}
-json.dump(answer, out)
-out.close()
-"""
-
-
-async def _in_process(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Call a function in a process of its own, which is killed when the caller is cancelled. Raises ToolError."""
-    if inspect.iscoroutinefunction(function):
-        raise ToolError("a coroutine function cannot run in a process of its own")
-    pipe = asyncio.subprocess.PIPE
-    path = os.pathsep.join([entry for entry in sys.path if entry] or [os.curdir])
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _CHILD),
-        stdin=pipe,
-        stdout=pipe,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    try:
-        data, _ = await child.communicate(_pickled(function, values))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, 9)  # and whatever it has started
-        await child.wait()
-    if not data:
-        raise ToolError(f"its process ended with exit status {child.returncode}")
-    answer = _read(data)
-    if "result" not in answer:
-        raise ToolError(answer.get("error", "its process answered with something else than a result"))
-    return answer["result"]
-
-
-def _read(data: bytes) -> dict[str, str]:
-    """What a tool's process answered. The tool may have run code of the model there, so the answer is plain text in
-    JSON: reading a pickle would run whatever that code has written."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
-
-
-def _pickled(function: Callable[..., Any], values: Mapping[str, Any]) -> bytes:
-    """A call, whose function is sent as code where its module is a file that was loaded by its path."""
-    module = sys.modules.get(function.__module__)
-    by_value = module is not None and getattr(module, "__spec__", None) is not None and "." not in function.__module__
-    if by_value:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        return cloudpickle.dumps((function, dict(values)))
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)

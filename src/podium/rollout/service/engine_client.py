@@ -69,6 +69,11 @@ class EngineClient:
         self._thread: threading.Thread | None = None
 
     @property
+    def positions(self) -> int | None:
+        """As :attr:`.TokenSource.positions`."""
+        return self.engine.positions
+
+    @property
     def waiting(self) -> int:
         """The completions that the engine has not begun."""
         return len(self.engine.waiting)

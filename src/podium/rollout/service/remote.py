@@ -49,6 +49,9 @@ class RemoteTokens:
         token: What they accept.
         patience_s: How long a request waits while every generator is lost or full. One that is restarted loads a model
             first. The time in which a generator draws for the request does not count.
+
+    Attributes:
+        positions: As :attr:`.TokenSource.positions`; the least of all generators.
     """
 
     def __init__(self, urls: Sequence[str], token: str, *, patience_s: float = 300.0) -> None:
@@ -58,6 +61,7 @@ class RemoteTokens:
         self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
         self._users: Counter[asyncio.AbstractEventLoop] = Counter()
         self.version = 0
+        self.positions: int | None = None
         self.moved = 0
         self._waiting = 0
 
@@ -71,8 +75,9 @@ class RemoteTokens:
         """The requests for which no generator is there."""
         return self._waiting
 
-    def connect(self, urls: Sequence[str]) -> None:
+    def connect(self, urls: Sequence[str], positions: int | None) -> None:
         """Ask the generators at ``urls`` from now on. Those that are known already keep their sessions."""
+        self.positions = positions
         known = {generator.url: generator for generator in self._generators}
         self._generators = [known.get(url) or _Generator(url) for url in urls]
 

@@ -34,6 +34,11 @@ class TokenSource(Protocol):
     """Draws completions by token ids, many at a time."""
 
     @property
+    def positions(self) -> int | None:
+        """The most tokens of a prompt and its completion; None where any number is taken."""
+        ...
+
+    @property
     def in_flight(self) -> int:
         """The tokens that the requests in flight may still hold, prompts included."""
         ...

@@ -42,6 +42,7 @@ class Scripted:
         cancelled: How many calls were ended before they had an answer.
     """
 
+    positions: int | None = None
     in_flight = waiting = version = 0
 
     def __init__(self, tokenizer: Any, *answers: str | Sequence[int] | Exception | None, pause_s: float = 0.0) -> None:
