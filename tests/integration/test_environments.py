@@ -24,7 +24,7 @@ from podium.errors import ConfigError, PodiumError
 from podium.rollout.engines import Engine
 from podium.runtime import endpoint, first, only
 from podium.telemetry import Note, metrics, subscribe
-from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config
+from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config, describe_data
 from podium.trainer.evaluate import evaluate_model
 from podium.workers import Estimator, Generator, Policy
 from tests.integration import worlds
@@ -352,6 +352,31 @@ def test_a_run_goes_on_in_its_environment(tmp_path: Path) -> None:
     assert losses(run) == pytest.approx(whole)
 
 
+@pytest.mark.parametrize("world", ["twice", "Guess"])
+def test_a_dry_run_shows_the_tasks(world: str, tmp_path: Path) -> None:
+    own = {"train": "", "eval": ""} if world == "Guess" else {}
+    said = describe_data(PPOTrainer(config_of(world, tmp_path, data=own), cluster="inline"))
+    assert re.search(r"training     \d+ tasks\nepochs       2 steps x 4 tasks = 8 of .*\nheld-out     4 tasks\n", said)
+    assert "number 0     the task; the environment makes of it what the model reads:\n             {'prompt'" in said
+
+
+def test_a_model_without_a_chat_template_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"conversations need a chat template.*set data\.chat_template"):
+        PPOTrainer(config_of("twice", tmp_path, data={"chat_template": "none"}), cluster="inline").read_data()
+
+
+def test_an_outage_in_an_evaluation_costs_its_score_and_not_the_run(tmp_path: Path) -> None:
+    marks = {"after": 4 + 16, "marks": str(tmp_path / "marks")}  # the first evaluation, and the sessions of a step
+    evaluation = {"items": 4, "every": 1}
+    with told() as notes:
+        run = train(config_of("outage", tmp_path, options=marks, run={"steps": 1}, eval=evaluation))
+    assert [row["accuracy"] for row in metrics_rows(run, "eval")] == [1.0, 0.0]
+    assert any("the simulator is down" in note and "count as not correct" in note for note in notes)
+    marks["after"] = 0
+    with pytest.raises(PodiumError, match=r"all 4 sessions of .* failed: .*the simulator is down"):
+        train(config_of("outage", tmp_path / "first", options=marks, run={"steps": 1}, eval=evaluation))
+
+
 def test_a_model_is_evaluated_in_the_environment(tmp_path: Path) -> None:
     import podium
 
@@ -402,6 +427,11 @@ def test_settings_that_have_a_use_are_not_mentioned(world: str, reward: str, tmp
         ("twice", {"time_limit_s": -1}, r"time_limit_s"),
         ("WORLDS", {}, "has no 'WORLDS'"),
         ("Step", {}, "no environment"),
+        (
+            "unknown_names",
+            {},
+            r"a plain function that lives a session names its first parameters task and client; yours",
+        ),
         ("alone", {}, r"a session is play\(task, client, \*\*options\); yours takes \(task: 'Task'\) -> 'float'$"),
     ],
 )

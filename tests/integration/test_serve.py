@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import subprocess
+import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,18 @@ def test_completions_stream_their_texts_as_they_are_drawn(served: Served) -> Non
         assert [each.finish_reason for each in own] == [None] * (len(own) - 1) + [choice.finish_reason]
         assert own[-1].logprobs == choice.logprobs
     assert chunks[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_vast_text_is_refused_before_it_is_encoded(path: str, served: Served) -> None:
+    text = "1" * 10_000_000  # minutes and gigabytes in most tokenizers
+    began_s = time.monotonic()
+    status, answer = served.post(
+        path, {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    )
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "10000000 characters; the model's context has 512 tokens" in answer["error"]["message"]
+    assert time.monotonic() - began_s < 20
 
 
 def test_texts_ids_and_models(served: Served) -> None:

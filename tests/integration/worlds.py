@@ -62,6 +62,27 @@ async def unlucky(task: Task, client: Client) -> float:
     return 1.0
 
 
+def unknown_names(row: Task, model: Client) -> float:
+    """Has other names than those by which a plain function is known."""
+    return float(row is model)
+
+
+def _counted(marks: str) -> int:
+    """How often this was called with the file ``marks``."""
+    with open(marks, "a+") as file:
+        file.write("x")
+        file.seek(0)
+        return len(file.read())
+
+
+async def outage(task: Task, client: Client, after: int, marks: str) -> float:
+    """Fails in all sessions but the first ``after`` of the process, as when a simulator is down."""
+    if _counted(marks) > after:
+        raise ConnectionError("the simulator is down")
+    await client.chat(task["prompt"])
+    return 1.0
+
+
 async def patient(task: Task, client: Client) -> float:
     """Five turns with pauses, in which generators are lost."""
     said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]

@@ -75,7 +75,8 @@ def _headline(config: PPOConfig | SFTConfig, recipe: str) -> str:
     name = model.path or f"new {model.config.get('model_type', '')} with random weights"
     run = config.run.resume or (os.path.join(config.run.dir, config.run.name) if config.run.name else "")
     run = run or f"new in {config.run.dir}"
-    return f"podium {recipe}  run {run}  model {name}  data {config.data.train}"
+    environment = "" if isinstance(config, SFTConfig) else config.environment.name
+    return f"podium {recipe}  run {run}  model {name}  data {config.data.train or environment}"
 
 
 def _trainer(config: PPOConfig | SFTConfig, backend: Backend) -> "PPOTrainer | SFTTrainer":

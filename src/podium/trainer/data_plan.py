@@ -18,6 +18,7 @@ from podium.telemetry.formatting import visible
 from podium.trainer.config import SFTConfig
 from podium.trainer.prompts import Prompts
 from podium.trainer.runs.places import remarks
+from podium.trainer.tasks import Tasks
 from podium.trainer.trainer import Trainer
 
 __all__ = ["describe_data"]
@@ -51,24 +52,28 @@ def describe_data(trainer: Trainer[Any, Any, Any]) -> str:
 
 def _lengths(trainer: Trainer[Any, Any, Any]) -> Iterator[str]:
     config, examples = trainer.config, _examples(trainer)
-    what, batch = "examples" if isinstance(config, SFTConfig) else "prompts", config.taken
-    lengths = examples.token_ids.lengths
-    place = max(range(len(lengths)), key=lengths.__getitem__)
-    longest = f"; the longest is number {place}" if lengths[place] > min(lengths) else ""
-    yield f"training     {len(lengths):,} {what} of {_span(lengths)}{longest}"
+    what, batch, count = "examples" if isinstance(config, SFTConfig) else "prompts", config.taken, len(examples)
+    if isinstance(examples, Tasks):
+        what = "tasks"
+        yield f"training     {count:,} tasks"
+    else:
+        lengths = examples.token_ids.lengths
+        place = max(range(count), key=lengths.__getitem__)
+        longest = f"; the longest is number {place}" if lengths[place] > min(lengths) else ""
+        yield f"training     {count:,} {what} of {_span(lengths)}{longest}"
     taken = config.run.steps * batch
-    epochs = taken / len(lengths)
+    epochs = taken / count
     yield (
-        f"epochs       {config.run.steps:,} steps x {batch:,} {what} = {taken:,} of {len(lengths):,} = "
+        f"epochs       {config.run.steps:,} steps x {batch:,} {what} = {taken:,} of {count:,} = "
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
     if trainer.held_out is not None:
         own = [len(prompt.token_ids) for prompts in trainer.held_out.values() for prompt in prompts]
-        yield f"held-out     {len(own):,} prompts of {_span(own)}"
+        yield f"held-out     {len(own):,} " + ("tasks" if what == "tasks" else f"prompts of {_span(own)}")
 
 
-def _examples(trainer: Trainer[Any, Any, Any]) -> Prompts | EncodedPairs:
-    return cast("Prompts | EncodedPairs", trainer.stream.examples)
+def _examples(trainer: Trainer[Any, Any, Any]) -> Prompts | EncodedPairs | Tasks:
+    return cast("Prompts | EncodedPairs | Tasks", trainer.stream.examples)
 
 
 def _span(lengths: Sequence[int]) -> str:
@@ -79,6 +84,10 @@ def _span(lengths: Sequence[int]) -> str:
 
 def _first(trainer: Trainer[Any, Any, Any]) -> Iterator[str]:
     examples, tokenizer = _examples(trainer), trainer.tokenizer
+    if isinstance(examples, Tasks):
+        yield "number 0     the task; the environment makes of it what the model reads:"
+        yield textwrap.indent(visible(str(examples.examples[0].row), _SHOWN_CHARACTERS), _INDENT, lambda line: True)
+        return
     ids = [*examples.token_ids[0]]
     if isinstance(examples, EncodedPairs):
         learned = [token for token, counts in zip(ids, examples.loss_mask[0], strict=True) if counts]

@@ -16,7 +16,7 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
 from podium.runtime import Cluster, Handle
-from podium.telemetry import Sample
+from podium.telemetry import Note, Sample, emit
 from podium.trainer.completion_files import write_completions
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.config import InferenceConfig
@@ -24,7 +24,7 @@ from podium.trainer.generators import Generators
 from podium.trainer.preflight import check_answers, check_reward, with_stop_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
 from podium.trainer.roles import started_generator
-from podium.trainer.sessions import Sessions, grade_sessions
+from podium.trainer.sessions import NoRowsError, Sessions, grade_sessions
 from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, RewardModel, completion_texts, load_tokenizer
 
@@ -86,11 +86,20 @@ def score_held_out(
     The completions are drawn at ``config.eval.temperature``, from the whole distribution and always with the same
     seeds. The first three are kept for the report, and all of them in a Parquet file in the directory ``keep``. With
     ``sessions`` each prompt is a task that an environment is lived for; a session that fails counts as not correct.
+
+    Raises:
+        NoRowsError: All sessions of an evaluation before the first step failed.
     """
     sampling = replace(sampling, n=1, temperature=config.eval.temperature, top_p=1.0, top_k=0)
     seeds = completion_seeds(config.run.seed, None, len(prompts), 1)
     if sessions is not None:
-        batch, _ = sessions.live(prompts, seeds, sampling, step, training=False)
+        try:
+            batch, _ = sessions.live(prompts, seeds, sampling, step, training=False)
+        except NoRowsError as error:
+            if not step:  # the first evaluation finds what never works
+                raise
+            emit(Note(f"{error}\nAll of this evaluation count as not correct, and the run goes on"))
+            return Evaluation(step=step, correct=0, items=len(prompts), reward_mean=0.0)
         scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=tokenizer)
         scored = grade_sessions(scored, grader, config.reward.correct_at, reward_model)
     else:

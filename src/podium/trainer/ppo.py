@@ -34,7 +34,7 @@ from podium.trainer.preflight import check_answers, check_columns, check_lengths
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
 from podium.trainer.runs.checkpoints import TrainerState
 from podium.trainer.sessions import Sessions, grade_sessions
-from podium.trainer.tasks import load_tasks
+from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
 
@@ -424,6 +424,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def load_data(self) -> PromptStream[Prompt]:
         config, data, seed = self.config, self.config.data, self.config.run.seed
         if config.environment.name:
+            check_conversations(self.tokenizer, data)
             tasks = load_tasks(data, config.environment, "train", seed)
             check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
             return PromptStream[Prompt](tasks, seed, tasks.digest)

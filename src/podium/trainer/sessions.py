@@ -36,11 +36,15 @@ if TYPE_CHECKING:
     from podium.trainer.config import InferenceConfig
     from podium.workers import Generator, RewardModel, Rollout
 
-__all__ = ["SessionReport", "Sessions", "grade_sessions"]
+__all__ = ["NoRowsError", "SessionReport", "Sessions", "grade_sessions"]
 
 _MODEL: Final = "policy"
 _LOOK_S: Final = 5.0  # between two looks at what the workers note
 _TOTALS: Final = ("sessions", "context_full", "turns", "splits", "tool_calls", "tool_errors")
+
+
+class NoRowsError(PodiumError):
+    """Sessions have given nothing to train or to judge: all have failed, or none has asked the model."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class Sessions:
             The rows of the sessions that did not fail, whose tensors are references, and what became of all of them.
 
         Raises:
-            PodiumError: Every session failed, and the message has the reasons; or none has asked the model.
+            NoRowsError: Every session failed, and the message has the reasons; or none has asked the model.
         """
         self._calls += 1
         key, n = f"{step}-{self._calls}", seeds.shape[1]
@@ -205,7 +209,7 @@ class Sessions:
         told = [self._told(reason, report.details.get(reason, "")) for reason in common]
         text = "\n".join([reasons, *filter(None, told)])
         if not rows:
-            raise PodiumError(f"{when}: {self._nothing(report.sessions, failed)}{text}".rstrip())
+            raise NoRowsError(f"{when}: {self._nothing(report.sessions, failed)}{text}".rstrip())
         if failed:
             emit(
                 Note(

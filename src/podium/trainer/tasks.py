@@ -10,14 +10,16 @@ from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from podium.errors import ConfigError
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.tasks import DataConfig, Example, load_examples
+from podium.rollout.tasks.writer import Writer
 from podium.trainer.prompts import Prompt
 
-__all__ = ["TaskPrompt", "Tasks", "load_tasks"]
+__all__ = ["TaskPrompt", "Tasks", "check_conversations", "load_tasks"]
 
 
 _DEEPEST: Final = 50  # levels of a task that are compared
@@ -49,6 +51,11 @@ class Tasks(Sequence[TaskPrompt]):
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         return TaskPrompt(torch.empty(0, dtype=torch.int64), self.examples[place], str)
+
+
+def check_conversations(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+    """Check that there is a chat template, by which sessions write conversations. Raises ConfigError if not."""
+    Writer(tokenizer, data).text([{"role": "user", "content": "1 + 1 ="}], opened=True)
 
 
 def load_tasks(

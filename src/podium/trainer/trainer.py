@@ -301,7 +301,7 @@ class Trainer(ABC, Generic[C, E, R]):
             ConfigError, DataError: The run is refused for its data.
         """
         config = self.config
-        emit(Waiting(f"reading {config.data.train}"))
+        emit(Waiting(f"reading {config.data.train or config.environment.name}"))
         self.tokenizer = load_tokenizer(config.model.tokenizer_source)
         self._template = chat_template(self.tokenizer, config.data)
         self.sampling = with_stop_tokens(config.sampling, config.model, self.tokenizer, config.data)

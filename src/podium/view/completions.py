@@ -3,6 +3,7 @@
 import math
 import re
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, Final
 
 from podium.errors import DataError
@@ -12,6 +13,7 @@ __all__ = ["Completions"]
 
 _FILE: Final = re.compile(r"step-(\d{1,12})\.parquet")
 _SCALARS: Final = ("reward", "advantage", "correct", "finish_reason", "version")
+_GRADED: Final = ("reward", "correct", "finish_reason")
 _TURN_COLUMNS: Final = ("turn_read", "turn_said", "turn_tokens", "turn_rewards")
 _TOKEN_COLUMNS: Final = ("token_chars", "token_advantages", "token_mismatch", "token_versions", "token_kept")
 _MOST_BYTES: Final = 512 << 20  # of what is read of a file for one answer, as it is in memory
@@ -37,21 +39,24 @@ class Completions:
 
         Returns:
             ``groups``, each with its number, ``n`` completions, the rewards' ``mean``, ``low`` and ``high``, how many
-            are ``correct`` and how many ``cut`` off, and the head of the ``prompt``.
+            are ``correct`` and how many ``cut`` off, and the head of the ``prompt``. All rows of one agent in a session
+            are one completion.
 
         Raises:
             DataError: The file cannot be read, or there is none.
         """
         with self._open(step) as file:
             there = set(file.names)
-            wanted = [name for name in ("group", "reward", "correct", "finish_reason") if name in there]
+            wanted = [name for name in ("group", "session", "agent", *_GRADED) if name in there]
             if "prompt" in there and file.nbytes("prompt") <= _PROMPT_BYTES:
                 wanted.append("prompt")
             table = file.read(wanted)
         nothing: list[Any] = [None] * len(table["group"])
         found: dict[int, dict[str, Any]] = {}
         rewards: dict[int, list[float]] = {}
-        for row, group in enumerate(table["group"]):
+        last = {key: row for row, key in enumerate(_trajectories(table))}  # by the last row, which says how it ended
+        for row in last.values():
+            group = table["group"][row]
             if group is None:
                 continue
             one = found.setdefault(group, {"group": group, "n": 0, "correct": 0, "cut": 0})
@@ -126,6 +131,14 @@ class Completions:
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[key]
+
+
+def _trajectories(table: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:
+    """For each row, what it is a part of: an agent's part of a session, or else the row itself."""
+    nothing: list[Any] = [None] * len(table["group"])
+    sessions, agents = table.get("session", nothing), table.get("agent", nothing)
+    for row, of in enumerate(zip(table["group"], sessions, agents, strict=True)):
+        yield of if of[1] is not None else (row,)
 
 
 def _row(own: dict[str, Any], tokens: Any, parts: dict[str, float | None]) -> dict[str, Any]:

@@ -146,6 +146,24 @@ def test_a_step_that_was_not_graded(tmp_path: Path) -> None:
     json.dumps(run.answer("group/1/0/0"), allow_nan=False)
 
 
+def test_the_rows_of_an_agent_in_a_session_are_one_completion(tmp_path: Path) -> None:
+    columns = {
+        "group": [0, 0, 0, 0, 1],
+        "session": [7, 7, 7, 8, 9],
+        "agent": ["", "", "critic", "", ""],
+        "completion": [""] * 5,
+        "tokens": [[1]] * 5,
+        "reward": [3.0, 3.0, 1.0, 2.0, 5.0],
+        "correct": [True, True, False, False, True],
+        "finish_reason": ["stop", "length", "stop", "stop", "stop"],
+    }
+    first, second = _only_file(tmp_path, columns).answer("groups/1")["groups"]
+    assert first == {
+        "group": 0, "n": 3, "correct": 1, "cut": 1, "prompt": "", "mean": 2.0, "low": 1.0, "high": 3.0,
+    }  # fmt: skip
+    assert second["n"] == 1
+
+
 def test_a_large_group_comes_in_pages(tmp_path: Path) -> None:
     run = _only_file(tmp_path, {"group": [0] * 3, "completion": [""] * 3, "tokens": [[1] * 60_000] * 3})
     assert len(run.answer("group/1/0/0")["rows"]) == 1

@@ -52,7 +52,7 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
     if not inspect.isclass(found) and _takes_session(found):
         _check_options(found, options, subject, given=2)
         return ResolvedEnvironment(_as_play(found, options))
-    _check_options(found, options, subject, given=0)
+    _check_options(found, options, subject, given=0, is_maker=inspect.isfunction(found))
     make = partial(found, **options)
     with what_raised(subject):
         sample: Any = found if inspect.isclass(found) else make()
@@ -155,7 +155,9 @@ def _messages(said: Any) -> list[Mapping[str, Any]]:
     return [{"role": "user", "content": said}] if isinstance(said, str) else [*said]
 
 
-def _check_options(found: Callable[..., Any], options: Mapping[str, Any], subject: str, *, given: int) -> None:
+def _check_options(
+    found: Callable[..., Any], options: Mapping[str, Any], subject: str, *, given: int, is_maker: bool = False
+) -> None:
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
@@ -170,6 +172,12 @@ def _check_options(found: Callable[..., Any], options: Mapping[str, Any], subjec
         takes = f"its options are {', '.join(known)}" if known else "it takes none of its own"
         limits = [*SessionLimits.__dataclass_fields__]
         near = [hint for name in options if name not in known and (hint := nearest(name, [*known, *limits]))]
+        if is_maker and not options:
+            raise ConfigError(
+                f"{subject} is taken for a function that makes an environment, and cannot be called without arguments: "
+                f"{error}; a plain function that lives a session names its first parameters task and client; yours "
+                f"takes {signature}"
+            ) from None
         raise ConfigError(
             f"{subject}: environment.options do not fit: {error}; {takes}, and each environment has "
             f"{', '.join(limits)}{''.join(near[:1])}"

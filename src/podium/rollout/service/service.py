@@ -12,10 +12,10 @@ import itertools
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
@@ -25,6 +25,7 @@ from podium.rollout.service.stops import before_stop, ends_now, up_to_stop
 from podium.rollout.service.together import merged
 from podium.rollout.service.tool_calls import without_begun_end
 from podium.rollout.service.wire import ChatRequest, Refusal
+from podium.rollout.tasks.examples import message_text
 
 if TYPE_CHECKING:
     from podium.rollout.service.chat_format import ChatFormat
@@ -148,7 +149,9 @@ class Service:
     # -- texts and sessions ----------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a plain text, with the tokenizer's first ones."""
+        """The ids of a plain text, with the tokenizer's first ones. Raises Refusal where it is longer than the context
+        whatever its tokens are."""
+        self._check_length([text])
         ids: list[int] = self._tokenizer(text)["input_ids"]
         eos = self._tokenizer.eos_token_id
         return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
@@ -200,6 +203,7 @@ class Service:
         if request.tool_choice == "none":
             tools = []
         recorded = self._session(session)
+        self._check_length(map(message_text, request.messages), session)
         continues: RecordedCall | None = None
         prompt: list[int] | None = None
         try:
@@ -245,16 +249,8 @@ class Service:
         if self.rules is not None:
             limit = min(limit or room, self.rules.max_new_tokens, max(room, 1))
         if room < 1 or (limit is not None and limit > room):
-            if named := self.sessions.get(session):
-                named.full = True
             wanted = f" and max_tokens is {limit}" if limit is not None else ""
-            raise Refusal(
-                400,
-                f"the prompt has {len(prompt)} tokens{wanted}; the model's context has {self.context}: shorten the "
-                "messages or lower max_tokens",
-                "messages",
-                "context_length_exceeded",
-            )
+            raise self._full(f"the prompt has {len(prompt)} tokens{wanted}", session)
         stops = (*self.stop_token_ids, *(stop or ()))
         try:
             params = self._params(sampling, limit or room, stops)
@@ -270,6 +266,25 @@ class Service:
             given = [next(own if own is not None else self._seeds) for _ in range(sampling.n)]
             seeds = given if own is not None else [seed * 1_000_003 for seed in given]
         return Asked(prompt, params, [seed % _SEEDS for seed in seeds], name=session)
+
+    def _check_length(self, texts: Iterable[str], session: str = "") -> None:
+        """Raise Refusal for texts that are too long whatever their tokens are. To encode a vast text takes minutes and
+        gigabytes, and nothing else is answered meanwhile."""
+        characters = sum(map(len, texts))
+        if characters > self.context * self._longest_token:
+            raise self._full(f"the prompt has {characters} characters", session)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """The most characters that one token stands for."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def _full(self, what: str, session: str) -> Refusal:
+        if named := self.sessions.get(session):
+            named.full = True
+        remedy = "shorten the messages or lower max_tokens"
+        message = f"{what}; the model's context has {self.context} tokens: {remedy}"
+        return Refusal(400, message, "messages", "context_length_exceeded")
 
     def _params(self, sampling: Any, limit: int, stops: tuple[int, ...]) -> SamplingParams:
         rules = self.rules

@@ -55,7 +55,7 @@ class Verifiers:
         held_out: float = 0.1,
         python: str = "",
     ) -> None:
-        self._python = python or sys.executable
+        self._python = str(Path(python or sys.executable).absolute())  # verifiers changes the working directory
         if not Path(self._python).exists():
             raise ConfigError(f"environment.options.python = {python!r}: there is no such interpreter")
         usual = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
