@@ -69,7 +69,7 @@ test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an
 	@.venvs/monarch/bin/python -m pytest tests/contract -m monarch $(ARGS)
 
 test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs, in an environment of its own
-	@.venvs/vllm/bin/python -m pytest tests/unit/rollout tests/contract tests/integration -m vllm $(ARGS)
+	@.venvs/vllm/bin/python -m pytest $$(grep -rl --include='*.py' 'mark\.vllm' tests) -m vllm $(ARGS)
 
 test-wheel: $(STAMP)  ## build the wheel and use it in a fresh environment without extras and compiler: two minutes
 	@rm -rf dist
