@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from podium.data import Batch, Jagged
 from podium.rollout.engines import EngineConfig, vllm
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import colocate
+from podium.telemetry import metrics
 from podium.trainer import PRELOAD
 from podium.workers import (
     ColocatedSync,
@@ -25,6 +28,8 @@ from podium.workers import (
     StreamedSync,
     WeightSync,
 )
+from tests.integration.test_environments import config_of, train
+from tests.integration.training import MODEL, losses, metrics_rows
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -100,3 +105,42 @@ def test_weights_are_read_from_a_policy_in_the_same_process(cluster: Cluster, pa
     check(both.policy, both.generator, ColocatedSync(both.generator))
     both.generator.group.close()
     both.policy.group.close()
+
+
+def sessions_of(world: str, folder: Path, **sections: Any) -> Any:
+    """A run in a world, whose sessions vLLM draws."""
+    engine = {"name": "vllm", "cache_gib": 0.1, "max_sequences": 8, **sections.pop("engine", {})}
+    shape = {**MODEL["config"], "head_dim": 32, "max_position_embeddings": 64}
+    model = {**MODEL, "config": shape}
+    return config_of(world, folder, model=model, engine=engine, eval={"items": 0}, save={"model": False}, **sections)
+
+
+def test_sessions_are_drawn_beside_the_policy_and_apart_from_it(tmp_path: Path) -> None:
+    """Where the engine draws, a process has several threads or one."""
+    found: list[list[float]] = []
+    for layout in ("colocated", "split"):
+        sampling = {"temperature": 0.7, "top_k": 6}
+        config = sessions_of("twice", tmp_path / layout, sampling=sampling, placement={"layout": layout})
+        run = train(config, "local")
+        for row in metrics_rows(run):
+            assert (row[metrics.SESSIONS_TRAINED], row[metrics.SESSIONS_TURNS]) == (16, 2)
+            assert row[metrics.MISMATCH_MAX] < 1e-4
+        found.append(losses(run))
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_sessions_go_on_with_new_weights_and_each_token_has_its_version(tmp_path: Path) -> None:
+    """What the current weights have drawn, the policy finds as probable, also behind tokens of older weights."""
+    ahead = {"run": {"steps": 8, "schedule": "asynchronous"}, "placement": {"layout": "split"}}
+    config = sessions_of("patient", tmp_path, options={"pause_s": 0.5}, **ahead)
+    run = train(config, "local")
+    mixed = 0
+    for path in sorted((run / "completions").glob("*.parquet")):
+        table = pq.read_table(path).to_pydict()
+        for step, versions, differences in zip(
+            table["step"], table["token_versions"], table["token_mismatch"], strict=True
+        ):
+            own = [abs(value) for value, version in zip(differences, versions, strict=True) if version == step - 1]
+            assert max(own, default=0.0) < 1e-4
+            mixed += bool(own) and len({*versions}) > 1
+    assert mixed

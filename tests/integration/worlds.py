@@ -83,13 +83,13 @@ async def outage(task: Task, client: Client, after: int, marks: str) -> float:
     return 1.0
 
 
-async def patient(task: Task, client: Client) -> float:
-    """Five turns with pauses, in which generators are lost."""
+async def patient(task: Task, client: Client, pause_s: float = 0.05) -> float:
+    """Five turns with pauses, in which generators are lost or get new weights."""
     said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
     reply = await client.chat(said)
     for _ in range(4):
         said += [reply.message, {"role": "user", "content": "="}]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(pause_s)
         reply = await client.chat(said)
     return digits(reply.text)
 

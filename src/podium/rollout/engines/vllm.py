@@ -115,6 +115,7 @@ class VllmEngine(ModelEngine):
 
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
         events: list[Event] = []
+        torch.get_num_threads()  # sets OpenMP's number in a new thread; vLLM's CPU kernels count it twice in a step
         with self.gate:
             self._abort_dropped()
             for request in self.waiting.take(self.config.max_sequences - len(self._drawing)):
