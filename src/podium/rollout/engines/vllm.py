@@ -45,6 +45,7 @@ from podium.rollout.engines.requests import Event, Failed, Request, RequestId, T
 __all__ = ["VllmEngine"]
 
 COLDEST: Final = 0.01  # vLLM raises a temperature between 0 and this one to this one
+HOTTEST: Final = 2.0  # the highest temperature that vLLM takes
 MOST_KEPT: Final = 1024  # the largest set that top-p may keep without top-k; vLLM lists as many log-probabilities
 TIES: Final = 32  # top-k keeps all tokens that are as probable as the k-th, and this many beyond k are looked for
 PROBE: Final = "probe"  # the id of the request that checks new weights
@@ -119,10 +120,10 @@ class VllmEngine(ModelEngine):
         with self.gate:
             self._abort_dropped()
             for request in self.waiting.take(self.config.max_sequences - len(self._drawing)):
-                if 0 < request.params.temperature < COLDEST:
+                if 0 < request.params.temperature < COLDEST or request.params.temperature > HOTTEST:
                     error = ConfigError(
-                        f"sampling.temperature is {request.params.temperature}; the engine vllm takes 0, or at least "
-                        f"{COLDEST}"
+                        f"sampling.temperature is {request.params.temperature}; the engine vllm takes 0, and "
+                        f"{COLDEST:g} to {HOTTEST:g}"
                     )
                     events.append(Failed(request.id, error))
                 else:
@@ -132,8 +133,14 @@ class VllmEngine(ModelEngine):
             version = self.version
         for output in outputs:
             drawing = self._drawing.get(output.request_id)
-            if drawing is not None:
+            if drawing is None:
+                continue
+            try:
                 events += self._take(output.request_id, drawing, output.outputs[0], version)
+            except GenerationError as error:  # of this request alone
+                del self._drawing[output.request_id]
+                self._dropped.append(output.request_id)
+                events.append(Failed(drawing.request.id, error))
         return events
 
     def drop(self, ids: Collection[RequestId]) -> None:

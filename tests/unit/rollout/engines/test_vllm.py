@@ -94,6 +94,16 @@ def check(completions: list[Completion], model: Any, prompts: list[list[int]], p
         assert (completion.logprobs - trained).abs().max() < 1e-4
 
 
+def last_events(engine: Any, **asked: SamplingParams) -> dict[Any, Any]:
+    """What becomes of requests, by id, that are asked beside one another."""
+    for id, params in asked.items():
+        engine.submit(Request(id=id, prompt=[1, 2], params=params, seed=0))
+    last: dict[Any, Any] = {}
+    while events := engine.poll():
+        last |= {event.id: event for event in events}
+    return last
+
+
 class TestWithVllm:
     pytestmark = with_vllm
 
@@ -148,14 +158,28 @@ class TestWithVllm:
             engine.generate(prompts, SamplingParams(max_new_tokens=4, top_p=0.99), range(10))
         engine.generate(prompts, SamplingParams(max_new_tokens=4), range(10))
 
-    def test_a_temperature_that_vllm_would_raise_fails_its_request_alone(self, engine: Any) -> None:
-        for id, temperature in (("cold", 0.001), ("warm", 0.5)):
-            params = SamplingParams(max_new_tokens=3, temperature=temperature)
-            engine.submit(Request(id=id, prompt=[1, 2], params=params, seed=0))
-        last = {event.id: event for _ in range(9) for event in engine.poll()}
-        assert isinstance(last["warm"], Finished)
-        assert isinstance(last["cold"], Failed)
-        assert "temperature is 0.001" in str(last["cold"].error)
+    def test_a_kept_set_that_cannot_be_listed_fails_its_request_alone(
+        self, engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("podium.rollout.engines.vllm.MOST_KEPT", 4)
+        last = last_events(
+            engine, wide=SamplingParams(max_new_tokens=4, top_p=0.99), plain=SamplingParams(max_new_tokens=4)
+        )
+        assert isinstance(last["plain"], Finished)
+        assert isinstance(last["wide"], Failed)
+        assert "cannot list" in str(last["wide"].error)
+        assert not engine._drawing
+
+    def test_a_temperature_that_vllm_would_raise_or_refuse_fails_its_request_alone(self, engine: Any) -> None:
+        temperatures = {"cold": 0.001, "warm": 0.5, "warmest": 2.0, "hot": 2.5}
+        asked = {id: SamplingParams(max_new_tokens=3, temperature=own) for id, own in temperatures.items()}
+        last = last_events(engine, **asked)
+        for id, temperature in temperatures.items():
+            if "warm" in id:
+                assert isinstance(last[id], Finished)
+            else:
+                assert isinstance(last[id], Failed)
+                assert f"temperature is {temperature}; the engine vllm takes 0, and 0.01 to 2" in str(last[id].error)
 
     def test_weights_come_in_between_two_tokens(
         self, engine: Any, make_model: MakeModel, prompts: list[list[int]]
