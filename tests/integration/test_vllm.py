@@ -144,3 +144,9 @@ def test_sessions_go_on_with_new_weights_and_each_token_has_its_version(tmp_path
             assert max(own, default=0.0) < 1e-4
             mixed += bool(own) and len({*versions}) > 1
     assert mixed
+
+
+def test_a_context_of_vllm_is_full_before_the_models(tmp_path: Path) -> None:
+    run = train(sessions_of("endless", tmp_path, engine={"options": {"max_model_len": 32}}), "local")
+    for row in metrics_rows(run):
+        assert (row[metrics.SESSIONS_FULL], row[metrics.SESSIONS_FAILED]) == (1.0, 0.0)

@@ -47,8 +47,8 @@ class _Id:
 
     number: int
 
-    def __str__(self) -> str:
-        return f"request {self.number} of the service"
+    def __repr__(self) -> str:
+        return f"{self.number} of the service"
 
 
 class EngineClient:

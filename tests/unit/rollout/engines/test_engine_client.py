@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 import torch
 
+from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.engine_client import EngineClient
@@ -60,3 +62,11 @@ def test_a_caller_that_goes_away_ends_its_request(make_model: Any) -> None:
 
     asyncio.run(leave())
     assert client.in_flight == 0
+
+
+def test_a_prompt_that_is_too_long_is_named_in_words(make_model: Any) -> None:
+    client = EngineClient(make_engine(EngineConfig(name="native"), make_model("llama")))
+    most = client.positions
+    assert most is not None
+    with pytest.raises(ConfigError, match=r"^the prompt of request 0 of the service has 2 tokens"):
+        asyncio.run(anext(client.stream([1, 2], SamplingParams(max_new_tokens=most), 0)))
