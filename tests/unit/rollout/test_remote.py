@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Sequence
 
 import pytest
@@ -63,3 +66,16 @@ def test_patience_is_for_the_time_without_a_generator_and_not_for_drawing() -> N
 def test_where_nobody_answers_the_wait_ends_with_the_reason() -> None:
     with pytest.raises(GenerationError, match=r"no generator answered within 0.5 s; the last reason: ConnectError"):
         asyncio.run(asyncio.wait_for(drawn(["http://127.0.0.1:9"], patience_s=0.5), 5.0))
+
+
+def test_a_machine_that_vanishes_is_lost_without_a_word() -> None:
+    """Where the cable is cut, nobody closes the connection on which an answer is waited for."""
+    network = ["unshare", "--map-root-user", "--net"]
+    try:
+        subprocess.run([*network, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network of its own: {error}")
+    script = [*network, sys.executable, "-m", "tests.unit.rollout.silent_network"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120.0, env=env)
+    assert done.stdout == "drawn elsewhere: [5]\n", done.stderr

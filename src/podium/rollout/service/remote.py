@@ -4,12 +4,14 @@
                   └─ lost ─▶ the one with the fewest tokens in flight, with the same ids and the same seed
 
 A request that a lost generator had begun is drawn again elsewhere. Equal requests with equal seeds get equal ids, as
-long as the weights are the same.
+long as the weights are the same. A generator whose machine is gone without a word closes no connection: it is lost once
+that machine has answered nothing, not even the kernel's own questions, for ``SILENT_S``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from podium.rollout.sampling import SamplingParams
     from podium.rollout.service.tokens import Scored
 
-__all__ = ["RemoteTokens"]
+__all__ = ["SILENT_S", "RemoteTokens"]
+
+SILENT_S: Final = 30  # of a machine, after which its generator is lost
 
 _REMEMBERED: Final = 1 << 16  # sessions whose generator is known
 _LEAVE_S: Final = 5.0  # that a generator is left alone after it was lost
@@ -160,9 +164,10 @@ class RemoteTokens:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
+            transport = httpx2.AsyncHTTPTransport(trust_env=False, limits=limits, socket_options=_watched(SILENT_S))
             headers = {"Authorization": f"Bearer {self._token}"}
             self._clients[loop] = httpx2.AsyncClient(
-                headers=headers, limits=limits, timeout=httpx2.Timeout(None, connect=5.0), trust_env=False
+                headers=headers, transport=transport, timeout=httpx2.Timeout(None, connect=5.0), trust_env=False
             )
         return self._clients[loop]
 
@@ -192,6 +197,22 @@ class RemoteTokens:
             raise GenerationError("the generator does not say which tokens top-k and top-p left to draw from")
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         return Sampled(choice["token_ids"], logprobs, versions, choice["finish_reason"], choice.get("kept"))
+
+
+def _watched(silent_s: int) -> list[tuple[int, int, int]]:
+    """Socket options by which the kernel ends a connection to a machine that has been silent for so long, whether it
+    owes the acknowledgment of a request (TCP_USER_TIMEOUT) or an answer. Those that this system lacks are left out."""
+    found = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    probes = 3
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, silent_s // 2)),
+        ("TCP_KEEPINTVL", max(1, silent_s // (2 * probes))),
+        ("TCP_KEEPCNT", probes),
+        ("TCP_USER_TIMEOUT", 1000 * silent_s),
+    ):
+        if (option := getattr(socket, name, None)) is not None:
+            found.append((socket.IPPROTO_TCP, option, value))
+    return found
 
 
 def _reason(answer: httpx2.Response) -> str:

@@ -1,0 +1,77 @@
+"""A generator whose machine vanishes while it draws: run in a network of its own, whose loopback is switched off."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import struct
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from bench.sessions import Echo
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.service import remote
+from podium.rollout.service.app import make_app
+from podium.rollout.service.server import Server
+from podium.rollout.service.sessions import Sampled
+from tests.unit.rollout.test_remote import service_of
+
+SET_FLAGS, UP = 0x8914, 0x1  # SIOCSIFFLAGS and IFF_UP of netdevice(7)
+
+
+class Drawing(Echo):
+    """A source that draws for ever."""
+
+    def __init__(self) -> None:
+        super().__init__([1])
+        self.begun = threading.Event()
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
+    ) -> AsyncGenerator[Sampled]:
+        """Nothing."""
+        self.begun.set()
+        await asyncio.sleep(600.0)
+        yield self.drawn
+
+
+def switch_loopback(*, on: bool) -> None:
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sH14x", b"lo", UP * on))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30.0):
+        while not holds():  # noqa: ASYNC110 - what it waits for has no event
+            await asyncio.sleep(0.02)
+
+
+async def main() -> None:
+    remote.SILENT_S = 2
+    switch_loopback(on=True)
+    source = Drawing()
+    with (
+        Server(make_app(service_of(source), "token")) as silent,
+        Server(make_app(service_of(Echo([5])), "token")) as other,
+    ):
+        tokens = remote.RemoteTokens([silent.url, other.url], "token")
+
+        async def draw() -> Sequence[int]:
+            async for found in tokens.stream([1, 2], SamplingParams(max_new_tokens=2), 7):
+                assert isinstance(found, Sampled)
+                return found.ids
+            raise AssertionError("nothing was drawn")
+
+        async with tokens.connected():
+            drawing = asyncio.create_task(draw())
+            await until(source.begun.is_set)
+            switch_loopback(on=False)
+            await until(lambda: tokens._generators[0].lost_s > 0)
+            switch_loopback(on=True)
+            sys.stdout.write(f"drawn elsewhere: {await drawing}\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
