@@ -81,6 +81,7 @@ class Generators:
     Attributes:
         changing: Held while the policy's weights change, until the generators have them.
         returned: Called with the number of a generator that was restarted and has the current weights.
+        left_out: Called with the number of a generator without which the run goes on.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Generators:
     ) -> None:
         self.changing = threading.RLock()
         self.returned: Callable[[int], None] = lambda number: None
+        self.left_out: Callable[[int], None] = lambda number: None
         self._handles, self._weight_sync, self._losses, self._apart = tuple(handles), weight_sync, losses, apart
         self._timeout_s = timeout_s
         self._journals, self._keeper = journals, keeper
@@ -210,6 +212,7 @@ class Generators:
             self._gone.add(number)
             name = self._handles[number].group.name
             emit(Note(f"{name} could not be restarted; the run goes on with {left} of {len(self._handles)}: {error}"))
+            self.left_out(number)
 
     def _journal(self, number: int) -> str:
         """The file of the generator's present processes; "" where there is none."""

@@ -4,7 +4,7 @@
                                 └─▶ why the others failed, which is counted and said
 
 Where the rollout workers have no generator in their processes, they ask those elsewhere by HTTP. A generator begins to
-serve when the run starts, and again when it was restarted.
+serve when the run starts, and again when it was restarted. One that cannot be restarted is asked no more.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ class Sessions:
         self._positions[number] = handle.positions()
         if connect:
             self._connect()
+
+    def leave_out(self, number: int) -> None:
+        """Ask a generator no more, which is lost and does not come back."""
+        self._urls[number] = []
+        self._connect()
 
     def _connect(self) -> None:
         if self._generators:

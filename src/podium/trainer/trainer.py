@@ -283,6 +283,7 @@ class Trainer(ABC, Generic[C, E, R]):
         sessions = Sessions(self.roles.rollout, self.roles.asked_generators, self.config, self.sampling, logs)
         if self.roles.asked_generators:
             self.generators.returned = sessions.serve
+            self.generators.left_out = sessions.leave_out
         return sessions
 
     def _refuse_later_checkpoint(self) -> None:
