@@ -104,7 +104,7 @@ class Sessions:
 
     def leave_out(self, number: int) -> None:
         """Ask a generator no more, which is lost and does not come back."""
-        self._urls[number] = []
+        self._urls[number], self._positions[number] = [], []
         self._connect()
 
     def _connect(self) -> None:
