@@ -1,6 +1,6 @@
 """What these recipes share: a small model, a tokenizer with the words of tool calls, and the command line.
 
-python examples/agents/calculator.py             train with tools (two to five minutes on two cores)
+python examples/agents/calculator.py             train with tools (one to three minutes on one core)
 python examples/agents/calculator.py --single    the same model, which answers at once
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, PodiumError
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.resolve import resolve_environment
 from podium.telemetry import metrics
@@ -61,27 +62,7 @@ def test_a_project_that_is_absent_is_named_with_the_command_that_installs_it() -
         pytest.skip("textarena is installed")
 
 
-TASKSET = """
-import verifiers.v1 as vf
-
-__all__ = ["Copying"]
-
-
-class CopyData(vf.TaskData):
-    answer: str
-
-
-class CopyTask(vf.Task[CopyData, vf.State, vf.TaskConfig]):
-    @vf.reward
-    async def right(self, trace) -> float:
-        return float(trace.last_reply.strip() == self.data.answer)
-
-
-class Copying(vf.Taskset[CopyTask, vf.TasksetConfig]):
-    def load(self):
-        for n in range(10):
-            yield CopyTask(CopyData(prompt=f"{n:02d}=", answer=f"{n:02d}"), self.config.task)
-"""
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from-verifiers.md"
 
 
 @pytest.mark.slow
@@ -90,9 +71,11 @@ def test_a_taskset_of_verifiers_is_lived_by_its_own_agent(tmp_path: Path, monkey
     python = os.environ.get("PODIUM_VERIFIERS_PYTHON")
     if not python:
         pytest.skip("PODIUM_VERIFIERS_PYTHON does not name the interpreter of an environment with verifiers 0.4 and uv")
-    (tmp_path / "copying.py").write_text(TASKSET)
+    (code,) = re.findall(r"```python\n(# copying.py\n.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "copying.py").write_text(code)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     monkeypatch.chdir(tmp_path)
+    python = os.path.relpath(python)  # as the page writes it; verifiers runs programs in directories of its own
     config = tiny(
         GRPOConfig,
         tmp_path,
@@ -157,6 +140,17 @@ if __name__ == "__main__":
     app = create_app(Echo, Say, Heard, env_name="echo", max_concurrent_envs=64)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 """
+
+
+def test_a_server_of_openenv_that_is_not_there_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("websockets")
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    environment = {"name": "openenv", "options": {"url": url}}
+    config = tiny(GRPOConfig, tmp_path, data={"chat_template": str(tmp_path / "chat.jinja")}, environment=environment)
+    with pytest.raises(PodiumError, match=r"environment\.options\.url: nobody answers at ws://127\.0\.0\.1"):
+        PPOTrainer(config, cluster="inline", show=False).fit()
 
 
 @pytest.mark.slow

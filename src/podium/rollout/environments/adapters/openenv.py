@@ -6,7 +6,8 @@ podium train grpo --environment.name openenv --environment.options '{url: "http:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError, PodiumError
@@ -54,12 +55,9 @@ class OpenEnv:
 
     async def play(self, task: Task, client: Client) -> Outcome:
         """Reset the environment, and let the model act until it is done. Each step's reward is that of its turn."""
-        from websockets.asyncio.client import connect  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
-
-        opened: Any = connect(self._url, max_size=_LONGEST, proxy=None)
         said: list[dict[str, Any]] = []
         seed = {"seed": task["seed"]} if "seed" in task else {}
-        async with opened as socket:
+        async with self._connected() as socket:
             step = await self._ask(socket, {"type": "reset", "data": {**self._reset, **seed}})
             for _ in range(self._turns):
                 if step.get("done"):
@@ -74,12 +72,29 @@ class OpenEnv:
             await socket.send(json.dumps({"type": "close"}))
         return Outcome(score=0.0, parts={"done": float(bool(step.get("done")))})
 
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Any]:
+        from websockets.asyncio.client import connect  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+
+        opening: Any = connect(self._url, max_size=_LONGEST, proxy=None)
+        try:
+            socket = await opening
+        except OSError as error:
+            raise PodiumError(f"environment.options.url: nobody answers at {self._url}: {error}") from None
+        try:
+            yield socket
+        finally:
+            await socket.close()
+
     async def _ask(self, socket: Any, message: Mapping[str, Any]) -> Mapping[str, Any]:
         await socket.send(json.dumps(message))
         answer = json.loads(await socket.recv())
         if answer.get("type") == "error":
             data = answer.get("data", {})
-            raise PodiumError(f"OpenEnv at {self._url}: {data.get('message')} ({data.get('code')})")
+            what = f"OpenEnv at {self._url}: {data.get('message')} ({data.get('code')})"
+            if message["type"] == "step" and data.get("code") == "VALIDATION_ERROR":
+                what += f"; environment.options.action = {self._action!r} names the field that gets the answer"
+            raise PodiumError(what)
         return answer.get("data", {})
 
     def _text(self, step: Mapping[str, Any]) -> str:

@@ -54,6 +54,10 @@ class TextArena:
         if opponent == "random":
             self._opponent = _random_move
         elif opponent != "self":
+            if ":" not in opponent:
+                raise ConfigError(
+                    f"environment.options.opponent = {opponent!r}: expected self, random, or a function module:function"
+                )
             self._opponent = load_function(opponent, key="environment.options.opponent")
         self._make()
 
