@@ -65,14 +65,22 @@ def test_help_imports_nothing_heavy() -> None:
     ],
 )
 def test_mistakes_and_help_are_answered_at_once(words: str, said: str) -> None:
-    spent: list[float] = []
+    """In half a second where the machine is quick. torch alone takes twelve times as long as pydantic."""
+    spent, least = list[float](), list[float]()
     for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-m", "podium", *words.split()], capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert said in done.stdout + done.stderr
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(spent) < 0.6
+        least.append(_processor_s("-c", "import pydantic, yaml")[0])
+        seconds, text = _processor_s("-m", "podium", *words.split())
+        assert said in text
+        spent.append(seconds)
+    assert min(spent) < 6 * min(least)
+
+
+def _processor_s(*arguments: str) -> tuple[float, str]:
+    """The processor time of a Python process, and what it printed."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["trian"], ["train", "dpo"]])

@@ -47,7 +47,7 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any]) ->
     Raises:
         FailedInProcess: The function raised, or its process ended.
     """
-    path = os.pathsep.join([entry for entry in sys.path if entry] or [os.curdir])
+    data, path = _pickled(function, values), os.pathsep.join([entry for entry in sys.path if entry] or [os.curdir])
     guard = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _MAIN),
         stdin=asyncio.subprocess.PIPE,
@@ -59,7 +59,7 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any]) ->
     assert guard.stdin is not None and guard.stdout is not None
     try:
         with contextlib.suppress(ConnectionError):  # it ended, which its answer says
-            guard.stdin.write(_pickled(function, values))
+            guard.stdin.write(data)
             await guard.stdin.drain()
             guard.stdin.close()
         answer = _read(await guard.stdout.readline())
