@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import os
 import secrets
+import signal
 from typing import Any, ClassVar
 
 # Before torch is imported anywhere: tests run beside one another and start workers, which inherit this. Two torch
@@ -21,6 +22,11 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Ray gives its workers a niceness of 15: beside two busy processes of other tests they get a thirtieth of a core, and
 # what takes a second takes minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# A shell starts its background jobs with SIGINT ignored, which all processes below inherit: no Ctrl-C would reach the
+# programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
