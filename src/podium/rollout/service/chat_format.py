@@ -57,6 +57,10 @@ class ChatFormat:
         """
         return self._writer.encode(self._text(messages, tools, opened=True))
 
+    def is_vast(self, characters: int, tokens: int) -> bool:
+        """As :meth:`.Writer.is_vast`."""
+        return self._writer.is_vast(characters, tokens)
+
     def bridge(
         self,
         prompt: Sequence[int],

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from podium.errors import ConfigError
@@ -149,8 +149,7 @@ class Service:
     # -- texts and sessions ----------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a plain text, with the tokenizer's first ones. Raises Refusal where it is longer than the context
-        whatever its tokens are."""
+        """The ids of a plain text, with the tokenizer's first ones. Raises Refusal for a vast text."""
         self._check_length([text])
         ids: list[int] = self._tokenizer(text)["input_ids"]
         eos = self._tokenizer.eos_token_id
@@ -268,16 +267,10 @@ class Service:
         return Asked(prompt, params, [seed % _SEEDS for seed in seeds], name=session)
 
     def _check_length(self, texts: Iterable[str], session: str = "") -> None:
-        """Raise Refusal for texts that are too long whatever their tokens are. To encode a vast text takes minutes and
-        gigabytes, and nothing else is answered meanwhile."""
+        """Raise Refusal for vast texts, which are not encoded: nothing else would be answered meanwhile."""
         characters = sum(map(len, texts))
-        if characters > self.context * self._longest_token:
+        if self.form.is_vast(characters, self.context):
             raise self._full(f"the prompt has {characters} characters", session)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        """The most characters that one token stands for."""
-        return max(map(len, self._tokenizer.get_vocab()))
 
     def _full(self, what: str, session: str) -> Refusal:
         if named := self.sessions.get(session):

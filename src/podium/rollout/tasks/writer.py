@@ -121,7 +121,7 @@ class Writer:
     def prompts(self, examples: Sequence[Example]) -> list[list[int] | None]:
         """Encode prompts as they are generated from. None stands for a prompt that is too long at first sight."""
         texts = self._write([(example.prompt, example) for example in examples])
-        vast = [self._is_vast(text) for text in texts]
+        vast = [self.is_vast(len(text), self.config.max_prompt_tokens) for text in texts]
         encoded = iter(self._encode_prompts([text for text, drop in zip(texts, vast, strict=True) if not drop]))
         return [None if drop else next(encoded) for drop in vast]
 
@@ -130,7 +130,7 @@ class Writer:
         prompt, most = example.prompt, self.config.max_prompt_tokens
         text = prompt if isinstance(prompt, str) else message_text(prompt[-1])
         if tokens is None:
-            text = text[-self._most_characters :]
+            text = text[-self.config.max_prompt_tokens * self._longest_token :]
         (ids,) = self._encode([text])
         excess = (len(ids) if tokens is None else len(tokens)) - most
         for _ in range(_CUTS):
@@ -335,13 +335,15 @@ class Writer:
             raise DataError(f"half of a surrogate pair, which is no text, stands near {near}; take it out") from None
         return encoded.get("input_ids", [])
 
-    def _is_vast(self, text: str) -> bool:
-        """Whether a text has too many tokens whatever they are, so that it need not be encoded, which takes long."""
-        return len(text) > _VAST and len(text) > self._most_characters
+    def is_vast(self, characters: int, tokens: int) -> bool:
+        """Whether a text of so many characters has more than ``tokens`` tokens whatever they are. To encode it would
+        take minutes and gigabytes."""
+        return characters > _VAST and characters > tokens * self._longest_token
 
     @cached_property
-    def _most_characters(self) -> int:
-        return self.config.max_prompt_tokens * max(map(len, self._tokenizer.get_vocab()))
+    def _longest_token(self) -> int:
+        """The most characters that one token of the vocabulary stands for."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
 
 class _Looping(ConfigError):
