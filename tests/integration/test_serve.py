@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from podium.errors import PodiumError
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.gateway import gateway
 from podium.rollout.service.peers import _asked, _looked_up, owner_of  # pyright: ignore[reportPrivateUsage]
+from podium.rollout.service.server import listen
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
@@ -206,6 +208,17 @@ OTHER_USERS = pytest.mark.skipif(
 NOBODY = 65534
 
 
+def _has_ipv6() -> bool:
+    try:
+        listen("::1", 0).close()
+    except PodiumError:
+        return False
+    return True
+
+
+WITH_IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
+
+
 def asked_by(user: int, url: str) -> str:
     """What a user of this machine is answered who has the token: the status, and the body of an error."""
     script = (
@@ -309,10 +322,11 @@ def test_the_official_client_gets_tool_calls_whole_and_in_a_stream(
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says who holds a connection")
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=WITH_IPV6)])
 @pytest.mark.parametrize("owner_of", [owner_of, _asked, _looked_up])
-def test_the_owner_of_a_connection_is_who_holds_its_end(owner_of: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        ends = client.getsockname(), server.getsockname()
+def test_the_owner_of_a_connection_is_who_holds_its_end(owner_of: Any, host: str) -> None:
+    with listen(host, 0) as server, socket.create_connection(server.getsockname()[:2]) as client:
+        ends = client.getsockname()[:2], server.getsockname()[:2]
         assert owner_of(*ends) == os.geteuid()
         accepted, _ = server.accept()
         client.close()

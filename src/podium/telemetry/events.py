@@ -156,6 +156,7 @@ class StepFinished(Event):
 class EvalFinished(Event):
     """A held-out evaluation ended: ``accuracy`` in 0..1 over ``items`` prompts.
 
+    ``reward_mean`` is over the completions that have a reward. A session that failed has none, and is not correct.
     Where there are several evaluation sets, each has a ``name``. This is the first, and ``others`` are the rest.
     ``samples`` are the completions of the set's first prompts.
     """

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["OwnUserProtocol", "owner_of", "protocol_at"]
 
-_TABLE: Final = Path("/proc/net/tcp")
+_TABLES: Final = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
 _HEAD: Final = struct.Struct("=IHHII")  # of a netlink message: length, kind, flags, number, sender
 _SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR, _ANY = 4, 20, 1, 2, 0xFFFFFFFF
 _USER_AT: Final = 64  # bytes into struct inet_diag_msg
@@ -47,9 +47,11 @@ def owner_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
 
 def _asked(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """Ask the kernel for one connection (sock_diag(7)), which takes microseconds however many there are."""
-    ends = struct.pack("!HH", client[1], server[1]) + _padded(client) + _padded(server)
+    ends = (
+        struct.pack("!HH", client[1], server[1]) + _packed(client).ljust(16, b"\0") + _packed(server).ljust(16, b"\0")
+    )
     about = (
-        struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ANY)
+        struct.pack("=BBBBI", _family(client), socket.IPPROTO_TCP, 0, 0, _ANY)
         + ends
         + struct.pack("=III", 0, _ANY, _ANY)
     )
@@ -67,14 +69,18 @@ def _asked(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     return user if inode else None  # without an inode it was closed, and belongs to nobody
 
 
-def _padded(end: tuple[str, int]) -> bytes:
-    return socket.inet_aton(end[0]).ljust(16, b"\0")
+def _family(end: tuple[str, int]) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in end[0] else socket.AF_INET
+
+
+def _packed(end: tuple[str, int]) -> bytes:
+    return socket.inet_pton(_family(end), end[0])
 
 
 def _looked_up(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """Look the connection up in the table of all, which takes milliseconds where there are hundreds."""
     wanted = [_as_hex(client), _as_hex(server)]
-    for line in _TABLE.read_text().splitlines()[1:]:
+    for line in _TABLES[_family(client)].read_text().splitlines()[1:]:
         row = line.split()
         if row[1:3] == wanted and row[9] != "0":
             return int(row[7])
@@ -82,8 +88,9 @@ def _looked_up(client: tuple[str, int], server: tuple[str, int]) -> int | None:
 
 
 def _as_hex(address: tuple[str, int]) -> str:
-    (number,) = struct.unpack("=I", socket.inet_aton(address[0]))
-    return f"{number:08X}:{address[1]:04X}"
+    packed = _packed(address)
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
 
 
 class OwnUserProtocol(H11Protocol):
@@ -95,7 +102,7 @@ class OwnUserProtocol(H11Protocol):
         client, server = self.client, self.server
         if client is None or server is None:
             return
-        if _TABLE.exists() and owner_of(client, (server[0], server[1] or 0)) != os.geteuid():
+        if _TABLES[_family(client)].exists() and owner_of(client, (server[0], server[1] or 0)) != os.geteuid():
             self.app = _refuse
 
 

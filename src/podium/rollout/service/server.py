@@ -19,14 +19,21 @@ _LAST_PORT: Final = 65535
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at an address. Raises PodiumError where nobody can."""
+    """Listen at an address of IPv4 or of IPv6; ``::`` is all of both. Raises PodiumError where nobody can."""
     free = "; --port 0 takes one that is free" if port else ""
+    place = f"{_in_url(host)}:{port}"
     if not 0 <= port <= _LAST_PORT:  # create_server raises OverflowError then, and leaves its socket open
-        raise PodiumError(f"cannot listen at {host}:{port}: a port is a number from 0 to {_LAST_PORT}{free}")
+        raise PodiumError(f"cannot listen at {place}: a port is a number from 0 to {_LAST_PORT}{free}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise PodiumError(f"cannot listen at {host}:{port}: {error.strerror or error}{free}") from error
+        raise PodiumError(f"cannot listen at {place}: {error.strerror or error}{free}") from error
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 class Server:
@@ -46,7 +53,7 @@ class Server:
 
     def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> None:
         self._socket = listen(host, port)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self.url = f"http://{_in_url(host)}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
             app,
             http=protocol_at(self._socket),
