@@ -99,7 +99,8 @@ class RunConfig:
     """The run in this directory is resumed from its latest checkpoint. auto resumes the run of run.name if it is there,
     and begins it otherwise."""
     timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
-    """A call to workers fails when it takes longer than this many seconds."""
+    """A call to workers fails when it takes longer than this many seconds. Sessions of an environment that wait for
+    room have as long again, and never less than their own time_limit_s."""
     max_restarts: int = Field(default=3, ge=0, le=10**6)
     """The run goes on after it has lost a worker process, at most this many times within an hour. A generator in
     processes of its own is counted for itself."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import secrets
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["NoRowsError", "SessionReport", "Sessions", "grade_sessions"]
 
 _MODEL: Final = "policy"
+_GRACE_S: Final = 60.0  # for a wave of sessions to end after their time is over
 _LOOK_S: Final = 5.0  # between two looks at what the workers note
 _TOTALS: Final = ("sessions", "context_full", "turns", "splits", "tool_calls", "tool_errors")
 
@@ -89,7 +91,8 @@ class Sessions:
         self._urls: dict[int, list[str]] = {}
         self._positions: dict[int, list[int | None]] = {}
         self._said: set[str] = set()
-        self._calls = 0
+        self._calls = self._in_progress = 0
+        self._counting = threading.Lock()
         for number in range(len(self._generators)):
             self.serve(number, connect=False)
         self._connect()
@@ -148,11 +151,12 @@ class Sessions:
             },
             {"key": key},
         )
-        living = self._workers.live.submit(tasks, sampling)
-        while not living.wait(_LOOK_S):
-            with suppress(PodiumError):  # which the call itself raises
-                self._say_notes()
-        batch = living.result()
+        with self.counted(len(tasks)) as deadline_s:
+            living = self._workers.live.within(timeout_s=deadline_s).submit(tasks, sampling)
+            while not living.wait(_LOOK_S):
+                with suppress(PodiumError):  # which the call itself raises
+                    self._say_notes()
+            batch = living.result()
         self._say_notes()
         reports = [one for one in self._workers.report(key) if one]
         self._say_overruled({name for one in reports for name in one["overruled"]})
@@ -163,6 +167,20 @@ class Sessions:
         self._say_unasked(batch.python(fields.GRADE))
         small = (fields.GROUP, fields.VERSION_RANGE, fields.TRAJECTORY, fields.SESSION)
         return batch.fetch(*small), report
+
+    @contextmanager
+    def counted(self, sessions: int) -> Iterator[float]:
+        """Count sessions while they live, and give the deadline of their call in seconds. Sessions that find no room in
+        the workers wait for those before them, also of other calls: each such wave has its time."""
+        limits, ranks = self._config.environment.limits, self._workers.group.world_size
+        with self._counting:
+            self._in_progress += sessions
+            waves = math.ceil(self._in_progress / (ranks * limits.side_by_side))
+        try:
+            yield waves * max(self._config.run.timeout_s, limits.time_limit_s + _GRACE_S)
+        finally:
+            with self._counting:
+                self._in_progress -= sessions
 
     def _say_notes(self) -> None:
         """Say what the workers note, each text once."""

@@ -70,6 +70,7 @@ class Rollout(Worker):
         self._model, self._data, self._config = model, data, environment
         self._environment: ResolvedEnvironment = resolve_environment(environment)
         self._processes = SessionProcesses(environment) if environment.limits.processes else None
+        self._room = asyncio.Semaphore(environment.limits.side_by_side)  # also of steps that are collected side by side
         self._making = threading.Lock()
         self._remote: RemoteTokens | None = None
         self._token = ""
@@ -131,6 +132,7 @@ class Rollout(Worker):
                 self._config.limits,
                 address=address,
                 api_key=self._api_key,
+                room=self._room,
             )
             self._reports[key] = {**_report(episodes, service), "unknown": self._unknown(episodes)}
         return _as_batch(

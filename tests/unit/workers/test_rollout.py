@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -62,6 +63,20 @@ async def ask(task: Mapping[str, Any], client: Client) -> float:
     return 1.0
 
 
+_living = 0
+
+
+async def count(task: Mapping[str, Any], client: Client) -> float:
+    """Ask once. The reward is how many sessions live meanwhile."""
+    global _living  # noqa: PLW0603 - of the worker's process
+    _living += 1
+    try:
+        await client.chat(task["prompt"])
+        return float(_living)
+    finally:
+        _living -= 1
+
+
 def tasks(prompt: str, *, leaves: bool = False) -> Batch:
     """One task."""
     numbers = torch.arange(1)
@@ -70,14 +85,16 @@ def tasks(prompt: str, *, leaves: bool = False) -> Batch:
 
 
 @contextmanager
-def rollout_worker(source: Slow, folder: Path) -> Iterator[Any]:
+def rollout_worker(
+    source: Slow, folder: Path, session: str = "ask", options: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Any]:
     """A rollout worker, which asks for tokens by HTTP."""
     tokenizer = make_tokenizer()
     form = chat_format(Writer(tokenizer, DataConfig()), tokenizer)
     service = Service(source, form, tokenizer, model="echo", context=512, stop_token_ids=(), most_tokens=1 << 60)
     (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     data = DataConfig(chat_template=str(folder / "chat.jinja"))
-    bound = Rollout.bind(ModelConfig(**MODEL), data, EnvironmentConfig(name=f"{__file__}:ask"))
+    bound = Rollout.bind(ModelConfig(**MODEL), data, EnvironmentConfig(name=f"{__file__}:{session}", options=options))
     with Server(make_app(service, "token")) as server, podium.connect("local") as cluster:
         worker = cluster.start(bound, cluster.pool([1]))
         worker.connect([server.url], "token")
@@ -101,3 +118,11 @@ def test_a_call_that_its_session_left_loses_no_generator(tmp_path: Path) -> None
         began_s = time.monotonic()
         assert len(worker.live(tasks("1"), SAMPLING)) == 1
     assert time.monotonic() - began_s < 4.0, "the generator was left alone for five seconds"
+
+
+@pytest.mark.parametrize(("at_once", "most"), [(1, 1.0), (2, 2.0)])
+def test_calls_that_overlap_share_the_limit_of_sessions_at_once(tmp_path: Path, at_once: int, most: float) -> None:
+    with rollout_worker(Slow(), tmp_path, "count", {"at_once": at_once}) as worker:
+        calls = [worker.live.submit(tasks("1" * length), SAMPLING) for length in (6, 7, 8)]
+        lived = [call.result().python(fields.GRADE)[0].score for call in calls]
+    assert max(lived) == most

@@ -112,6 +112,7 @@ async def live(
     *,
     address: Callable[[], str],
     api_key: str = "",
+    room: asyncio.Semaphore | None = None,
 ) -> list[Episode]:
     """Live a session for each task, and return what became of each, in their order.
 
@@ -124,12 +125,13 @@ async def live(
         limits: Of time, and of sessions at once.
         address: The base of the address of the OpenAI API, which a session may ask for.
         api_key: What agents send there.
+        room: What each session holds while it lives, where calls that overlap share their limit of sessions at once.
     """
     loop = asyncio.get_running_loop()
-    room = asyncio.Semaphore(limits.side_by_side)
+    held = room or asyncio.Semaphore(limits.side_by_side)
 
     async def one(task: Task, seed: int, name: str) -> Episode:
-        async with room:
+        async with held:
             client = Client(service, service.open_session(name, seed), address, api_key, seed, loop=loop)
             began_s = time.monotonic()
             ending = await ending_of(play, task, client, limits.time_limit_s)
