@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from podium.cli import main
 from podium.config import config_to_dict
 from podium.data import Batch, fields
 from podium.errors import ConfigError, PodiumError
@@ -375,6 +376,27 @@ def test_an_outage_in_an_evaluation_costs_its_score_and_not_the_run(tmp_path: Pa
     marks["after"] = 0
     with pytest.raises(PodiumError, match=r"all 4 sessions of .* failed: .*the simulator is down"):
         train(config_of("outage", tmp_path / "first", options=marks, run={"steps": 1}, eval=evaluation))
+
+
+def test_evaluations_are_compared_task_by_task_where_sessions_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marks = {"fails": 4 + 16 + 1, "marks": str(tmp_path / "marks")}  # the first session of the second evaluation
+    evaluation = {"items": 4, "every": 1}
+    run = train(config_of("patchy", tmp_path, options=marks, run={"steps": 1}, eval=evaluation))
+    assert [row["accuracy"] for row in metrics_rows(run, "eval")] == [0.0, 0.75]
+    before, after = (pq.read_table(path).to_pydict() for path in sorted((run / "evaluations").iterdir()))
+    assert (before["group"], after["group"]) == ([0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3])
+    capsys.readouterr()
+    assert main(["changes", str(run), "--show", "0"]) == 0
+    said = [re.sub(r"  (/.*|\(only one .*)", "", line).split() for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        ["before", "0.0%", "(0", "of", "3)"],
+        ["after", "100.0%", "(3", "of", "3)"],
+        ["broke", "0"],
+        ["mended", "3"],
+        ["left", "out", "1"],
+    ]
 
 
 def test_a_model_is_evaluated_in_the_environment(tmp_path: Path) -> None:

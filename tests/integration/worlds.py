@@ -83,6 +83,16 @@ async def outage(task: Task, client: Client, after: int, marks: str) -> float:
     return 1.0
 
 
+async def patchy(task: Task, client: Client, fails: int, marks: str) -> float:
+    """Two conversations a session. The session number ``fails`` of the process raises, and those after it earn 1."""
+    number = _counted(marks)
+    if number == fails:
+        raise ConnectionError("the line is down")
+    await client.chat(task["prompt"])
+    await client.chat("1+1=")
+    return float(number > fails)
+
+
 async def patient(task: Task, client: Client, pause_s: float = 0.05) -> float:
     """Five turns with pauses, in which generators are lost or get new weights."""
     said: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]

@@ -47,6 +47,9 @@ def _show(first: Path, second: Path, count: int) -> None:
         sys.stdout.write(f"{name:<9} {share}  ({correct} of {found.items})  {path}\n")
     for name, changes in (("broke", found.broke), ("mended", found.mended)):
         sys.stdout.write(f"{name:<9} {len(changes)}\n")
+    if found.apart:
+        why = "only one of the two has them: other data, or sessions that failed"
+        sys.stdout.write(f"left out  {found.apart}  ({why})\n")
     for name, changes in (("broke", found.broke), ("mended", found.mended)):
         for one in changes[:count]:
             sys.stdout.write(f"\n{name:<9} {one.prompt!r}\nbefore    {one.before!r}\nafter     {one.after!r}\n")

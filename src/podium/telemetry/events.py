@@ -180,12 +180,13 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion as a person reads it."""
+    """One completion as a person reads it. ``place`` is that of its prompt in the evaluation or the step."""
 
     prompt: str
     completion: str
     reward: float
     expected: str | None = None
+    place: int | None = None
 
 
 @dataclass(frozen=True)

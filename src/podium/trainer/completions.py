@@ -206,13 +206,13 @@ class ScoredBatch:
         return {names.AGENT_REWARD_PREFIX + agent: fmean(own) for agent, own in sorted(earned.items()) if agent}
 
     def samples(self, count: int) -> tuple[Sample, ...]:
-        """The first completion of each of the first ``count`` prompts."""
+        """The first completion of each of the first ``count`` prompts that have one."""
         firsts = [row for row, group in enumerate(self.groups) if row == 0 or group != self.groups[row - 1]][:count]
         samples: list[Sample] = []
         for row in firsts:
             prompt, text = self.prompts[self.groups[row]], self.texts(range(row, row + 1))[0]
             score = self.grades[row].score if self.grades else math.nan
-            samples.append(Sample(prompt.shown, text, score, prompt.example.answer))
+            samples.append(Sample(prompt.shown, text, score, prompt.example.answer, self.groups[row]))
         return tuple(samples)
 
     def with_rows(self, rows: Sequence[int]) -> ScoredBatch:

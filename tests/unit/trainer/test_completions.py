@@ -124,7 +124,7 @@ def test_completions_come_in_chunks_wherever_their_tokens_are(
 
 def test_one_sample_a_prompt() -> None:
     grades = [Grade(score) for score in (1.0, 0.0, 0.5, 0.5)]
-    assert scored(grades).samples(5) == (Sample("p", "c", 1.0, "x"), Sample("q", "a", 0.5, None))
+    assert scored(grades).samples(5) == (Sample("p", "c", 1.0, "x", 0), Sample("q", "a", 0.5, None, 1))
 
 
 def test_completions_are_written_with_tokens_grades_and_the_mean_advantage(tmp_path: Path) -> None:

@@ -32,12 +32,14 @@ class Changes:
 
     Attributes:
         items: Number of prompts that both have.
+        apart: Number of prompts that only one of them has: it evaluated other data, or a session failed in the other.
         correct: Number of prompts that were answered correctly in the first and in the second evaluation.
         broke: Prompts that the first evaluation has correct and the second one wrong.
         mended: Prompts that the first evaluation has wrong and the second one correct.
     """
 
     items: int
+    apart: int
     correct: tuple[int, int]
     broke: tuple[Change, ...]
     mended: tuple[Change, ...]
@@ -64,7 +66,7 @@ def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
 
 
 def compare_evaluations(first: Path, second: Path) -> Changes:
-    """Compare two files of evaluations. Prompts that only one of them has are left out.
+    """Compare two files of evaluations. Prompts that only one of them has are left out, and counted.
 
     Raises:
         ConfigError: They have no prompt in common, or a file cannot be read.
@@ -82,7 +84,8 @@ def compare_evaluations(first: Path, second: Path) -> Changes:
         for good in (False, True)
     }
     correct = sum(bool(a["correct"]) for a, _ in both), sum(bool(b["correct"]) for _, b in both)
-    return Changes(items=len(both), correct=correct, broke=changes[False], mended=changes[True])
+    apart = len(before.keys() ^ after.keys())
+    return Changes(items=len(both), apart=apart, correct=correct, broke=changes[False], mended=changes[True])
 
 
 def _evaluations(run: Path) -> dict[str, list[Path]]:
@@ -111,14 +114,23 @@ def _evaluation(name: str) -> dict[str, Path]:
 
 
 def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The rows by their prompt, and by their place among those with the same prompt."""
+    """The rows by their prompt, and by their place among those with the same prompt.
+
+    Of a session this is its first row, which has its verdict, and the place is that of its task in the evaluation:
+    others may have failed.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        rows = pq.read_table(path, columns=list(_COLUMNS)).to_pylist()
+        of_sessions = "session" in pq.read_schema(path).names
+        columns = [*_COLUMNS, "group", "session"] if of_sessions else [*_COLUMNS]
+        rows = pq.read_table(path, columns=columns).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    if of_sessions:
+        firsts = {row["session"]: row for row in reversed(rows)}
+        return {(row["prompt"], row["group"]): row for row in reversed(firsts.values())}
     seen = Counter[str]()
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:

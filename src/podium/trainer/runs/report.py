@@ -220,9 +220,8 @@ def render(
     if first is not None and last is not None:
         accuracies = Group(*_accuracies(first, last, summary.steps, width - 4), "")
         console.print(Padding(accuracies, _INDENT, expand=False), highlight=False)
-        if first.step != last.step and first.samples:
-            table = Padding(_comparisons(first.samples, last.samples), _INDENT, expand=False)
-            console.print(table, width=width, highlight=False)
+        if first.step != last.step and (pairs := _pairs(first.samples, last.samples)):
+            console.print(Padding(_comparisons(pairs), _INDENT, expand=False), width=width, highlight=False)
     if curve is not None and len(curve.steps) > 1:
         console.print(Padding(Group(*_curve(curve, width - 4), ""), _INDENT, expand=False), highlight=False)
     indent = max((len(name) for name in paths), default=0)
@@ -259,12 +258,18 @@ def _accuracy(name: str, found: Evaluation, width: int) -> Text:
     return row.append(f"  {percent(low)} to {percent(high)}, n = {found.items}", "dim")
 
 
-def _comparisons(before: Sequence[Sample], after: Sequence[Sample]) -> Table:
+def _pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """The samples of the same prompts. A prompt whose session failed has none."""
+    later = {(one.place, one.prompt): one for one in after}
+    return [(old, later[key]) for old in before if (key := (old.place, old.prompt)) in later]
+
+
+def _comparisons(pairs: Sequence[tuple[Sample, Sample]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False, header_style="bold")
     table.add_column("prompt", ratio=4, overflow="fold")
     table.add_column("before", ratio=5, overflow="fold")
     table.add_column("after", ratio=5, overflow="fold")
-    for old, new in zip(before, after, strict=False):
+    for old, new in pairs:
         prompt = Text(visible(old.prompt.strip(), _CELL_CHARACTERS))
         if new.expected is not None:
             prompt.append(f"\nexpected {visible(new.expected, 80)}", "dim")

@@ -159,6 +159,17 @@ def test_completions_stand_side_by_side_as_they_are() -> None:
     assert "[b]2[/b]\\x1b[2J" in text
 
 
+def test_a_completion_stands_beside_that_of_the_same_prompt_where_sessions_failed() -> None:
+    before = [Sample(f"task {place}", f"old {place}", 0.0, place=place) for place in (0, 1, 2)]
+    after = [Sample(f"task {place}", f"new {place}", 1.0, place=place) for place in (1, 2, 4)]
+    text = rendered(evaluation(0, 0, 9, tuple(before)), evaluation(5, 3, 9, tuple(after)))
+    assert [line.split() for line in text.splitlines() if "task" in line] == [
+        ["task", "1", "old", "1", "new", "1"],
+        ["task", "2", "old", "2", "new", "2"],
+    ]
+    assert "task" not in rendered(evaluation(0, 0, 9, tuple(before)), evaluation(5, 0, 9, ()))
+
+
 def test_paths_are_whole_however_narrow_the_terminal_is() -> None:
     paths = {"model": "runs/" + "x" * 120, "trace": Path("runs/a/trace.json")}
     text = rendered(FIRST, LAST, curve=grpo_curve(), paths=paths, width=60)
