@@ -19,7 +19,7 @@ from podium.trainer.runs.places import found_values, is_needed, remarks
 __all__ = ["connect", "inference_config", "opened_config", "run_eval", "run_sample"]
 
 _WRITES_PROMPTS: Final = ("data.chat_template",)
-_SCORES: Final = ("data.eval", "data.chat_template", "reward")
+_SCORES: Final = ("data.eval", "data.chat_template", "environment", "reward")
 
 
 def run_eval(arguments: Sequence[str]) -> int:

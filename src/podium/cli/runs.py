@@ -65,7 +65,7 @@ def _show(run: RunRecord) -> None:
     from podium.telemetry.formatting import duration
 
     sys.stdout.write(f"{run.path}: {_said(run)}, took {duration(run.seconds)}\n")
-    chosen = ("model.path", "data.train", "reward.name", "run.seed", "run.schedule", "optim.lr")
+    chosen = ("model.path", "data.train", "environment.name", "reward.name", "run.seed", "run.schedule", "optim.lr")
     told = {key: run.settings[key] for key in chosen if run.settings.get(key) not in (None, "", {})}
     sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in told.items())}\n")
     for name in ("best_checkpoint", "model_path"):

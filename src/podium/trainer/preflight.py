@@ -8,11 +8,11 @@ from __future__ import annotations
 import inspect
 import os
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from podium.algorithms import check_functions
 from podium.annotations import signature_of
@@ -144,6 +144,9 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
     """
     names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
     names |= {"environment.name": NAMED_ENVIRONMENTS.get(config.environment.name, config.environment.name)}
+    options = config.environment.options
+    if config.environment.name == "textarena":
+        names["environment.options.opponent"] = str(options.get("opponent", ""))
     if isinstance(config, PPOConfig):
         names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
     for key, name in names.items():
@@ -160,6 +163,35 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
                 f"{key} = {name!r} is code in the directory of the run itself, and nothing there is run as "
                 f"code: read {file}, move it elsewhere, and give its new place with --{key}"
             )
+    for key, text in _texts(options, "environment.options"):
+        if _is_code_of(run, text):
+            raise ConfigError(
+                f"{key} = {text!r} is code in the directory of the run itself, and nothing there is run as code: read "
+                f"it, move it elsewhere, and give its new place with --{key}"
+            )
+
+
+def _is_code_of(run: Path, text: str) -> bool:
+    """Whether an option, which may be any text, is a program in the directory of a run, or a function of one."""
+    path = Path(text.rpartition(":")[0] if ".py:" in text else text).expanduser()
+    try:
+        if not path.is_file() or not (path.suffix == ".py" or os.access(path, os.X_OK)):
+            return False
+        return path.resolve().is_relative_to(run.resolve()) or path.absolute().is_relative_to(run.absolute())
+    except (OSError, ValueError):  # no text of a path
+        return False
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """The texts in nested values, each with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _texts(one, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one, key)
 
 
 def _file_of(place: str) -> str:

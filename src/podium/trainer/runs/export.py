@@ -30,7 +30,8 @@ _MAKES_MODEL: Final = ("model", "data.chat_template")  # what a checkpoint is ex
 _POLICY: Final = "policy"
 _TOLD: Final = (
     *("algorithm.advantage", "algorithm.loss", "algorithm.kl_coef", "optim.lr", "batch.prompts", "batch.examples"),
-    *("sampling.n", "sampling.max_new_tokens", "model.lora.rank", "reward.name", "run.schedule", "run.seed"),
+    *("sampling.n", "sampling.max_new_tokens", "model.lora.rank", "environment.name", "reward.name"),
+    *("run.schedule", "run.seed"),
 )
 
 
@@ -238,7 +239,7 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
                 lines.append(f"| {name} | {figures} | {one.reward_mean:.4f} |")
     lines += ["", "| setting | value |", "|---|---|"]
     for path in ("data.train", *_TOLD):
-        if (value := _at(values, path)) is not None:
+        if (value := _at(values, path)) not in (None, ""):
             lines.append(f"| `{path}` | `{value}` |")
     return "\n".join(lines) + "\n"
 

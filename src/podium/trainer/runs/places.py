@@ -38,7 +38,10 @@ _FILES: Final = (
     *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
     *(("data", "train"), ("data", "chat_template")),
 )
-_FUNCTIONS: Final = (("reward", "name"), ("algorithm", "advantage"), ("algorithm", "loss"), ("run", "schedule"))
+_FUNCTIONS: Final = (
+    *(("environment", "name"), ("reward", "name")),
+    *(("algorithm", "advantage"), ("algorithm", "loss"), ("run", "schedule")),
+)
 _WORDS: Final[Mapping[Keys, tuple[str, ...]]] = {("data", "chat_template"): ("auto", "none")}
 _SUMMED: Final = 64 << 20  # bytes of content whose checksum is taken: a tenth of a second
 _COUNTED: Final = 10_000  # files of a directory whose sizes are added

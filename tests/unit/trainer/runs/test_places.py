@@ -96,6 +96,25 @@ def test_all_is_found_where_the_whole_project_has_moved(project: Path, monkeypat
     assert (shown["model"]["path"], shown["reward"]["name"]) == ("model", "rewards.py:score"), "as the user wrote it"
 
 
+def test_the_file_of_an_environment_is_found_again(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "worlds.py").write_text("async def play(task, client): return 1.0\n")
+    config = asked(environment={"name": "worlds.py:play", "options": {"at_once": 2}})
+    begin(config, project / "runs" / "two")
+    new = project.rename(project.with_name("new"))
+    monkeypatch.chdir(new / "data")
+    run = new / "runs" / "two"
+    config = resumed(run)
+    assert config.environment.name == f"{new / 'worlds.py'}:play"
+    assert any("environment.name" in remark for remark in remarks(config, run))
+    begin(config, run)  # as a resume does
+    assert as_given(config_to_dict(config), run)["environment"]["name"] == "worlds.py:play"
+    (new / "worlds.py").write_text("async def play(task, client): return 2.0\n")
+    assert any("is not what the run was begun with" in remark for remark in remarks(config, run))
+    (new / "worlds.py").unlink()
+    with pytest.raises(ConfigError, match=r"environment\.name, with which .* give its place with --environment\.name"):
+        resumed(run)
+
+
 def test_a_run_that_moved_alone_is_begun_from_the_working_directory(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
