@@ -50,8 +50,8 @@ format: $(STAMP)  ## rewrite the files as the formatter and the fixable lint rul
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-test: $(STAMP)  ## every test in two processes, those with Ray last
-	@$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
+test: $(STAMP)  ## every test, in three processes, of which one runs those with Ray
+	@$(BIN)/python -m pytest -n 3 --dist loadscope $(ARGS)
 
 recipes: $(STAMP)  ## the recipes of agents over three seeds, each with its bar: half an hour
 	@PODIUM_RECIPES=1 $(BIN)/python -m pytest -n 2 tests/integration/test_recipes.py $(ARGS)

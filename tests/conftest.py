@@ -61,20 +61,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under `make test`, give consecutive tests of a file to the same process, whichever has time, in their order.
 
-    So the clusters of a file are started once, and no process runs tests without Ray after tests with Ray.
+    So the clusters of a file are started once, and no process runs tests without Ray after tests with Ray. Of three
+    processes or more, the first runs only those with Ray: they wait for much, and several clusters at a time are slow.
     ``--dist loadgroup`` of pytest-xdist 3.8 groups nothing under pytest 9.2, which ignores the names that it gives.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         units: ClassVar[dict[str, str]] = {}
+        with_ray: ClassVar[set[str]] = set()
+        ray_node: Any = None
 
         def _split_scope(self, nodeid: str) -> str:
             if not self.units:
                 files = [one.partition("::")[0] for one in self.collection or ()]
-                starts = itertools.accumulate(file != before for before, file in itertools.pairwise(["", *files]))
-                self.units.update(zip(self.collection or (), map(str, starts), strict=True))
+                begins = [file != before for before, file in itertools.pairwise(["", *files])]
+                self.units.update(zip(self.collection or (), map(str, itertools.accumulate(begins)), strict=True))
+                seen, again = set[str](), False
+                for unit, (file, _) in enumerate(itertools.groupby(files), 1):
+                    again = again or file in seen  # a file's tests with Ray come after those of all files without
+                    seen.add(file)
+                    self.with_ray.update([str(unit)] * again)
             return self.units[nodeid]
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if self._is_for_ray(node) and (unit := next(filter(self.with_ray.__contains__, self.workqueue), None)):
+                self.workqueue.move_to_end(unit, last=False)
+            super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if self._is_for_ray(node) and self.with_ray.isdisjoint(self.workqueue):
+                node.shutdown()
+            super()._reschedule(node)
+
+        def _is_for_ray(self, node: Any) -> bool:
+            if self.ray_node is None and len(self.nodes) > 2:
+                self.ray_node = self.nodes[0]
+            return bool(self.with_ray) and node is self.ray_node
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
