@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -10,16 +11,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from podium.errors import ConfigError, PodiumError
-from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments.adapters.textarena import TextArena
+from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.resolve import resolve_environment
+from podium.rollout.environments.runner import Episode, live
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.integration.test_environments import TEMPLATE
 from tests.integration.training import MODEL, metrics_rows, tiny
+from tests.unit.rollout.service.scripted import scripted
 from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of
 
 
@@ -44,6 +49,94 @@ def test_a_game_of_textarena_is_played(opponent: str, tmp_path: Path) -> None:
     assert row[metrics.MISMATCH_MAX] < 1e-5
     assert -1 <= row[metrics.REWARD_MEAN] <= 1
     assert "reward_parts/invalid" in row
+
+
+def silly(text: str) -> str:
+    """Makes no move."""
+    time.sleep(0.01)
+    return "I do not know."
+
+
+async def patient(text: str) -> str:
+    """Takes the first free square."""
+    return re.findall(r"\[\d\]", text.splitlines()[-1])[0]
+
+
+def mute(text: str) -> None:
+    """Forgets to return its move."""
+
+
+def played(answers: list[str], seat: int = 0, time_limit_s: float = 30.0, **options: Any) -> tuple[Episode, list[str]]:
+    """A game in which the policy gives these answers, and what it has read and said, by agent."""
+    game = TextArena(**{"env": "TicTacToe-v0", **options})
+    service, _, tokenizer = scripted(*[f"{answer}<|im_end|>" for answer in answers])
+    tasks, limits = [{"seat": seat, "seed": 0}], SessionLimits(time_limit_s=time_limit_s)
+    (episode,) = asyncio.run(live(game.play, tasks, [0], ["s"], service, limits, address=lambda: ""))
+    return episode, [tokenizer.decode(row.ids) for one in episode.trajectories for row in one.session.rows]
+
+
+@pytest.mark.parametrize("seat", [0, 1])
+@pytest.mark.parametrize("game", ["won", "drawn"])
+def test_each_seat_of_a_whole_game_has_its_own_reward_and_its_own_moves(seat: int, game: str) -> None:
+    pytest.importorskip("textarena")
+    moves = {"won": "03142", "drawn": "012435768"}[game]
+    episode, texts = played([f"[{move}]" for move in moves], seat)
+    assert episode.failure == ""
+    rewards = {"won": (1.0, -1.0), "drawn": (0.0, 0.0)}[game]
+    first, second = episode.trajectories
+    assert (first.agent, second.agent) == ("", f"player-{1 - seat}")
+    assert (first.score, second.score) == (rewards[seat], rewards[1 - seat])
+    for place, trajectory, text in ((seat, first, texts[0]), (1 - seat, second, texts[1])):
+        (row,) = trajectory.session.rows
+        assert sum(row.sampled) == 4 * len(moves[place::2])
+        assert re.findall(r"assistant\n\[(\d)\]", text) == list(moves[place::2])
+        assert f"You are Player {place}" in text
+        assert f"You are Player {1 - place}" not in text
+
+
+def test_what_a_player_said_is_read_with_the_name_of_the_player() -> None:
+    pytest.importorskip("textarena")
+    said = ["hello", "both", "neither", "[1 defect] [2 defect]"]
+    _, texts = played([*said, *["[0 cooperate]"] * 2, *["hm"] * 99], env="ThreePlayerIPD-v0", players=3)
+    assert "[Player 0] hello\n[Player 1] both\n[Player 2] neither\n" in texts[0]
+
+
+def test_an_opponent_is_a_function_of_what_its_player_reads() -> None:
+    pytest.importorskip("textarena")
+    episode, (text,) = played(["[8]", "[4]", "[7]"], opponent=f"{__file__}:patient")
+    assert (episode.failure, episode.trajectories[0].score) == ("", -1.0)
+    assert "Player 1 placed their symbol (X) in cell 2" not in text  # with which it won
+    assert "[Player 1] [0]\nPlayer 1 placed their symbol (X) in cell 0" in text
+
+
+def test_a_game_that_the_opponent_loses_by_invalid_moves_is_told_apart() -> None:
+    pytest.importorskip("textarena")
+    episode, _ = played(["[8]"], opponent=f"{__file__}:silly")
+    assert episode.trajectories[0].score == 1.0
+    assert episode.parts == {"win": 1.0, "invalid": 0.0, "opponent_invalid": 1.0}
+    episode, _ = played(["[9]", "[10]"], opponent=f"{__file__}:silly")
+    assert episode.trajectories[0].score == -1.0
+    assert episode.parts == {"win": 0.0, "invalid": 1.0, "opponent_invalid": 0.0}
+
+
+def test_an_opponent_that_returns_no_text_fails_the_session() -> None:
+    pytest.importorskip("textarena")
+    episode, _ = played(["[8]"], opponent=f"{__file__}:mute")
+    assert "environment.options.opponent returned NoneType" in episode.failure
+
+
+def test_the_random_opponent_takes_no_move_from_what_the_policy_says() -> None:
+    pytest.importorskip("textarena")
+    episode, (text,) = played(["[col 6]"] * 3 + ["[col 5]"] * 30, env="ConnectFour-v0", opponent="random")
+    assert episode.failure == ""
+    assert not re.findall(r"Player 1 dropped their disk \(O\) into column [56]", text)
+
+
+def test_a_game_that_goes_on_for_ever_ends_with_its_session() -> None:
+    """Poker of textarena asks again and again for a move that is allowed."""
+    pytest.importorskip("textarena")
+    episode, _ = played([], seat=1, env="Poker-v0", opponent="random", time_limit_s=1.0)
+    assert episode.failure == "time limit"
 
 
 def test_a_game_that_textarena_does_not_have_is_refused() -> None:

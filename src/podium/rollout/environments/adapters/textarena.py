@@ -5,14 +5,16 @@ podium train grpo --environment.name textarena --environment.options '{env: TicT
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from podium.errors import ConfigError
+from podium.errors import ConfigError, PodiumError
 from podium.functions import load_function
+from podium.rollout.environments.calls import in_thread
 from podium.rollout.environments.contract import Outcome, Task
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TextArena"]
 
+_GAME: Final = -1  # who speaks, where the game does
 _MOVE: Final = re.compile(r"\[[^\[\]]{1,40}\]")
 _TEST_SEEDS: Final = 1_000_000_007  # from here on, so that no game is in both splits
 
@@ -30,8 +33,9 @@ class TextArena:
     Args:
         env: The name of the game, as textarena has it, such as "TicTacToe-v0".
         opponent: Who has the other seats: "self" (the policy, whose seats are trained with their own rewards),
-            "random" (a move among those in brackets in what the game said last), or the name of a function
-            ``module:function`` from what a player reads to what the player does.
+            "random" (a move among those in brackets in the last line of the game that has any, whether or not the
+            rules allow it), or the name of a function ``module:function`` from what a player reads to what the player
+            does. One that blocks has a thread.
         players: The number of players.
         games: The number of tasks in "train". "test" has a tenth of it. Each has a seed and a seat of its own.
         settings: Further arguments of the game.
@@ -88,11 +92,16 @@ class TextArena:
         game, seat = self._make(), int(task["seat"])
         game.reset(num_players=self.players, seed=int(task["seed"]))
         said: dict[int, list[dict[str, Any]]] = {}
+        rules: dict[int, list[str]] = {}  # what the game itself has said to each player
         players = {seat: client}
         done = False
         while not done:
             player, observation = game.get_observation()
-            text = "\n".join(message for _, message, _ in observation)
+            names = game.state.role_mapping
+            spoken = [
+                what if by == _GAME else f"[{names.get(by, f'Player {by}')}] {what}" for by, what, _ in observation
+            ]
+            text = "\n".join(spoken)
             if player == seat or self._opponent is None:
                 talk = players.setdefault(player, client.agent(f"player-{player}") if player != seat else client)
                 messages = said.setdefault(player, [])
@@ -100,17 +109,38 @@ class TextArena:
                 reply = await talk.chat(messages)
                 messages.append(reply.message)
                 action = reply.text
+            elif self._opponent is _random_move:
+                await asyncio.sleep(0)  # a game that no move ends may be cancelled here
+                rules.setdefault(player, []).extend(what for by, what, _ in observation if by == _GAME)
+                action = _random_move("\n".join(rules[player]))
             else:
-                found = self._opponent(text)
-                action = str(await found if inspect.isawaitable(found) else found)
+                action = await self._asked(text)
             done, _ = game.step(action)
         rewards, info = game.close()
-        own = info.get(seat, {})
+        if rewards is None:
+            raise PodiumError(f"{self.env} ended without rewards")
+        invalid = {player for player, known in info.items() if known.get("invalid_move")}
         return Outcome(
             score=float(rewards[seat]),
-            parts={"win": float(rewards[seat] > 0), "invalid": float(bool(own.get("invalid_move")))},
+            parts={
+                "win": float(rewards[seat] > 0),
+                "invalid": float(seat in invalid),
+                "opponent_invalid": float(bool(invalid - {seat})),
+            },
             agents={f"player-{player}": float(rewards[player]) for player in players if player != seat},
         )
+
+    async def _asked(self, text: str) -> str:
+        """What the opponent's function does."""
+        assert self._opponent is not None
+        if inspect.iscoroutinefunction(self._opponent):
+            found: Any = await self._opponent(text)
+        else:
+            found = await in_thread(self._opponent, text)
+            found = await found if inspect.isawaitable(found) else found
+        if not isinstance(found, str):
+            raise TypeError(f"environment.options.opponent returned {type(found).__name__}; expected a text")
+        return found
 
 
 def _random_move(text: str) -> str:
