@@ -17,9 +17,12 @@ import pytest
 
 from podium.errors import ConfigError, PodiumError
 from podium.rollout.environments.adapters.textarena import TextArena
+from podium.rollout.environments.adapters.verifiers import Verifiers
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.environments.runner import Episode, live
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.service.gateway import gateway
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.integration.test_environments import TEMPLATE
@@ -183,6 +186,117 @@ def test_a_taskset_of_verifiers_is_lived_by_its_own_agent(tmp_path: Path, monkey
     assert (row[metrics.SESSIONS_FAILED], row[metrics.SESSIONS_ROWS]) == (0, 8)
     assert row[metrics.MISMATCH_MAX] < 1e-5
     assert 0 <= row["reward_parts/right"] <= 1
+
+
+SHOP = """
+import os
+import verifiers.v1 as vf
+
+__all__ = ["Shop"]
+
+
+class ShopData(vf.TaskData):
+    answer: str
+
+
+class Prices(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = "shop"
+
+    @vf.tool
+    async def price(self, name: str) -> int:
+        "Look a price up."
+        return {"bolt": 3}[name]
+
+
+class ShopConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+
+class ShopTasksetConfig(vf.TasksetConfig):
+    task: ShopConfig = ShopConfig()
+
+
+class ShopTask(vf.Task[ShopData, vf.State, ShopConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        if os.environ.get("SHOP_IS_CLOSED"):
+            raise LookupError("the shop is closed")
+        return [Prices(config.tools)]
+
+    @vf.reward(weight=2.0)
+    async def right(self, trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+
+class Shop(vf.Taskset[ShopTask, ShopTasksetConfig]):
+    def load(self):
+        yield ShopTask(ShopData(prompt="What is a bolt?", answer="3"), self.config.task)
+
+
+if __name__ == "__main__":
+    Prices.run()
+"""
+NULL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+
+
+def shopped(
+    answers: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, user: list[str] | None = None, **options: Any
+) -> tuple[Episode, list[str]]:
+    """The episode in which the policy answers so, and what it said in each row. ``user`` is what another model says."""
+    python = os.environ.get("PODIUM_VERIFIERS_PYTHON")
+    if not python:
+        pytest.skip("PODIUM_VERIFIERS_PYTHON does not name the interpreter of an environment with verifiers 0.4 and uv")
+    (folder / "shop.py").write_text(SHOP)
+    monkeypatch.chdir(folder)
+    python = os.path.relpath(python)
+    monkeypatch.setenv("USER_KEY", "other")
+    service, _, tokenizer = scripted(*[f"{answer}<|im_end|>" for answer in answers])
+    service.rules = SamplingParams(max_new_tokens=512)
+    other, _, _ = scripted(*[f"{answer}<|im_end|>" for answer in user or []])
+
+    async def main() -> list[Episode]:
+        async with gateway(service, "key") as address, gateway(other, "other") as elsewhere:
+            if user is not None:
+                client = {"type": "eval", "base_url": f"{elsewhere()}/v1", "api_key_var": "USER_KEY"}
+                options["config"]["user"] = {**NULL, "model": "tiny", "client": client}
+            world = Verifiers("shop", python=python, **options)
+            limits = SessionLimits(time_limit_s=90.0)
+            return await live(world.play, [{"place": 0}], [0], ["s"], service, limits, address=address, api_key="key")
+
+    (episode,) = asyncio.run(main())
+    rows = [row for one in episode.trajectories for row in one.session.rows]
+    return episode, [
+        tokenizer.decode([id for id, own in zip(row.ids, row.sampled, strict=True) if own]) for row in rows
+    ]
+
+
+@pytest.mark.slow
+def test_tools_of_a_taskset_are_called_in_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [f'<tool_call>{{"name": "shop_price", "arguments": {{"name": "{each}"}}}}</tool_call>' for each in "ab"]
+    episode, (said,) = shopped(["".join(calls), calls[0].replace('"a"', '"bolt"'), "3"], tmp_path, monkeypatch)
+    assert (episode.failure, episode.trajectories[0].score, dict(episode.parts)) == ("", 2.0, {"right": 1.0})
+    assert said.count("<tool_call>") == 3
+    assert said.count("<|im_end|>") == 3
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_not_to_be_trained_has_no_part_in_the_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ["What is a bolt?", "Yes.", "###DONE###"]
+    config = {"id": "user-sim", "assistant": NULL, "user": NULL}
+    episode, rows = shopped(["Do you mean its price?", "3"], tmp_path, monkeypatch, said, config=dict(config))
+    assert (episode.failure, episode.trajectories[0].score) == ("", 2.0)
+    assert rows == ["Do you mean its price?<|im_end|>3<|im_end|>"]
+    episode, _ = shopped(["What is a bolt?", "3", "###DONE###"], tmp_path, monkeypatch, config=dict(config))
+    assert "the agent 'user' is not to be trained (trainable = False), but the policy answers it" in episode.failure
+
+
+@pytest.mark.slow
+def test_what_keeps_verifiers_from_starting_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOP_IS_CLOSED", "1")
+    episode, _ = shopped([], tmp_path, monkeypatch)
+    assert "ended with exit status 1: LookupError: the shop is closed" in episode.failure
 
 
 def test_an_interpreter_that_has_no_verifiers_is_named() -> None:

@@ -108,7 +108,7 @@ class _Process:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, command: Sequence[str]) -> None:
         self.loop, self._command = loop, command
-        self.over = False
+        self.over, self._reason = False, ""
         self._numbers = itertools.count()
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._started = loop.create_task(self._start())
@@ -126,7 +126,7 @@ class _Process:
         """What became of an episode. Raises PodiumError where the process ended."""
         child, id = await asyncio.shield(self._started), str(next(self._numbers))
         if self.over:
-            raise PodiumError(f"the process of verifiers ended with exit status {child.returncode}")
+            raise PodiumError(f"the process of verifiers ended with exit status {child.returncode}{self._reason}")
         found = self._waiting[id] = self.loop.create_future()
         assert child.stdin is not None
         child.stdin.write(json.dumps({"id": id, **episode}).encode() + b"\n")
@@ -143,14 +143,18 @@ class _Process:
         assert child.stdout is not None
         while line := await child.stdout.readline():
             outcome = json.loads(line)
-            waiting = self._waiting.get(outcome.pop("id"))
+            id = outcome.pop("id")
+            if not id:
+                self._reason = f": {outcome['error']}"
+            waiting = self._waiting.get(id)
             if waiting is not None and not waiting.done():
                 waiting.set_result(outcome)
         self.over = True
         status = await child.wait()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(PodiumError(f"the process of verifiers ended with exit status {status}"))
+                error = PodiumError(f"the process of verifiers ended with exit status {status}{self._reason}")
+                waiting.set_exception(error)
 
 
 def _environment(python: str) -> dict[str, str]:

@@ -55,13 +55,32 @@ async def lived(env: Any, task: Any, asked: dict[str, Any]) -> dict[str, Any]:
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in getattr(trace, "errors", ()))]
         return {"error": "; ".join(str(getattr(error, "message", error))[:300] for error in errors) or "it is not ok"}
+    if strays := [trace.agent.name for trace in episode.traces if not trained(trace) and asks(trace, asked)]:
+        return {
+            "error": f"the agent {strays[0]!r} is not to be trained (trainable = False), but the policy answers it: "
+            f"give it a model and a client of its own, environment.options.config.{strays[0]}"
+        }
     parts: dict[str, float] = {}
     for trace in episode.traces:
         for name, value in [*trace.rewards.items(), *trace.metrics.items()]:
             number = getattr(value, "score", getattr(value, "value", value))
             if isinstance(number, (int, float)):
                 parts[name] = float(number)
-    return {"score": sum(float(trace.reward) for trace in episode.traces) / len(episode.traces), "parts": parts}
+    rewards = [float(trace.reward) for trace in episode.traces if trained(trace)]
+    if not rewards:
+        return {"error": "no agent of the episode is to be trained"}
+    return {"score": sum(rewards) / len(rewards), "parts": parts}
+
+
+def trained(trace: Any) -> bool:
+    """Whether what an agent said is to be trained, which an environment denies for judges and simulated users."""
+    return trace.agent is None or trace.agent.trainable
+
+
+def asks(trace: Any, asked: dict[str, Any]) -> bool:
+    """Whether the policy answered an agent."""
+    client = trace.agent.config.client
+    return trace.num_turns > 0 and (client is None or client.base_url == asked["base_url"])
 
 
 async def live(settings: dict[str, Any], out: Any) -> None:
@@ -106,7 +125,12 @@ def main() -> None:
         out.write(json.dumps([{"prompt": shown(task)} for task in found]) + "\n")
         out.flush()
     else:
-        asyncio.run(live(settings, out))
+        try:
+            asyncio.run(live(settings, out))
+        except BaseException as error:
+            out.write(json.dumps({"id": "", "error": f"{type(error).__name__}: {error}"}) + "\n")
+            out.flush()
+            raise
 
 
 if __name__ == "__main__":
