@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import os
 import threading
 import time
 from collections import Counter
 from contextvars import copy_context
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,6 +214,25 @@ def test_a_process_writes_results_as_a_thread_does() -> None:
     for function, arguments in ((place, {"state": [], "x": 1}), (refuse, {}), (add, {"a": 1})):
         said = {answer(Toolbox([tool(function, process=on)]), function.__name__, arguments) for on in (True, False)}
         assert len(said) == 1, said
+
+
+@dataclass
+class Part:
+    """A part, as a tool takes and returns it."""
+
+    name: str
+    made: datetime.date | None = None
+
+
+def test_what_is_no_json_is_told_as_arguments_are_written() -> None:
+    def made(part: Part) -> list[Any]:
+        """Say when a part was made."""
+        part.made = datetime.date(2026, 1, 2)
+        return [part, {3}, b"\xff"]
+
+    for process in (True, False):
+        told = json.loads(answer(Toolbox([tool(made, process=process)]), "made", {"part": {"name": "bolt"}}))
+        assert told == [{"name": "bolt", "made": "2026-01-02"}, [3], "b'\\xff'"]
 
 
 def test_given_arguments_are_neither_shown_nor_taken_from_the_model() -> None:

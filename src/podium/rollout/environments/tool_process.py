@@ -24,7 +24,7 @@ import cloudpickle
 
 from podium.supervisor import become_subreaper, descendants_of, describe_exit, kill
 
-__all__ = ["FailedInProcess", "in_process", "main"]
+__all__ = ["FailedInProcess", "in_process", "main", "written"]
 
 _LONGEST_LINE: Final = 1 << 26  # bytes of an answer
 _LOOK_S: Final = 0.5  # between two looks at whether the worker still lives
@@ -82,6 +82,21 @@ async def _end(guard: asyncio.subprocess.Process) -> None:
             await guard.wait()
 
 
+def written(result: Any) -> str:
+    """What a tool returned, as text: a text itself, or JSON. Dataclasses, dates and the like are written as pydantic
+    reads them in arguments."""
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+
+
+def _plain(found: Any) -> Any:
+    from pydantic_core import to_jsonable_python
+
+    try:
+        return to_jsonable_python(found, fallback=str)
+    except ValueError:  # bytes that are no text
+        return str(found)
+
+
 def _pickled(function: Callable[..., Any], values: Mapping[str, Any]) -> bytes:
     """A call, whose function is sent as code where its module is a file that was loaded by its path."""
     module = sys.modules.get(function.__module__)
@@ -135,7 +150,7 @@ def _called(data: bytes) -> dict[str, str]:
         found = function(**values)
         if inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
-        return {"result": found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)}
+        return {"result": written(found)}
     except BaseException as error:  # noqa: BLE001 - the model hears of it, whatever it is
         kind = type(error).__name__
         return {"error": str(error) if kind == "ToolError" else f"{kind}: {error}"}

@@ -30,7 +30,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from podium.errors import ConfigError
 from podium.rollout.environments.calls import in_thread, is_cancelled, session_counts
-from podium.rollout.environments.tool_process import FailedInProcess, in_process
+from podium.rollout.environments.tool_process import FailedInProcess, in_process, written
 
 __all__ = ["Tool", "ToolError", "Toolbox", "tool"]
 
@@ -171,7 +171,7 @@ class Toolbox:
         try:
             arguments = _arguments(function.get("arguments"))
             async with timer:
-                return _written(await asked.run(arguments)), False
+                return written(await asked.run(arguments)), False
         except ValidationError as error:
             return f"error: {name} cannot be called so: {_plain(error)}", True
         except (ToolError, FailedInProcess) as error:
@@ -193,13 +193,6 @@ def _arguments(given: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise ToolError(f"the arguments are {type(found).__name__}; expected a JSON object")
     return found  # pyright: ignore[reportUnknownVariableType]
-
-
-def _written(result: Any) -> str:
-    """What a tool returned, as text."""
-    if isinstance(result, str):
-        return result
-    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def _plain(error: ValidationError) -> str:
