@@ -1,10 +1,11 @@
-"""An MCP server with three tools, for the tests. One of them ends it."""
+"""An MCP server with a few tools, for the tests. One of them ends it."""
 
 from __future__ import annotations
 
 import os
 
 from mcp.server.mcpserver import MCPServer
+from mcp.types import EmbeddedResource, ImageContent, ResourceLink, TextResourceContents
 
 server = MCPServer("parts")
 
@@ -13,6 +14,16 @@ server = MCPServer("parts")
 def price(name: str) -> int:
     """Look a price up."""
     return {"bolt": 3}[name]
+
+
+@server.tool()
+def read() -> list[EmbeddedResource | ResourceLink | ImageContent]:
+    """Read a drawing."""
+    return [
+        EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///bolt.txt", text="M8 x 20")),
+        ResourceLink(type="resource_link", name="nut", uri="file:///nut.txt"),
+        ImageContent(type="image", data="eHg=", mime_type="image/png"),
+    ]
 
 
 @server.tool()

@@ -67,12 +67,19 @@ def _tool(client: Any, described: Any, label: str, time_limit_s: float) -> Tool:
             result = await client.call_tool(described.name, dict(arguments))
         except Exception as error:
             raise ToolError(f"the MCP server {label!r}: {_reason(error)}") from error
-        text = "\n".join(str(getattr(block, "text", f"[{block.type}]")) for block in result.content)
+        text = "\n".join(map(_text, result.content))
         if result.is_error:
             raise ToolError(text)
         return text
 
     return Tool(described.name, described.description or "", described.input_schema, run, time_limit_s)
+
+
+def _text(block: Any) -> str:
+    """What the model reads of a piece of a result. A file has its text in its resource, and a link its address."""
+    if block.type == "resource_link":
+        return str(block.uri)
+    return str(getattr(getattr(block, "resource", block), "text", f"[{block.type}]"))
 
 
 def _reason(error: BaseException) -> str:
