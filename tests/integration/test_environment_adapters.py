@@ -135,6 +135,22 @@ def test_the_random_opponent_takes_no_move_from_what_the_policy_says() -> None:
     assert not re.findall(r"Player 1 dropped their disk \(O\) into column [56]", text)
 
 
+def test_sessions_of_a_prompt_meet_random_opponents_that_differ_and_a_repeated_run_meets_the_same() -> None:
+    pytest.importorskip("textarena")
+    game = TextArena("TicTacToe-v0", opponent="random")
+
+    def first_moves() -> list[str]:
+        service, _, tokenizer = scripted(*["none<|im_end|>"] * 16)
+        names, limits = [f"s{number}" for number in range(8)], SessionLimits()
+        tasks = [{"seat": 1, "seed": 0}] * 8
+        episodes = asyncio.run(live(game.play, tasks, range(8), names, service, limits, address=lambda: ""))
+        texts = [tokenizer.decode(one.trajectories[0].session.rows[0].ids) for one in episodes]
+        return [re.findall(r"\(O\) in cell (\d)", text)[0] for text in texts]
+
+    assert len(set(found := first_moves())) > 1
+    assert found == first_moves()
+
+
 def test_a_game_that_goes_on_for_ever_ends_with_its_session() -> None:
     """Poker of textarena asks again and again for a move that is allowed."""
     pytest.importorskip("textarena")

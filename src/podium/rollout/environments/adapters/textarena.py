@@ -55,9 +55,8 @@ class TextArena:
         self.env, self.players, self.games = env, players, games
         self._settings = dict(settings or {})
         self._opponent: Callable[[str], Any] | None = None
-        if opponent == "random":
-            self._opponent = _random_move
-        elif opponent != "self":
+        self._is_random = opponent == "random"
+        if opponent not in ("self", "random"):
             if ":" not in opponent:
                 raise ConfigError(
                     f"environment.options.opponent = {opponent!r}: expected self, random, or a function module:function"
@@ -94,6 +93,7 @@ class TextArena:
         said: dict[int, list[dict[str, Any]]] = {}
         rules: dict[int, list[str]] = {}  # what the game itself has said to each player
         players = {seat: client}
+        dice = random.Random(client.seed)  # a game seeds Python's own numbers, for all sessions of a prompt alike
         done = False
         while not done:
             player, observation = game.get_observation()
@@ -102,17 +102,17 @@ class TextArena:
                 what if by == _GAME else f"[{names.get(by, f'Player {by}')}] {what}" for by, what, _ in observation
             ]
             text = "\n".join(spoken)
-            if player == seat or self._opponent is None:
+            if player == seat or not (self._is_random or self._opponent):
                 talk = players.setdefault(player, client.agent(f"player-{player}") if player != seat else client)
                 messages = said.setdefault(player, [])
                 messages.append({"role": "user", "content": text})
                 reply = await talk.chat(messages)
                 messages.append(reply.message)
                 action = reply.text
-            elif self._opponent is _random_move:
+            elif self._is_random:
                 await asyncio.sleep(0)  # a game that no move ends may be cancelled here
                 rules.setdefault(player, []).extend(what for by, what, _ in observation if by == _GAME)
-                action = _random_move("\n".join(rules[player]))
+                action = _random_move("\n".join(rules[player]), dice)
             else:
                 action = await self._asked(text)
             done, _ = game.step(action)
@@ -143,7 +143,7 @@ class TextArena:
         return found
 
 
-def _random_move(text: str) -> str:
+def _random_move(text: str, dice: random.Random) -> str:
     """One of the moves in brackets in the last line that has any."""
     lines = [found for line in text.splitlines() if (found := _MOVE.findall(line))]
-    return random.choice(lines[-1]) if lines else ""
+    return dice.choice(lines[-1]) if lines else ""
