@@ -439,7 +439,7 @@ class Trainer(ABC, Generic[C, E, R]):
             best_accuracy=self.state.best.accuracy if self.state.best else None,
             best_checkpoint=str(best) if (best := self.directory.checkpoints.best()) else None,
             prompts=self.ledger.states.counts(),
-            dropped=self.ledger.states.reasons,
+            dropped=dict(self.ledger.states.reasons),  # of a Counter, asdict() would count the pairs
             sets=scores_by_set(self.directory.metrics_path, sets, done),
             finished=finished,
             model_path=str(model) if model else None,
