@@ -144,7 +144,17 @@ def test_sessions_that_fail_end_alone_and_are_counted(tmp_path: Path) -> None:
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     assert {int(answer) % 8 for answer in table["expected"]} <= {0, 6, 7}
     ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    assert any("every session failed" in json.dumps(row) for row in ledger)
+    gone = [len(row["prompts"]) for row in ledger if row.get("reason") == "every session failed"]
+    assert json.loads((run / "summary.json").read_text())["dropped"] == {"every session failed": sum(gone)}
+
+
+def test_the_speed_of_sessions_is_that_of_the_tokens_they_sampled(tmp_path: Path) -> None:
+    run = train(config_of("interleaved", tmp_path))
+    for row in metrics_rows(run):
+        table = pq.read_table(run / "completions" / f"step-{row['step']:06d}.parquet").to_pydict()
+        sampled = sum(map(len, table["tokens"]))
+        assert row["tokens_per_s/rollout"] * row["time/rollout"] == pytest.approx(sampled)
+    assert json.loads((run / "summary.json").read_text())["tokens_per_s"]["rollout"] > 0
 
 
 @pytest.mark.parametrize("cluster", ["inline", "local"])

@@ -412,12 +412,13 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         return advantage_declaration(self.config.algorithm.advantage)
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the number of tokens that each stage processed; "generate" counts the sampled ones."""
+        """Return the number of tokens that each stage processed; "generate" and "rollout" count the sampled ones."""
         stages = ["update", "step"]
         stages += ["logprobs"] if self._needs_old_logprobs or self.roles.reference is not None else []
         stages += ["values"] if self.roles.critic is not None else []
+        drawing = "generate" if self.sessions is None else "rollout"
         return {
-            "generate": metrics[names.LENGTH_MEAN] * metrics.get(names.SESSIONS_TRAINED, self.config.rows),
+            drawing: metrics[names.LENGTH_MEAN] * metrics.get(names.SESSIONS_TRAINED, self.config.rows),
             **dict.fromkeys(stages, metrics[names.TOKENS]),
         }
 
