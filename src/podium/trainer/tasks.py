@@ -104,7 +104,24 @@ def _comparable(value: Any, depth: int = 0) -> Any:
 
 
 def _shown(row: Mapping[str, Any]) -> Any:
-    return row["prompt"] if "prompt" in row else json.dumps(row, default=str, ensure_ascii=False)[:2000]
+    """What stands for a task where people read: its prompt, or all of it where that is neither text nor messages."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) or _is_conversation(prompt):
+        return prompt
+    try:
+        text = json.dumps(row, default=_told, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # keys of other types, or a row that holds itself
+        text = _ADDRESS.sub("", repr(row))
+    return text[:2000]
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(one, Mapping) and "role" in one for one in prompt)
+
+
+def _told(value: Any) -> Any:
+    """What JSON cannot hold, as it is written in every process."""
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else _ADDRESS.sub("", str(value))
 
 
 def _answer(row: Mapping[str, Any]) -> str | None:

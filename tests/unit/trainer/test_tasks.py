@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from podium.rollout.tasks import Example
-from podium.trainer.tasks import Tasks
+from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.tasks import DataConfig, Example
+from podium.trainer.tasks import Tasks, load_tasks
 
 KEYS = {"nest": {5: "five", "a": 1, None: 0, (1, 2): "pair"}}
 
@@ -61,3 +62,25 @@ def test_a_digest_is_the_same_in_another_process() -> None:
     code = "from tests.unit.trainer.test_tasks import *; print(digest(x={'a', 'b'}, y=Board(1), **KEYS))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == digest(x={"a", "b"}, y=Board(1), **KEYS)
+
+
+class Odd:
+    """An environment whose tasks have prompts of many kinds."""
+
+    @classmethod
+    def tasks(cls, split: str) -> list[dict[str, Any]]:
+        talk = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]}]
+        odd = (3, None, {"q": 1}, [1, 2])
+        return [{"prompt": "p"}, {"prompt": talk}, *({"prompt": one} for one in odd), {"board": Board()}, KEYS["nest"]]
+
+    def reset(self, task: Any) -> str:
+        return "go"
+
+    def step(self, answer: str) -> None: ...
+
+
+def test_a_task_of_any_kind_has_a_text_for_people_that_is_the_same_in_every_process() -> None:
+    tasks = load_tasks(DataConfig(train=""), EnvironmentConfig(name=f"{__name__}:Odd"), "train")
+    odd = ['{"prompt": 3}', '{"prompt": null}', '{"prompt": {"q": 1}}', '{"prompt": [1, 2]}']
+    board = f'{{"board": "<{__name__}.Board object>"}}'
+    assert [task.text for task in tasks] == ["p", "system: s\nuser: q", *odd, board, repr(KEYS["nest"])]
