@@ -376,13 +376,23 @@ def test_a_model_without_a_chat_template_is_refused_before_a_worker_starts(tmp_p
         PPOTrainer(config_of("twice", tmp_path, data={"chat_template": "none"}), cluster="inline").read_data()
 
 
-def test_an_outage_in_an_evaluation_costs_its_score_and_not_the_run(tmp_path: Path) -> None:
+def test_an_outage_in_an_evaluation_costs_its_score_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     marks = {"after": 4 + 16, "marks": str(tmp_path / "marks")}  # the first evaluation, and the sessions of a step
     evaluation = {"items": 4, "every": 1}
     with told() as notes:
         run = train(config_of("outage", tmp_path, options=marks, run={"steps": 1}, eval=evaluation))
     assert [row["accuracy"] for row in metrics_rows(run, "eval")] == [1.0, 0.0]
     assert any("the simulator is down" in note and "count as not correct" in note for note in notes)
+    marks = {"after": 4 + 16 + 4 + 16, "marks": str(tmp_path / "late")}  # all but the third evaluation
+    run = train(config_of("outage", tmp_path / "late_run", options=marks, run={"steps": 2}, eval=evaluation))
+    assert [row["accuracy"] for row in metrics_rows(run, "eval")] == [1.0, 1.0, 0.0]
+    capsys.readouterr()
+    assert main(["changes", str(run), "--show", "0"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "left out  step 2  (evaluated, without completions: all sessions failed, or the file is gone)"
+    assert said[2].startswith("after     100.0%  (4 of 4)") and said[2].endswith("step-000001.parquet")
     marks["after"] = 0
     with pytest.raises(PodiumError, match=r"all 4 sessions of .* failed: .*the simulator is down"):
         train(config_of("outage", tmp_path / "first", options=marks, run={"steps": 1}, eval=evaluation))

@@ -28,10 +28,16 @@ def run_changes(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if len(options.names) > 2:
         raise ConfigError("two evaluations are compared: give RUN, or RUN@STEP twice")
-    from podium.trainer.runs.changes import find_evaluations
+    from podium.trainer.runs.changes import find_evaluations, without_completions
 
     for number, (name, (first, second)) in enumerate(find_evaluations(options.names).items()):
         sys.stdout.write("\n" * (number > 0) + (f"set       {name}\n" if name else ""))
+        gone = without_completions(Path(options.names[0]), name, second) if len(options.names) == 1 else ()
+        if gone:
+            steps = ", ".join(map(str, gone))
+            sys.stdout.write(
+                f"left out  step {steps}  (evaluated, without completions: all sessions failed, or the file is gone)\n"
+            )
         _show(first, second, max(0, options.show))
     return 0
 

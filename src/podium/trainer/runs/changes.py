@@ -10,8 +10,9 @@ from urllib.parse import unquote
 
 from podium.errors import ConfigError
 from podium.trainer.files import SET, step_of
+from podium.trainer.runs.directory import read_rows
 
-__all__ = ["Change", "Changes", "compare_evaluations", "find_evaluations"]
+__all__ = ["Change", "Changes", "compare_evaluations", "find_evaluations", "without_completions"]
 
 _COLUMNS = ("prompt", "completion", "expected", "correct")
 
@@ -63,6 +64,14 @@ def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
     if not both:
         raise ConfigError(f"{names[0]} has the set(s) {', '.join(first)}, and {names[1]} {', '.join(second)}")
     return both
+
+
+def without_completions(run: Path, name: str, last: Path) -> list[int]:
+    """Return the steps of the run's evaluations of the set ``name`` that are later than the file ``last``, the last one
+    of this set: they have a row of metrics.jsonl and no file, as where all sessions failed."""
+    metric, known = f"accuracy/{name}" if name else "accuracy", step_of(last.stem) or 0
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "eval" and metric in row]
+    return [row["step"] for row in rows if row["step"] > known]
 
 
 def compare_evaluations(first: Path, second: Path) -> Changes:
