@@ -45,6 +45,7 @@ __all__ = [
     "prefer",
     "read_values",
     "section",
+    "with_overrides",
 ]
 
 C = TypeVar("C")
@@ -113,7 +114,11 @@ def load_config(cls: type[C], path: str | Path | None = None, overrides: Sequenc
 
 def read_values(cls: type, path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the nested values that :func:`load_config` checks. Only their syntax has been checked."""
-    values = _read_yaml(Path(path)) if path is not None else {}
+    return with_overrides(cls, _read_yaml(Path(path)) if path is not None else {}, overrides)
+
+
+def with_overrides(cls: type, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return ``values``, nested values of ``cls``, in which each of ``overrides`` has replaced its own key alone."""
     for dotted, value in parse_overrides(cls, overrides):
         _put(values, dotted, value)
     return values

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import podium
 from podium.cli.connecting import Backend, parse_with_backend
-from podium.config import build_config, read_values
+from podium.config import build_config, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.trainer.config import InferenceConfig
 from podium.trainer.runs.places import found_values, is_needed, remarks
@@ -121,9 +121,9 @@ def inference_config(
         values["model"] = {"path": str(found.checkpoint or found.run / "model")}
     else:
         _check_model(model)
-    given = read_values(InferenceConfig, path, overrides)
-    for name, section in given.items():
+    for name, section in read_values(InferenceConfig, path).items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    values = with_overrides(InferenceConfig, values, overrides)
     values.setdefault("model", {}).setdefault("path", model)
     if found is not None:
         values, missing = found_values(values, found.run)

@@ -224,6 +224,15 @@ def test_a_runs_model_answers_once_unless_asked_for_more(tmp_path: Path) -> None
     assert inference_config(str(tmp_path), None, ["--sampling.n", "3"]).sampling.n == 3
 
 
+def test_an_option_given_to_a_runs_model_leaves_the_runs_other_options(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.yaml").write_text("environment: {name: 'm:play', options: {level: 2}}\n")
+    config = inference_config(str(tmp_path), None, ["--environment.options.at_once", "3"])
+    assert config.environment.options == {"level": 2, "at_once": 3}
+    whole = inference_config(str(tmp_path), None, ["--environment.options", "{at_once: 3}"])
+    assert whole.environment.options == {"at_once": 3}
+
+
 def test_a_dry_run_prints_settings_and_plan_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], yaml: Path, tmp_path: Path
 ) -> None:
