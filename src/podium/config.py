@@ -188,12 +188,25 @@ def keys_of(cls: type, path: str = "") -> list[Key]:
 
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Return a section as nested plain values, which YAML can hold."""
-    return to_jsonable_python(config, fallback=str)
+    return cast("dict[str, Any]", _plain(config))
+
+
+def _plain(value: Any) -> Any:
+    """As ``to_jsonable_python``, with infinities and keys that are numbers, which options may hold and JSON cannot."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        inner = cast("Mapping[Any, Any]", value)
+        return {key if isinstance(key, int | float | None) else str(key): _plain(one) for key, one in inner.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_plain, cast("Sequence[Any]", value))]
+    return to_jsonable_python(value, fallback=str, inf_nan_mode="constants")
 
 
 def config_to_yaml(config: Any) -> str:
     """Return a section as YAML that :func:`load_config` reads back to an equal one."""
-    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None)
+    values = config_to_dict(config)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -212,9 +225,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that :class:`_Loader` would read as a number."""
+
+
+for _reads_or_writes in (_Loader, _Dumper):
+    _reads_or_writes.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

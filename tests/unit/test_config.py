@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pydantic import Field
 
 from podium.config import (
     build_config,
+    config_to_dict,
     config_to_yaml,
     keys_of,
     load_config,
@@ -263,6 +265,15 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(config_to_yaml(config), encoding="utf-8")
     assert load_config(Root, path) == config
+
+
+@pytest.mark.parametrize("value", ["1e5", "-12E+07", "1.e5", "007", "yes", "1_000", "~", math.inf, 1e5, {3: 4, "x": 5}])
+def test_an_option_reads_back_as_what_it_was(value: Any, tmp_path: Path) -> None:
+    config = Root(model=Model(shape={"option": value}, path=str(value)))
+    path = tmp_path / "config.yaml"
+    path.write_text(config_to_yaml(config), encoding="utf-8")
+    assert repr(load_config(Root, path)) == repr(config)
+    assert repr(build_config(Root, config_to_dict(config))) == repr(config)
 
 
 def test_an_optional_section_is_off_until_a_key_of_it_is_given(tmp_path: Path) -> None:
