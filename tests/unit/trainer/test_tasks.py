@@ -84,3 +84,27 @@ def test_a_task_of_any_kind_has_a_text_for_people_that_is_the_same_in_every_proc
     odd = ['{"prompt": 3}', '{"prompt": null}', '{"prompt": {"q": 1}}', '{"prompt": [1, 2]}']
     board = f'{{"board": "<{__name__}.Board object>"}}'
     assert [task.text for task in tasks] == ["p", "system: s\nuser: q", *odd, board, repr(KEYS["nest"])]
+
+
+class Games(Odd):
+    """An environment of whole sessions, with as many tasks as an option says."""
+
+    def __init__(self, held: int = 5, split: str = "") -> None: ...
+
+    @classmethod
+    def tasks(cls, split: str, held: int = 5) -> list[dict[str, Any]]:
+        return [{"prompt": f"{split} {number}"} for number in range(held)]
+
+
+class WholeGames(Games):
+    """The same with ``play`` in place of steps."""
+
+    async def play(self, task: Any, client: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("name", ["Games", "WholeGames"])
+def test_tasks_are_made_with_the_options_that_they_have_parameters_for(name: str) -> None:
+    environment = EnvironmentConfig(name=f"{__name__}:{name}", options={"held": 2, "split": "hard"})
+    tasks = load_tasks(DataConfig(train=""), environment, "test")
+    assert [task.text for task in tasks] == ["test 0", "test 1"]

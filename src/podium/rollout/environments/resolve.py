@@ -56,14 +56,12 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
     make = partial(found, **options)
     with what_raised(subject):
         sample: Any = found if inspect.isclass(found) else make()
-    tasks: Any = getattr(sample, "tasks", None)
-    tasks = partial(tasks, **_accepted(tasks, options)) if callable(tasks) else None
     if callable(getattr(sample, "play", None)):
         with what_raised(subject):
             whole: Any = make() if inspect.isclass(sample) else sample
-        return ResolvedEnvironment(_as_play(whole.play, {}), getattr(whole, "tasks", tasks))
+        return ResolvedEnvironment(_as_play(whole.play, {}), _tasks(whole, options))
     if callable(getattr(sample, "reset", None)) and callable(getattr(sample, "step", None)):
-        return ResolvedEnvironment(partial(_episode, make), tasks)
+        return ResolvedEnvironment(partial(_episode, make), _tasks(sample, options))
     raise ConfigError(
         f"{subject} is no environment: expected an async function of (task, client), a class with reset and step, or a "
         "function that makes an object with one of these"
@@ -184,10 +182,16 @@ def _check_options(
         ) from None
 
 
+def _tasks(world: Any, options: Mapping[str, Any]) -> Any:
+    """The function that returns the tasks of ``world``, with the options that it has parameters for; None if none."""
+    found = getattr(world, "tasks", None)
+    return partial(found, **_accepted(found, options)) if callable(found) else None
+
+
 def _accepted(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``options`` that a function has parameters for."""
+    """Those of ``options`` that a function of a split has parameters for, beside that of the split."""
     try:
-        known = inspect.signature(function).parameters
+        known = [*inspect.signature(function).parameters][1:]
     except (TypeError, ValueError):
         return {}
     return {name: value for name, value in options.items() if name in known}
