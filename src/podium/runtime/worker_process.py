@@ -153,6 +153,7 @@ class WorkerProcess:
         self._cancelled: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
+        self._loop_ends = threading.Event()
         self._pool = ThreadPoolExecutor(MOST_CONCURRENT, "podium-concurrent")
         self._functions: dict[tuple[str, str], _Function] = {}
         self._recorded: dict[tuple[str, str], Recorded] = {}
@@ -249,7 +250,9 @@ class WorkerProcess:
         if self._loop is None:
             runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
             self._loop = runner.get_loop()
-            self._loop_thread = threading.Thread(target=_run_loop, args=(runner,), name="podium-loop", daemon=True)
+            self._loop_ends = threading.Event()
+            work = partial(_run_loop, runner, self._loop_ends)
+            self._loop_thread = threading.Thread(target=work, name="podium-loop", daemon=True)
             self._loop_thread.start()
 
         async def watched() -> tuple[Any, BaseException | None]:
@@ -395,6 +398,7 @@ class WorkerProcess:
         if self._owns_process_group:
             self.do_break_collectives()
         if self._loop is not None and self._loop_thread is not None:
+            self._loop_ends.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop_thread.join(LOOP_END_S)
             self._loop = self._loop_thread = None
@@ -502,10 +506,16 @@ def _leave_cores() -> None:
         end_idle_threads()
 
 
-def _run_loop(runner: asyncio.Runner) -> None:
-    """Serve until stopped. The runner then cancels the tasks that still run, and closes the loop."""
+def _run_loop(runner: asyncio.Runner, ends: threading.Event) -> None:
+    """Serve until ``ends`` is set and the loop stopped. The runner then cancels the tasks that still run, and closes
+    the loop. What one of them does, such as ``loop.stop()`` or ``sys.exit()`` in a callback, does not end the others.
+    """
     with runner:
-        runner.get_loop().run_forever()
+        while not ends.is_set():
+            try:
+                runner.get_loop().run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                _log.error("%s in the event loop, which goes on", type(error).__name__, exc_info=error)
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,17 @@ class Subject(Worker):
     @endpoint
     async def block_the_loop(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - what a user does by mistake
+
+    @endpoint
+    async def in_the_loop(self, what: str) -> str:
+        loop = asyncio.get_running_loop()
+        if what == "stop":
+            loop.stop()
+        else:
+            for _ in range(2):
+                loop.call_soon(sys.exit, 3)
+        await asyncio.sleep(0.01)
+        return what
 
     @endpoint
     def missing(self) -> None:
@@ -118,6 +130,14 @@ def test_a_running_async_request_is_cancelled(process: WorkerProcess) -> None:
     process.do_cancel(9)
     thread.join(5.0)
     assert outcomes[0].status == "cancelled"
+
+
+@pytest.mark.parametrize("what", ["stop", "exit"])
+def test_what_stops_the_event_loop_ends_no_request(process: WorkerProcess, what: str) -> None:
+    thread, outcomes = in_background(process, "wait", 1, seconds=0.3)
+    assert run(process, "in_the_loop", 2, what=what).value == what
+    thread.join(5.0)
+    assert outcomes[0].value == run(process, "wait", 3, seconds=0.0).value == "waited"
 
 
 def test_status_shows_the_line_where_each_request_waits(process: WorkerProcess) -> None:
