@@ -233,15 +233,23 @@ def plain(task: Task, client: Client) -> float:
     return asyncio.run(use_tools())
 
 
-def live_plain() -> str:
-    """How sessions of ``plain`` end. The process ends although some of their threads do not."""
-    play = resolve_environment(EnvironmentConfig(name=f"{__file__}:plain")).play
+async def to_thread(task: Task, client: Client) -> float:
+    """Hangs in a thread of asyncio's, or computes there."""
+    await asyncio.to_thread(hang if task["hangs"] else int)
+    await client.chat("Which number?")
+    return await asyncio.to_thread(float, 3)
+
+
+def live_in_threads(name: str) -> str:
+    """How sessions of a function end. The process ends although some of their threads do not."""
+    play = resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}")).play
     found = lived(play, [*[{"hangs": True}] * 33, {"hangs": False}], time_limit_s=6.0)
     return " ".join(dict.fromkeys(str(one.failure or one.trajectories[0].score) for one in found))
 
 
-def test_plain_functions_that_hang_hold_up_no_other_and_no_end_of_the_process() -> None:
-    program = "from tests.unit.rollout.test_runner import live_plain; print(live_plain())"
+@pytest.mark.parametrize("name", ["plain", "to_thread"])
+def test_threads_that_hang_hold_up_no_other_and_no_end_of_the_process(name: str) -> None:
+    program = f"from tests.unit.rollout.test_runner import live_in_threads; print(live_in_threads({name!r}))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout.strip()) == (0, "time limit 3.0"), ended.stderr
 

@@ -7,8 +7,9 @@ import contextvars
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 __all__ = ["contain_exits", "in_thread", "is_cancelled", "session_counts"]
@@ -25,12 +26,17 @@ async def in_thread(function: Callable[P, T], *arguments: P.args, **options: P.k
 
     Where the caller is cancelled, the thread goes on, and what the function returns is lost.
     """
-    answer, context = Future[T](), contextvars.copy_context()
+    return await asyncio.wrap_future(_begun(partial(contextvars.copy_context().run, function, *arguments, **options)))
+
+
+def _begun(function: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread of its own."""
+    answer = Future[T]()
     answer.set_running_or_notify_cancel()
 
     def call() -> None:
         try:
-            found = context.run(function, *arguments, **options)
+            found = function()
         except StopIteration as error:  # which no coroutine can raise
             answer.set_exception(RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
@@ -39,7 +45,16 @@ async def in_thread(function: Callable[P, T], *arguments: P.args, **options: P.k
             answer.set_result(found)
 
     threading.Thread(target=call, name="podium-session-call", daemon=True).start()
-    return await asyncio.wrap_future(answer)
+    return answer
+
+
+class _Threads(ThreadPoolExecutor):
+    """Gives each call a thread as :func:`in_thread` does, where asyncio takes no other class: ``asyncio.to_thread`` and
+    look-ups of addresses run there. The first sessions that hang would hold the few threads of a pool for ever, and the
+    end of the process with them."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return _begun(partial(fn, *args, **kwargs))
 
 
 def is_cancelled() -> bool:
@@ -50,10 +65,11 @@ def is_cancelled() -> bool:
 
 def contain_exits() -> None:
     """Let ``SystemExit`` in a task of a session be an error of that task. Asyncio would end the event loop by it, and
-    all other sessions with it."""
+    all other sessions with it. And let no session wait for a thread in which another one hangs."""
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
+        loop.set_default_executor(_Threads())
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, work: Any, **how: Any) -> asyncio.Task[Any]:
