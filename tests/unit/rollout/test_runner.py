@@ -234,8 +234,9 @@ def plain(task: Task, client: Client) -> float:
 
 
 async def to_thread(task: Task, client: Client) -> float:
-    """Hangs in a thread of asyncio's, or computes there."""
-    await asyncio.to_thread(hang if task["hangs"] else int)
+    """Hangs in a thread of asyncio's, or computes in one."""
+    if task["hangs"]:
+        await asyncio.to_thread(hang)
     await client.chat("Which number?")
     return await asyncio.to_thread(float, 3)
 
