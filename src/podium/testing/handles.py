@@ -116,7 +116,7 @@ class HandleContract:
 
     def test_a_caller_that_dies_takes_its_calls_with_it(self, cluster: Cluster) -> None:
         need(cluster, "processes")
-        sleeper = cluster.start(Sleeper.bind(), name="busy_one", distributed=False)
+        sleeper = cluster.start(Sleeper.bind(), cluster.pool(2), name="busy_ones", distributed=False)
         agent = cluster.start(Agent.bind(sleeper), name="dying", distributed=False)
         busy = sleeper.wait_for_event.submit(60.0)
         agent.group.run(_begin_a_note)
@@ -124,11 +124,11 @@ class HandleContract:
         os.kill(agent.group.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDied):
             agent.ask("peek")
-        sleeper.set_event()
-        assert busy.result() == [True]
-        assert sleeper.history() == [[]]
+        sleeper.set_event()  # which waits until both ranks have heard that the note is cancelled
+        assert busy.result() == [True, True]
+        assert sleeper.history() == [[], []]
         agent.group.restart()
-        assert agent.ask("double", values=[3]) == [[6]], "its constructor was given the handle again"
+        assert agent.ask("double", values=[3]) == [[6, 6]], "its constructor was given the handle again"
 
     def test_a_group_that_restarts_is_reached_again(self, cluster: Cluster) -> None:
         need(cluster, "processes")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import queue
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import podium
-from podium.errors import DeadlineExceeded, SerializationError
-from podium.runtime import Reply
-from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Relay, Wanted
+from podium.errors import CallCancelled, DeadlineExceeded, SerializationError
+from podium.runtime import Call, Reply
+from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Relay, Wanted, reachable
 from podium.runtime.messages import Failure
 from podium.testing.workers import Counter
 
@@ -70,3 +71,23 @@ def test_a_result_that_the_worker_cannot_read_is_an_error_of_its_call() -> None:
         assert (rank, method, values["number"]) == (3, "deliver", 7)
         assert isinstance(values["error"], SerializationError)
         assert "the class is unknown here" in str(values["error"])
+
+
+def test_a_call_that_is_submitted_while_its_worker_dies_is_cancelled() -> None:
+    class Group:
+        def submit_for(self, caller: object, wanted: Wanted) -> Call[Any]:
+            relay.drop(3)  # the death is told in this moment
+            calls.append(Call(wanted.label, wanted.timeout_s, cast(Any, SimpleNamespace(wake=lambda: None))))
+            return calls[0]
+
+    calls: list[Call[Any]] = []
+    group = Group()
+    reachable["one group"] = group
+    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    relay = Relay(None, lambda *request: asked.put(request), lambda payload: payload)
+    relay.poll(3)
+    _, _, _, heard = asked.get(timeout=10.0)
+    heard(Reply("ok", Wanted(7, "one group", "counter.add", "add", timeout_s=9.0)))
+    asked.get(timeout=10.0)  # the next poll, or the end of this call
+    with pytest.raises(CallCancelled):
+        calls[0].result(timeout_s=0)

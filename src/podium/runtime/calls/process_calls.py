@@ -312,8 +312,10 @@ class ProcessCalls:
 
     def on_death(self, rank: int, death: Death) -> None:
         """The process of ``rank`` has ended: fail every call that waits for it."""
-        self.lost[rank] = death
-        self._relay.drop(rank)
+        try:  # before anyone can hear of the death: what is sent later finds the calls of its workers cancelled
+            self._relay.drop(rank)
+        finally:
+            self.lost[rank] = death
         if self._ended:
             return
         telemetry.emit(telemetry.WorkerLost(role=self.name, rank=rank, node=self._node(rank), cause=death.cause))

@@ -166,13 +166,16 @@ class Relay:
     ) -> None:
         self._caller, self._ask, self._unpack = caller, ask, unpack
         self._calls: dict[tuple[int, int], Call[Any]] = {}
+        self._gone: set[int | None] = set()  # the ranks whose calls nobody waits for; None stands for all
 
     def poll(self, rank: int) -> None:
         """Ask the process of ``rank`` for the next call."""
         self._ask(rank, "take_call", {}, partial(_in_thread, self._take, rank))
 
     def drop(self, rank: int | None = None) -> None:
-        """Cancel the calls that nobody waits for any more: of the process of ``rank``, or of all."""
+        """Cancel the calls that nobody waits for any more, and those that are yet to be submitted: of the process of
+        ``rank``, or of all."""
+        self._gone.add(rank)
         for key, call in list(self._calls.items()):
             if rank in (None, key[0]):
                 self._calls.pop(key, None)
@@ -206,6 +209,8 @@ class Relay:
             self._give_back(key, partial(_raise, error))
             return
         self._calls[key] = call
+        if not self._gone.isdisjoint((rank, None)):  # it ended while this call was submitted
+            self.drop(rank)
         call.when_done(partial(_in_thread, self._give_back, key, call.result))
 
     def _give_back(self, key: tuple[int, int], result: Callable[[], Any]) -> None:
