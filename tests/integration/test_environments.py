@@ -132,6 +132,14 @@ def test_an_agent_that_knows_only_an_address_is_trained_by_the_sampling_of_the_r
     assert sum("its own temperature" in note for note in notes) == 1
 
 
+def test_an_agent_that_asks_for_the_temperature_of_training_is_not_overruled(tmp_path: Path) -> None:
+    """Also where evaluation, which draws without chance, overrules it."""
+    pytest.importorskip("openai")
+    with told() as notes:
+        train(config_of("agent", tmp_path, options={"temperature": 1.0}))
+    assert not [note for note in notes if "its own" in note]
+
+
 def test_sessions_that_fail_end_alone_and_are_counted(tmp_path: Path) -> None:
     with told() as notes:
         run = train(config_of("unlucky", tmp_path, options={"time_limit_s": 2.0}, batch={"prompts": 12}))
@@ -442,7 +450,7 @@ def test_settings_without_a_use_in_sessions_are_said_once(tmp_path: Path) -> Non
         train(config_of("twice", tmp_path, data=data, reward={"name": "fraction"}))
     said = [note for note in notes if "max_prompt_tokens" in note or "overlong" in note or "fraction" in note]
     assert len(said) == 3, notes
-    assert "reward.name = 'fraction' scored nothing: every session of environment.name" in said[-1]
+    assert "reward.name = 'fraction' has scored nothing yet: each of the first" in said[-1]
 
 
 @pytest.mark.parametrize(

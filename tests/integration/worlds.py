@@ -33,13 +33,13 @@ async def twice(task: Task, client: Client) -> dict[str, float]:
     return {"score": 0.0, "digits": total}
 
 
-def agent(task: Task, client: Client) -> float:
+def agent(task: Task, client: Client, temperature: float = 1.7) -> float:
     """An agent that knows nothing of Podium: it is given an address, a key and a model. It likes to be creative."""
     import openai
 
     with openai.OpenAI(base_url=client.base_url, api_key=client.api_key) as api:
         said: list[Any] = [{"role": "user", "content": task["prompt"]}]
-        first = api.chat.completions.create(model=client.model, messages=said, temperature=1.7)
+        first = api.chat.completions.create(model=client.model, messages=said, temperature=temperature)
         said += [first.choices[0].message.to_dict(), {"role": "user", "content": "="}]
         second = api.chat.completions.create(model=client.model, messages=said)
     return digits(second.choices[0].message.content or "")

@@ -144,6 +144,11 @@ class ScoredBatch:
         """The first row of each trajectory. A row is a trajectory by itself where the batch does not say more."""
         return [row for row in range(len(self.batch)) if self._begins(row)]
 
+    @property
+    def _lasts(self) -> list[int]:
+        """The last row of each trajectory, which says how it ended."""
+        return [row for row in range(len(self.batch)) if row + 1 == len(self.batch) or self._begins(row + 1)]
+
     def _begins(self, row: int) -> bool:
         numbers = self._trajectories
         return row == 0 or numbers is None or numbers[row] != numbers[row - 1]
@@ -182,9 +187,10 @@ class ScoredBatch:
     def metrics(self) -> dict[str, float]:
         """Accuracy, completions that were cut off, and tokens: the metrics that this process knows by itself."""
         reasons, judged = self.batch.python(fields.FINISH_REASON), torch.tensor(self.judged)
+        ends = [reasons[row] for row in self._lasts]
         return {
             names.ACCURACY: float(self.correct_B[judged].float().mean()),
-            names.TRUNCATED: reasons.count("length") / len(reasons),
+            names.TRUNCATED: ends.count("length") / len(ends),
             names.TOKENS: float(self.batch.jagged(fields.TOKENS).offsets[-1]),
             **{
                 names.REWARD_PART_PREFIX + name.removeprefix(fields.PART): float(

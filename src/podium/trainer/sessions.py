@@ -159,7 +159,8 @@ class Sessions:
             batch = living.result()
         self._say_notes()
         reports = [one for one in self._workers.report(key) if one]
-        self._say_overruled({name for one in reports for name in one["overruled"]})
+        if training:
+            self._say_overruled({name for one in reports for name in one["overruled"]})
         self._say_unknown(sum(one["unknown"] for one in reports), len(batch))
         report = _joined(reports)
         evaluation = f"evaluation after step {step}" if step else "evaluation"
@@ -219,8 +220,9 @@ class Sessions:
             what = " and ".join(f"reward.{name} = {getattr(reward, name)!r}" for name in chosen)
             emit(
                 Note(
-                    f"{what} scored nothing: every session of environment.name = {self._config.environment.name!r} "
-                    "returned its score, and only one that returns None leaves it to the reward"
+                    f"{what} has scored nothing yet: each of the first {len(ended)} sessions of environment.name = "
+                    f"{self._config.environment.name!r} returned its score, and only one that returns None leaves it "
+                    "to the reward"
                 )
             )
 

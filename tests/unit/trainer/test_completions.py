@@ -72,6 +72,14 @@ def test_metrics_of_completions() -> None:
     }
 
 
+def test_a_trajectory_of_two_rows_is_cut_off_if_its_last_row_is() -> None:
+    batch = rollouts().with_columns(
+        trajectory=torch.tensor([0, 0, 1, 2]), finish_reason=["length", "stop", "stop", "length"]
+    )
+    found = scored([Grade(1.0)] * 4, batch).metrics()
+    assert found[metrics.TRUNCATED] == pytest.approx(1 / 3)
+
+
 @pytest.mark.parametrize("most", [1, 100])
 def test_each_completion_is_graded_with_the_row_of_its_prompt(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "_GRADED_TOKENS", most)
