@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mcp.server.mcpserver import MCPServer
-from mcp.types import EmbeddedResource, ImageContent, ResourceLink, TextResourceContents
+from mcp.types import CallToolResult, EmbeddedResource, ImageContent, ResourceLink, TextResourceContents
 
 server = MCPServer("parts")
 
@@ -24,6 +24,12 @@ def read() -> list[EmbeddedResource | ResourceLink | ImageContent]:
         ResourceLink(type="resource_link", name="nut", uri="file:///nut.txt"),
         ImageContent(type="image", data="eHg=", mime_type="image/png"),
     ]
+
+
+@server.tool(structured_output=False)
+def measure() -> CallToolResult:
+    """Say something in the structured part alone."""
+    return CallToolResult(content=[], structured_content={"thread": "M8", "length": 20})
 
 
 @server.tool()

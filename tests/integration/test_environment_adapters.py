@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, PodiumError
+from podium.rollout.environments.adapters import verifiers_child
 from podium.rollout.environments.adapters.textarena import TextArena
 from podium.rollout.environments.adapters.verifiers import Verifiers
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
@@ -313,6 +314,26 @@ def test_what_keeps_verifiers_from_starting_is_the_reason(tmp_path: Path, monkey
     monkeypatch.setenv("SHOP_IS_CLOSED", "1")
     episode, _ = shopped([], tmp_path, monkeypatch)
     assert "ended with exit status 1: LookupError: the shop is closed" in episode.failure
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"retries": {"max_retries": 2}}, "retries"),
+        ({"agent": {"retries": {"rules": [{"type": "ProviderError", "max_retries": 1}]}}}, "agent.retries"),
+        ({"agent": {"retries": {"max_retries": 0, "rules": []}}, "verifier": {"retries": 2}}, None),
+    ],
+)
+def test_episodes_that_verifiers_would_begin_again_are_found(config: dict[str, Any], where: str | None) -> None:
+    assert next(verifiers_child.retries(config), None) == where
+
+
+@pytest.mark.slow
+def test_episodes_that_verifiers_would_begin_again_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said in an abandoned episode would have the reward of another."""
+    config = {"agent": {**NULL, "retries": {"max_retries": 1}}}
+    episode, _ = shopped([], tmp_path, monkeypatch, config=config)
+    assert "environment.options.config.agent.retries begins failed episodes again" in episode.failure
 
 
 def test_an_interpreter_that_has_no_verifiers_is_named() -> None:

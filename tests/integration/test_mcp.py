@@ -30,14 +30,15 @@ def test_tools_of_a_server_are_called_and_its_errors_and_its_end_are_told() -> N
             assert box.schemas[0]["function"]["description"] == "Look a price up."
             assert box.schemas[0]["function"]["parameters"]["required"] == ["name"]
             said = [call("price", '{"name": "bolt"}'), call("price", '{"name": "nut"}'), call("price", "{}")]
-            said += [call("read", "{}"), call("die", "{}"), call("price", '{"name": "bolt"}')]
+            said += [call("read", "{}"), call("measure", "{}"), call("die", "{}"), call("price", '{"name": "bolt"}')]
             return [message["content"] for each in said for message in await box.answer([each])]
 
-    right, wrong, missing, files, dead, after = asyncio.run(play())
+    right, wrong, missing, files, structured, dead, after = asyncio.run(play())
     assert right == "3"
     assert wrong.startswith("error: ")
     assert "name" in missing
     assert files == "M8 x 20\nfile:///nut.txt\n[image]"
+    assert structured == '{"thread": "M8", "length": 20}'
     for told in (dead, after):
         assert told.startswith("error: the MCP server")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -68,6 +69,8 @@ def _tool(client: Any, described: Any, label: str, time_limit_s: float) -> Tool:
         except Exception as error:
             raise ToolError(f"the MCP server {label!r}: {_reason(error)}") from error
         text = "\n".join(map(_text, result.content))
+        if not text and result.structured_content is not None:  # a server should say the same in text, and may not
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolError(text)
         return text

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 KEY = "PODIUM_SESSION_KEY"
@@ -27,7 +28,25 @@ def load(settings: dict[str, Any]) -> Any:
 
     given = {"taskset": {"id": settings["taskset"], **settings["taskset_config"]}, **settings["config"]}
     found = environment_class(settings["taskset"], given.get("id", ""))
-    return load_environment((concrete_type(found, EnvConfig, origin=Env) or EnvConfig).model_validate(given))
+    env = load_environment((concrete_type(found, EnvConfig, origin=Env) or EnvConfig).model_validate(given))
+    if where := next(retries(env.config.model_dump()), None):
+        raise ValueError(
+            f"environment.options.config.{where} begins failed episodes again, and what was said in the abandoned ones "
+            "would be trained with the reward of the last: leave it at 0, for Podium counts sessions that fail"
+        )
+    return env
+
+
+def retries(config: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Where a configuration asks for whole episodes to be begun again."""
+    for name, value in config.items():
+        if not isinstance(value, dict):
+            continue
+        if name == "retries":
+            if value.get("max_retries") or any(rule.get("max_retries") for rule in value.get("rules") or ()):
+                yield path + name
+        else:
+            yield from retries(value, f"{path}{name}.")
 
 
 def tasks_of(env: Any, count: int) -> list[Any]:
