@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from podium import Cluster
 from podium.cli import main
 from podium.config import config_to_dict
 from podium.data import Batch, fields
@@ -70,7 +71,7 @@ def told() -> Iterator[list[str]]:
         unsubscribe()
 
 
-def train(config: PPOConfig, cluster: str = "inline", **options: Any) -> Path:
+def train(config: PPOConfig, cluster: str | Cluster = "inline", **options: Any) -> Path:
     PPOTrainer(config, cluster=cluster, show=False, **options).fit()
     return Path(config.run.dir) / config.run.name
 
@@ -110,11 +111,14 @@ def _turns_are_the_row(table: dict[str, list[Any]]) -> None:
         assert _SPECIAL.sub("", "".join(whole)) == _SPECIAL.sub("", table["conversation"][row])
 
 
-def test_backends_and_layouts_train_on_the_same_sessions(tmp_path: Path) -> None:
+def test_backends_and_layouts_train_on_the_same_sessions(tmp_path: Path, preloaded: Cluster) -> None:
     """In the trainer's process, in worker processes, and with the generator in a process of its own, over HTTP."""
     found = {
         (cluster, layout): losses(
-            train(config_of("twice", tmp_path / f"{cluster}-{layout}", placement={"layout": layout}), cluster)
+            train(
+                config_of("twice", tmp_path / f"{cluster}-{layout}", placement={"layout": layout}),
+                preloaded if cluster == "local" else cluster,
+            )
         )
         for cluster, layout in (("inline", "colocated"), ("local", "colocated"), ("local", "split"))
     }
@@ -122,10 +126,12 @@ def test_backends_and_layouts_train_on_the_same_sessions(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("layout", ["colocated", "split"])
-def test_an_agent_that_knows_only_an_address_is_trained_by_the_sampling_of_the_run(layout: str, tmp_path: Path) -> None:
+def test_an_agent_that_knows_only_an_address_is_trained_by_the_sampling_of_the_run(
+    layout: str, tmp_path: Path, preloaded: Cluster
+) -> None:
     pytest.importorskip("openai")
     with told() as notes:
-        run = train(config_of("agent", tmp_path, placement={"layout": layout}), "local")
+        run = train(config_of("agent", tmp_path, placement={"layout": layout}), preloaded)
     for row in metrics_rows(run):
         assert (row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_TURNS]) == (16, 2)
         assert row[metrics.MISMATCH_MAX] < 1e-5
@@ -166,12 +172,14 @@ def test_the_speed_of_sessions_is_that_of_the_tokens_they_sampled(tmp_path: Path
 
 
 @pytest.mark.parametrize("cluster", ["inline", "local"])
-def test_an_environment_that_blocks_the_others_is_named_while_it_does(cluster: str, tmp_path: Path) -> None:
+def test_an_environment_that_blocks_the_others_is_named_while_it_does(
+    cluster: str, tmp_path: Path, preloaded: Cluster
+) -> None:
     config = config_of(
         "blocking", tmp_path, run={"steps": 1}, batch={"prompts": 1}, sampling={"n": 2}, eval={"items": 0}
     )
     with told() as notes:
-        train(config, cluster)
+        train(config, preloaded if cluster == "local" else cluster)
     (note,) = [note for note in notes if "blocks all sessions" in note]
     assert "time.sleep(7)" in note
 
@@ -232,8 +240,10 @@ def test_a_call_that_is_answered_after_its_session_is_not_trained(tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", ["colocated", "split"])
-def test_a_plain_function_may_talk_from_an_event_loop_of_its_own(layout: str, tmp_path: Path) -> None:
-    rows = metrics_rows(train(config_of("in_a_thread", tmp_path, placement={"layout": layout}), "local"))
+def test_a_plain_function_may_talk_from_an_event_loop_of_its_own(
+    layout: str, tmp_path: Path, preloaded: Cluster
+) -> None:
+    rows = metrics_rows(train(config_of("in_a_thread", tmp_path, placement={"layout": layout}), preloaded))
     assert [(row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_FAILED]) for row in rows] == [(16, 0), (16, 0)]
 
 
@@ -258,10 +268,12 @@ def test_a_full_context_ends_a_session_which_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["colocated", "split"])
-def test_the_context_of_an_engine_may_be_shorter_than_the_models(layout: str, tmp_path: Path) -> None:
+def test_the_context_of_an_engine_may_be_shorter_than_the_models(
+    layout: str, tmp_path: Path, preloaded: Cluster
+) -> None:
     whole = train(config_of("endless", tmp_path / "whole"))
     config = config_of("endless", tmp_path / "short", placement={"layout": layout})
-    short = train(config, "local", workers={"generator": ShortGenerator})
+    short = train(config, preloaded, workers={"generator": ShortGenerator})
     for row, longer in zip(metrics_rows(short), metrics_rows(whole), strict=True):
         assert (row[metrics.SESSIONS_FULL], row[metrics.SESSIONS_FAILED]) == (1.0, 0.0)
         assert 1 < row[metrics.SESSIONS_TURNS] < 0.75 * longer[metrics.SESSIONS_TURNS]
@@ -354,9 +366,9 @@ def test_a_tool_that_is_never_called_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "asynchronous"])
-def test_schedules_that_run_ahead_live_sessions_too(schedule: str, tmp_path: Path) -> None:
+def test_schedules_that_run_ahead_live_sessions_too(schedule: str, tmp_path: Path, preloaded: Cluster) -> None:
     config = config_of("twice", tmp_path, run={"steps": 3, "schedule": schedule}, placement={"layout": "split"})
-    rows = metrics_rows(train(config, "local"))
+    rows = metrics_rows(train(config, preloaded))
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row[metrics.SESSIONS_ROWS] == 16 for row in rows)
 
@@ -529,11 +541,11 @@ class Struck(PPOTrainer):
         return super().collect_sessions(sessions, prompts, step)
 
 
-def test_a_lost_generator_loses_no_session(tmp_path: Path) -> None:
+def test_a_lost_generator_loses_no_session(tmp_path: Path, preloaded: Cluster) -> None:
     placement = {"layout": "split", "generator_ranks": 2}
     config = config_of("patient", tmp_path, placement=placement, run={"steps": 3, "max_restarts": 8})
     with told() as notes:
-        Struck(config, cluster="local", show=False).fit()
+        Struck(config, cluster=preloaded, show=False).fit()
     rows = metrics_rows(tmp_path / "runs" / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert sum("generator" in note for note in notes) >= 3, notes

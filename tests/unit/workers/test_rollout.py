@@ -15,6 +15,7 @@ import torch
 
 import podium
 from bench.sessions import Echo, make_tokenizer
+from podium import Cluster
 from podium.data import Batch, fields
 from podium.rollout.environments import Client
 from podium.rollout.environments.config import EnvironmentConfig
@@ -24,6 +25,7 @@ from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
+from podium.trainer import PRELOAD
 from podium.workers import ModelConfig, Rollout
 from tests.integration.training import MODEL
 
@@ -84,9 +86,19 @@ def tasks(prompt: str, *, leaves: bool = False) -> Batch:
     return Batch({fields.TASK: [{"prompt": prompt, "leaves": leaves}], **columns}, {"key": prompt})
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with podium.connect("local", preload=PRELOAD) as running:
+        yield running
+
+
 @contextmanager
 def rollout_worker(
-    source: Slow, folder: Path, session: str = "ask", options: Mapping[str, Any] = MappingProxyType({})
+    cluster: Cluster,
+    source: Slow,
+    folder: Path,
+    session: str = "ask",
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Any]:
     """A rollout worker, which asks for tokens by HTTP."""
     tokenizer = make_tokenizer()
@@ -95,15 +107,18 @@ def rollout_worker(
     (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     data = DataConfig(chat_template=str(folder / "chat.jinja"))
     bound = Rollout.bind(ModelConfig(**MODEL), data, EnvironmentConfig(name=f"{__file__}:{session}", options=options))
-    with Server(make_app(service, "token")) as server, podium.connect("local") as cluster:
+    with Server(make_app(service, "token")) as server:
         worker = cluster.start(bound, cluster.pool([1]))
-        worker.connect([server.url], "token")
-        yield worker
+        try:
+            worker.connect([server.url], "token")
+            yield worker
+        finally:
+            worker.group.close()
 
 
-def test_calls_that_overlap_leave_each_other_their_connections(tmp_path: Path) -> None:
+def test_calls_that_overlap_leave_each_other_their_connections(cluster: Cluster, tmp_path: Path) -> None:
     source = Slow()
-    with rollout_worker(source, tmp_path) as worker:
+    with rollout_worker(cluster, source, tmp_path) as worker:
         long = worker.live.submit(tasks("1" * 20), SAMPLING)
         time.sleep(0.2)
         assert len(worker.live(tasks("1"), SAMPLING)) == 1
@@ -112,8 +127,8 @@ def test_calls_that_overlap_leave_each_other_their_connections(tmp_path: Path) -
     assert source.asked == 2, "a call was drawn again, because its connection was closed"
 
 
-def test_a_call_that_its_session_left_loses_no_generator(tmp_path: Path) -> None:
-    with rollout_worker(Slow(), tmp_path) as worker:
+def test_a_call_that_its_session_left_loses_no_generator(cluster: Cluster, tmp_path: Path) -> None:
+    with rollout_worker(cluster, Slow(), tmp_path) as worker:
         assert len(worker.live(tasks("1", leaves=True), SAMPLING)) == 1
         began_s = time.monotonic()
         assert len(worker.live(tasks("1"), SAMPLING)) == 1
@@ -121,8 +136,10 @@ def test_a_call_that_its_session_left_loses_no_generator(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("at_once", "most"), [(1, 1.0), (2, 2.0)])
-def test_calls_that_overlap_share_the_limit_of_sessions_at_once(tmp_path: Path, at_once: int, most: float) -> None:
-    with rollout_worker(Slow(), tmp_path, "count", {"at_once": at_once}) as worker:
+def test_calls_that_overlap_share_the_limit_of_sessions_at_once(
+    cluster: Cluster, tmp_path: Path, at_once: int, most: float
+) -> None:
+    with rollout_worker(cluster, Slow(), tmp_path, "count", {"at_once": at_once}) as worker:
         calls = [worker.live.submit(tasks("1" * length), SAMPLING) for length in (6, 7, 8)]
         lived = [call.result().python(fields.GRADE)[0].score for call in calls]
     assert max(lived) == most
