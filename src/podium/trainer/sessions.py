@@ -173,15 +173,16 @@ class Sessions:
     def counted(self, sessions: int) -> Iterator[float]:
         """Count sessions while they live, and give the deadline of their call in seconds. Sessions that find no room in
         the workers wait for those before them, also of other calls: each such wave has its time."""
-        limits, ranks = self._config.environment.limits, self._workers.group.world_size
+        limits = self._config.environment.limits
+        own = math.ceil(sessions / self._workers.group.world_size)  # of the rank that has most of them
         with self._counting:
-            self._in_progress += sessions
-            waves = math.ceil(self._in_progress / (ranks * limits.side_by_side))
+            self._in_progress += own
+            waves = math.ceil(self._in_progress / limits.side_by_side)
         try:
             yield waves * max(self._config.run.timeout_s, limits.time_limit_s + _GRACE_S)
         finally:
             with self._counting:
-                self._in_progress -= sessions
+                self._in_progress -= own
 
     def _say_notes(self) -> None:
         """Say what the workers note, each text once."""

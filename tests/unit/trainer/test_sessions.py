@@ -20,6 +20,7 @@ from podium.trainer.sessions import Sessions
         ({}, 514, 3600.0, 5400.0),
         ({"at_once": 4}, 80, 18000.0, 36000.0),
         ({"at_once": 4, "processes": 2}, 80, 36000.0, 72000.0),
+        ({"at_once": 1}, 1, 1800.0, 3600.0),  # both calls are for the first rank
         ({"time_limit_s": 7200.0}, 10, 7260.0, 7260.0),  # a session ends by its own limit, and is counted
     ],
 )
