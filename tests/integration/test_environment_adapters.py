@@ -333,7 +333,23 @@ def test_episodes_that_verifiers_would_begin_again_are_refused(tmp_path: Path, m
     """What was said in an abandoned episode would have the reward of another."""
     config = {"agent": {**NULL, "retries": {"max_retries": 1}}}
     episode, _ = shopped([], tmp_path, monkeypatch, config=config)
-    assert "environment.options.config.agent.retries begins failed episodes again" in episode.failure
+    refused = "environment.options.config.agent.retries begins failed episodes again"
+    assert refused in episode.failure
+    world = Verifiers("shop", python=os.path.relpath(os.environ["PODIUM_VERIFIERS_PYTHON"]), config=config)
+    with pytest.raises(ConfigError, match=rf"^environment.options.taskset = 'shop': ValueError: {refused}.*fail$"):
+        world.tasks("train")
+
+
+@pytest.mark.slow
+def test_a_setting_that_verifiers_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = os.environ.get("PODIUM_VERIFIERS_PYTHON")
+    if not python:
+        pytest.skip("PODIUM_VERIFIERS_PYTHON does not name the interpreter of an environment with verifiers 0.4 and uv")
+    (tmp_path / "shop.py").write_text(SHOP)
+    monkeypatch.chdir(tmp_path)
+    world = Verifiers("shop", python=os.path.relpath(python), config={"agent": {**NULL, "retrys": 1}})
+    with pytest.raises(ConfigError, match=r"environment.options.taskset = 'shop': ValidationError: (.|\n)*retrys"):
+        world.tasks("train")
 
 
 def test_an_interpreter_that_has_no_verifiers_is_named() -> None:

@@ -75,11 +75,7 @@ class Verifiers:
         command = [self._python, "-P", str(_CHILD), "tasks", self._settings]
         done = subprocess.run(command, capture_output=True, text=True, env=_environment(self._python), check=False)
         if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            raise ConfigError(
-                f"environment.options.taskset = {self._label!r}: {lines[-1] if lines else done.returncode}; verifiers "
-                "is to be installed for environment.options.python, and the taskset to be importable there"
-            )
+            raise ConfigError(f"environment.options.taskset = {self._label!r}: {_reason(done)}")
         found: list[dict[str, Any]] = json.loads(done.stdout)
         first = len(found) - max(1, round(self._held_out * len(found)))
         places = range(first) if split == "train" else range(first, len(found))
@@ -155,6 +151,17 @@ class _Process:
             if not waiting.done():
                 error = PodiumError(f"the process of verifiers ended with exit status {status}{self._reason}")
                 waiting.set_exception(error)
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    """Why the process ended with an error: what it told or, where Python itself did not start, the last it wrote."""
+    if done.stdout:
+        error = str(json.loads(done.stdout)["error"])
+    else:
+        error = ([f"exit status {done.returncode}", *done.stderr.strip().splitlines()])[-1]
+    if error.startswith(("ModuleNotFoundError", "ImportError")):
+        error += "; verifiers is to be installed for environment.options.python, and the taskset to be importable there"
+    return error
 
 
 def _environment(python: str) -> dict[str, str]:

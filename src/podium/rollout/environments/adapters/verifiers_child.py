@@ -139,17 +139,17 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the project prints is no answer
     how, settings = sys.argv[1], json.loads(sys.argv[2])
-    if how == "tasks":
-        found = tasks_of(load(settings), settings["tasks"])
-        out.write(json.dumps([{"prompt": shown(task)} for task in found]) + "\n")
-        out.flush()
-    else:
-        try:
-            asyncio.run(live(settings, out))
-        except BaseException as error:
-            out.write(json.dumps({"id": "", "error": f"{type(error).__name__}: {error}"}) + "\n")
+    try:
+        if how == "tasks":
+            found = tasks_of(load(settings), settings["tasks"])
+            out.write(json.dumps([{"prompt": shown(task)} for task in found]) + "\n")
             out.flush()
-            raise
+        else:
+            asyncio.run(live(settings, out))
+    except BaseException as error:
+        out.write(json.dumps({"id": "", "error": f"{type(error).__name__}: {error}"}) + "\n")
+        out.flush()
+        raise
 
 
 if __name__ == "__main__":
