@@ -41,8 +41,8 @@ def train(folder: Path, cluster: Cluster | str = "inline", **sections: Any) -> d
 
     class Seen(Policy):
         @endpoint(collect=nothing())
-        def copy_state(self) -> None:
-            super().copy_state()
+        def copy_state(self, within: str | None = None) -> None:
+            super().copy_state(within)
             found, weights = logits(self.model), dict(full_weights(self.model))
             if self.ctx.rank == 0:
                 torch.save(found, folder / f"logits-{self.engine.step_count}.pt")

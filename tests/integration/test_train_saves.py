@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from podium.errors import CheckpointError
-from podium.runtime import Cluster, endpoint
+from podium.runtime import Cluster, endpoint, nothing
 from podium.telemetry import CheckpointSaved, Event, Note, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.runs.ledger import read_ledger
-from podium.workers import Policy
+from podium.workers import Policy, model_files
 from tests.integration.training import losses, tiny
 
 STEPS = 4
@@ -119,6 +119,32 @@ def test_a_policy_that_dies_while_it_writes_leaves_the_checkpoint_before(
     assert resumed.startswith("resuming after step 1 ")
     assert losses(run) == undisturbed
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 4 * STEPS}
+    assert names(run) == ["latest", *(f"step-{step:06d}" for step in range(1, STEPS + 1))]
+
+
+def test_a_policy_that_dies_while_it_copies_leaves_no_file_in_the_end(
+    cluster: Cluster, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    class Dies(Policy):
+        @endpoint(collect=nothing())
+        def copy_state(self, within: str | None = None) -> None:
+            def die(model: Any, state: Any, folder: str, shard: Any) -> None:
+                written = Path(folder, "written")
+                written.touch()
+                (tmp_path / "written").write_text(str(written))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            if not (tmp_path / "written").exists():
+                model_files.save_pretrained = die
+            super().copy_state(within)
+
+    run = tmp_path / "runs" / "run"
+    (tmp_path / "open").touch()
+    fit(cluster, config(tmp_path), lambda trainer, event: None, Dies)
+    written = Path((tmp_path / "written").read_text())
+    assert written.parent.parent.samefile(run / "checkpoints")
+    assert not written.parent.exists()
+    assert losses(run) == undisturbed
     assert names(run) == ["latest", *(f"step-{step:06d}" for step in range(1, STEPS + 1))]
 
 

@@ -95,6 +95,7 @@ class Learner(Worker):
         )
         torch.manual_seed(self.ctx.seed)  # dropout draws from what torch seeds by chance
         self._copied: tuple[StateCopy, ModelCopy | None] | None = None
+        self._texts: Mapping[str, bytes] | None = None
         self._base: Tensor | None = None
 
     @property
@@ -129,15 +130,22 @@ class Learner(Worker):
         self.engine.rest(weights=weights)
 
     @endpoint(collect=nothing())
-    def copy_state(self) -> None:
-        """Copy the state to host memory, for :meth:`write_state`. The ranks together hold one copy of it."""
+    def copy_state(self, within: str | None = None) -> None:
+        """Copy the state to host memory, for :meth:`write_state`. The ranks together hold one copy of it.
+
+        Args:
+            within: A directory for temporary files, named ``.*.tmp``, which a worker that is killed leaves there.
+                Default: that of the system.
+        """
         with self.engine.awake():
             rank, ranks, gather = self.ctx.rank, self.ctx.world_size, self.engine.parallel.gather_objects
             state, layout = self._state(), self._layout
             adapted = self.config.lora is not None and not self.config.config
             model: ModelCopy | None = None
             if layout is not None or adapted:
-                model = ModelCopy(self.model, layout, self._texts, rank=rank, ranks=ranks, file_bytes=_FILE_BYTES)
+                model = ModelCopy(
+                    self.model, layout, self._model_texts(within), rank=rank, ranks=ranks, file_bytes=_FILE_BYTES
+                )
             if layout is not None:
                 state = {name: value for name, value in state.items() if not name.startswith(_MODEL)}
             self._copied = StateCopy(state, self._files(state), rank, gather), model
@@ -293,10 +301,11 @@ class Learner(Worker):
         """How the weights lie in a checkpoint's files of the model; None where they are among the rest."""
         return None if self.config.lora is not None else model_layout(self.model)
 
-    @cached_property
-    def _texts(self) -> Mapping[str, bytes]:
-        """The model's configurations and tokenizer as files, on the rank that writes them."""
-        return model_texts(self.model, self.config) if self.ctx.rank == 0 else {}
+    def _model_texts(self, within: str | None) -> Mapping[str, bytes]:
+        """Return the model's configurations and tokenizer as files, on the rank that writes them."""
+        if self._texts is None:
+            self._texts = model_texts(self.model, self.config, within) if self.ctx.rank == 0 else {}
+        return self._texts
 
     def _random_names(self) -> dict[str, torch.device]:
         """Return this rank's generators of random numbers, by the names of their states."""

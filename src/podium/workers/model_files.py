@@ -242,12 +242,12 @@ def _stored(folder: Path) -> dict[str, Place]:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
 
 
-def model_texts(model: nn.Module, config: ModelConfig) -> dict[str, bytes]:
+def model_texts(model: nn.Module, config: ModelConfig, within: str | None = None) -> dict[str, bytes]:
     """Return the files of a model's directory beside its weights, by name: configurations and the tokenizer.
 
-    They stay the same while the model is trained.
+    They stay the same while the model is trained. transformers writes them to a directory, which is made in ``within``.
     """
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory(prefix=".texts-", suffix=".tmp", dir=within) as made:
         if hasattr(model, "peft_config"):
             name_base(model, config).save_pretrained(made)
         else:

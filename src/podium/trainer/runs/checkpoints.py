@@ -245,8 +245,11 @@ class Saver:
         """
         self.wait()
         text = json.dumps(asdict(state), indent=1)
-        for copied in [worker.copy_state.submit() for worker in roles.learners.values()]:
-            copied.result()
+        folder = self._checkpoints.folder.absolute()  # a later start removes there what a worker that was killed left
+        with self._telling(state.step):
+            folder.mkdir(parents=True, exist_ok=True)
+            for copied in [worker.copy_state.submit(str(folder)) for worker in roles.learners.values()]:
+                copied.result()
         if self._beside:
             self._writing = self._thread.submit(self._write, state.step, text, roles)
         else:
@@ -277,14 +280,20 @@ class Saver:
 
     def _write(self, step: int, text: str, roles: Roles) -> None:
         config = self._config
+        with (
+            self._telling(step),
+            named_stage("save", step),
+            self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as folder,
+        ):
+            _write_learners(folder.absolute(), roles, self._texts)  # a worker has a working directory of its own
+            (folder / STATE_FILE).write_text(text, encoding="utf-8")
+            write_manifest(folder, [file_sums([folder / STATE_FILE])])
+
+    @contextmanager
+    def _telling(self, step: int) -> Iterator[None]:
+        """Say what went wrong, and from which checkpoint to resume."""
         try:
-            with (
-                named_stage("save", step),
-                self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as folder,
-            ):
-                _write_learners(folder.absolute(), roles, self._texts)  # a worker has a working directory of its own
-                (folder / STATE_FILE).write_text(text, encoding="utf-8")
-                write_manifest(folder, [file_sums([folder / STATE_FILE])])
+            yield
         except (OSError, CheckpointError, EndpointError) as error:
             cause = error.__cause__ if isinstance(error, EndpointError) and error.__cause__ is not None else error
             reason = f"{error.filename}: {explain(error)}" if isinstance(error, OSError) else cause
