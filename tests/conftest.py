@@ -22,6 +22,10 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Ray gives its workers a niceness of 15: beside two busy processes of other tests they get a thirtieth of a core, and
 # what takes a second takes minutes.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# As Podium has it of the clusters that it starts; tests start others. No test needs Ray's usage report.
+os.environ.setdefault("RAY_enable_worker_prestart", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 # A shell starts its background jobs with SIGINT ignored, which all processes below inherit: no Ctrl-C would reach the
 # programs that tests interrupt.

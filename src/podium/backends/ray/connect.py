@@ -33,6 +33,10 @@ EMBEDDED = {**QUIET, "include_dashboard": False, "logging_level": logging.ERROR}
 ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_process_group_cleanup_enabled": "1",  # what a worker started ends with it
+    # An embedded cluster starts no workers before they are asked for. An actor with an environment, as ours are, gets
+    # none of those, and they delay the start by two seconds where there are two cores.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
 }
 AUTHENTICATION = (
     "; if it wants a token (Ray logs InvalidAuthToken), set RAY_AUTH_MODE=token, which Ray does not by itself"
