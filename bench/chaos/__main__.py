@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.campaign import Campaign, Result
-from bench.chaos.faults import FAULTS, ON_RAY
+from bench.chaos.faults import FAULTS, OF_SESSIONS, OF_SINGLE_TURNS, ON_RAY
 from bench.chaos.report import MARK, collect, section, summary_path, write_found
 from bench.chaos.training import PROMPTS, STALENESS
 from bench.chaos.victim import Victim
@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="+", default=tuple(STALENESS), choices=tuple(STALENESS))
     parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="kinds of faults (default: all that can be)")
     parser.add_argument("--backend", default="local", choices=tuple(BACKENDS))
+    parser.add_argument("--sessions", action="store_true", help="each prompt is a session of two turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="keep everything here; a campaign that was interrupted here goes on")
     parser.add_argument("--small-disk", action="store_true", help="put the runs on a small disk (as root), to fill it")
@@ -63,18 +64,18 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if options.small_disk:
             stack.enter_context(_small_disk(folder / "runs"))
-        every = ON_RAY if options.backend == "ray" else [name for name in FAULTS if name != "disk_full"]
-        faults = options.faults or [*every, *(["disk_full"] if options.small_disk else [])]
+        faults = options.faults or _faults(options)
         for schedule in options.schedules:
             seed = f"{options.seed}/{schedule}"
-            victim = partial(_victim, folder, schedule, options.backend, seed)
-            campaign = Campaign(folder, schedule, faults, options.kills, options.seed, victim)
+            victim = partial(_victim, folder, schedule, options.backend, options.sessions, seed)
+            campaign = Campaign(folder, schedule, faults, options.kills, options.seed, victim, options.sessions)
             began = time.monotonic()
             wrong = campaign.run(_say)
             rows = campaign.summary()
             for row in rows:
                 _print({"schedule": schedule, **row})
-            found = {"backend": options.backend, "schedule": schedule, "prompts": campaign.steps * PROMPTS}
+            found = {"backend": options.backend, "schedule": schedule, "sessions": options.sessions}
+            found |= {"prompts": campaign.steps * PROMPTS}
             found |= {"seconds": round(time.monotonic() - began, 1), "wrong": wrong}
             _print(found)
             about = {**found, "machine": machine(os.getloadavg()[0]), "rows": rows}
@@ -91,9 +92,16 @@ def report(folders: Sequence[Path]) -> int:
     return 0
 
 
-def _victim(folder: Path, schedule: str, backend: str, seed: str, name: str) -> Victim:
+def _faults(options: argparse.Namespace) -> list[str]:
+    """All kinds of faults that these runs can have."""
+    never = OF_SINGLE_TURNS if options.sessions else OF_SESSIONS
+    every = [*ON_RAY, *OF_SESSIONS] if options.backend == "ray" else list(FAULTS)
+    return [name for name in every if name not in never and (name != "disk_full" or options.small_disk)]
+
+
+def _victim(folder: Path, schedule: str, backend: str, sessions: bool, seed: str, name: str) -> Victim:
     options, gone_s = BACKENDS[backend]
-    return Victim(folder, name, schedule, backend=backend, options=options, seed=seed, gone_s=gone_s)
+    return Victim(folder, name, schedule, backend=backend, options=options, seed=seed, gone_s=gone_s, sessions=sessions)
 
 
 def _say(result: Result) -> None:

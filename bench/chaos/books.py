@@ -4,7 +4,8 @@ The checks read the run's files and share no code with what wrote them.
 
     every prompt was trained exactly once, and in the order of the data
     no token is older than the schedule allows
-    with `sync`, metrics, completions and weights are those of an undisturbed run, to the bit
+    with `sync`, metrics, completions and weights are those of an undisturbed run, to the bit; of sessions, whose calls
+    share forward passes by chance, the tokens and the rewards
     the lengths that trained are those of the undisturbed run (Kolmogorov-Smirnov, where the schedule reorders time;
     these runs learn next to nothing, so that only what is skipped or repeated changes lengths)
 """
@@ -29,16 +30,18 @@ _TIMED = ("time", "tokens_per_s")  # metrics whose name begins so tell how fast 
 _COLUMNS = ("step", "prompt", "completion", "tokens", "reward", "advantage", "version")
 
 
-def check_books(disturbed: Path, undisturbed: Path, *, steps: int, prompts: int, staleness: int) -> list[str]:
+def check_books(
+    disturbed: Path, undisturbed: Path, *, steps: int, prompts: int, staleness: int, sessions: bool = False
+) -> list[str]:
     """Check a run of ``steps`` steps of ``prompts`` prompts against its undisturbed twin.
 
     Args:
         staleness: The most updates that a token may be behind the weights which it trains; with 0 the two runs must be
-            the same to the bit.
+            the same to the bit, and with ``sessions`` the same in their tokens and rewards.
     """
     wrong = check_ledger(disturbed / "ledger.jsonl", prompts=steps * prompts, staleness=staleness)
     wrong += [f"undisturbed: {text}" for text in check_ledger(undisturbed / "ledger.jsonl", prompts=steps * prompts)]
-    return wrong + check_same(disturbed, undisturbed, identical=staleness == 0)
+    return wrong + check_same(disturbed, undisturbed, identical=staleness == 0, sessions=sessions)
 
 
 def check_ledger(path: Path, *, prompts: int, staleness: int | None = None) -> list[str]:
@@ -84,9 +87,10 @@ def _too_old(lines: Sequence[Mapping[str, Any]], staleness: int) -> list[str]:
     return wrong
 
 
-def check_same(disturbed: Path, undisturbed: Path, *, identical: bool) -> list[str]:
+def check_same(disturbed: Path, undisturbed: Path, *, identical: bool, sessions: bool = False) -> list[str]:
     """Check that both runs trained the same prompts in the same order, and completions of the same lengths. With
-    ``identical``, completions, metrics and weights must be the same to the bit."""
+    ``identical``, completions, metrics and weights must be the same to the bit, and with ``sessions`` the completions
+    alone."""
     ours, theirs = _completions(disturbed), _completions(undisturbed)
     wrong: list[str] = []
     if [row["prompt"] for row in ours] != [row["prompt"] for row in theirs]:
@@ -98,6 +102,8 @@ def check_same(disturbed: Path, undisturbed: Path, *, identical: bool) -> list[s
     if ours != theirs:
         first = next((one["step"] for one, other in zip(ours, theirs, strict=False) if one != other), "the last")
         wrong.append(f"the completions of step {first} are not those of the undisturbed run")
+    if sessions:
+        return wrong
     metrics, others = _metrics(disturbed), _metrics(undisturbed)
     if [row["step"] for row in metrics] != [row["step"] for row in others]:
         wrong.append("metrics.jsonl does not have one row for each step")

@@ -52,12 +52,20 @@ class Campaign:
     Args:
         folder: Holds the two runs, and ``SCHEDULE.results.jsonl``. A campaign that was interrupted there goes on.
         victim: Makes a run of a name.
+        sessions: Whether the runs are of sessions.
     """
 
     def __init__(
-        self, folder: Path, schedule: str, faults: Sequence[str], kills: int, seed: int, victim: Callable[[str], Victim]
+        self,
+        folder: Path,
+        schedule: str,
+        faults: Sequence[str],
+        kills: int,
+        seed: int,
+        victim: Callable[[str], Victim],
+        sessions: bool = False,
     ) -> None:
-        self.folder, self.schedule = folder, schedule
+        self.folder, self.schedule, self.sessions = folder, schedule, sessions
         self.path = folder / f"{schedule}.results.jsonl"
         plan = [fault for fault in faults for _ in range(kills)]
         random.Random(f"{seed}/{schedule}").shuffle(plan)
@@ -168,7 +176,8 @@ class Campaign:
         finally:
             twin.end()
         staleness = STALENESS[self.schedule]
-        return wrong + check_books(victim.directory, twin.directory, steps=steps, prompts=PROMPTS, staleness=staleness)
+        about: dict[str, Any] = {"steps": steps, "prompts": PROMPTS, "staleness": staleness, "sessions": self.sessions}
+        return wrong + check_books(victim.directory, twin.directory, **about)
 
     def summary(self) -> list[dict[str, Any]]:
         """Return a row for each kind of fault, with the number of faults and of each outcome.

@@ -24,7 +24,7 @@ from bench.chaos.leftovers import below
 from bench.chaos.training import HOARD, ON_PURPOSE
 from bench.chaos.victim import Failed, Victim
 
-__all__ = ["FAULTS", "ON_RAY", "Fault"]
+__all__ = ["FAULTS", "OF_SESSIONS", "OF_SINGLE_TURNS", "ON_RAY", "Fault"]
 
 Outcome = Literal["survives", "restarts", "surfaces", "either"]
 
@@ -193,6 +193,7 @@ FAULTS: dict[str, Fault] = {
     "stop": Fault(_stop, "restarts"),
     "policy": Fault(_kill("policy")),
     "generator": Fault(_kill("generator")),
+    "rollout": Fault(_kill("rollout")),
     "fork_server": Fault(_kill_helper("podium.backends.local.server")),
     "pause": Fault(_pause),
     "slow": Fault(_slow),
@@ -213,3 +214,9 @@ FAULTS: dict[str, Fault] = {
 """By name. A grader that spins is no fault: the reward of every run does, for some of its completions."""
 
 ON_RAY = ("controller", "policy", "generator", "save")
+
+OF_SESSIONS = ("rollout",)
+"""Faults that only runs of sessions can have."""
+
+OF_SINGLE_TURNS = ("generator_raises", "memory", "dispatcher", "grading")
+"""Faults that runs of sessions cannot have: nothing is graded, and their generators answer requests."""

@@ -19,6 +19,7 @@ TITLES: Final = {
     "stop": "SIGTERM of the script",
     "policy": "SIGKILL of the policy",
     "generator": "SIGKILL of the generator",
+    "rollout": "SIGKILL of the rollout worker",
     "fork_server": "SIGKILL of the fork server",
     "pause": "SIGSTOP of a worker for 0.7 s",
     "slow": "a process runs a tenth of the time for 1.5 s",
@@ -89,10 +90,10 @@ def section(found: Mapping[str, Any]) -> str:
     machine, campaigns = found["machine"], found["campaigns"]
     where = f"{machine['cores']} cores ({machine['processor']})"
     lines = [f"Measured on {where}, {machine['when'][:10]}, torch {machine['libraries']['torch']}."]
-    for backend in dict.fromkeys(one["backend"] for one in campaigns):
-        own = [one for one in campaigns if one["backend"] == backend]
+    for backend, sessions in dict.fromkeys((one["backend"], one.get("sessions", False)) for one in campaigns):
+        own = [one for one in campaigns if (one["backend"], one.get("sessions", False)) == (backend, sessions)]
         faults = sum(row["faults"] for one in own for row in one["rows"])
-        lines += ["", f"On `{backend}`, {faults:,} faults:", ""]
+        lines += ["", f"On `{backend}`, {faults:,} faults{' of runs of sessions' if sessions else ''}:", ""]
         lines += [f"| fault | {' | '.join(f'`{schedule}`' for schedule in STALENESS)} |"]
         lines += ["|---|" + "---|" * len(STALENESS)]
         for name in FAULTS:

@@ -1,5 +1,7 @@
 """The run that is disturbed, from inside: a small GRPO run on a copy task, whose roles and clock fail on order.
 
+Each prompt is answered once, or asked twice in a session of the environment in bench/chaos/world.py.
+
 An order is a file in a folder that the variable ORDERS names. Whoever obeys it removes it first, so it works once.
 """
 
@@ -57,13 +59,16 @@ _jumping("time_ns", 10**9)
 """
 
 
-def configuration(folder: Path, name: str, schedule: str, steps: int) -> dict[str, Any]:
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+
+
+def configuration(folder: Path, name: str, schedule: str, steps: int, *, sessions: bool = False) -> dict[str, Any]:
     """The configuration of the run ``name`` in ``folder``."""
     data = folder / "copy.jsonl"
     if not data.exists():
         rows = ({"prompt": f"{n:03d}=", "answer": f"{n:03d}"} for n in range(500))
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
+    config: dict[str, Any] = {
         "run": {"dir": str(folder / "runs"), "name": name, "steps": steps, "schedule": schedule, "resume": "auto",
                 "max_restarts": 1000, "max_staleness": STALENESS["asynchronous"]},
         "model": {"config": MODEL, "tokenizer": "chars:0123456789= "},
@@ -76,6 +81,13 @@ def configuration(folder: Path, name: str, schedule: str, steps: int) -> dict[st
         "save": {"every": 2, "model": False},
         "placement": {"layout": "split"},
     }  # fmt: skip
+    if sessions:
+        (folder / "chat.jinja").write_text(TEMPLATE)
+        config["data"]["chat_template"] = str(folder / "chat.jinja")
+        config["environment"] = {"name": "bench.chaos.world:copied"}
+        config["sampling"]["max_new_tokens"] = 12
+        del config["reward"]
+    return config
 
 
 class FailingPolicy(Policy):

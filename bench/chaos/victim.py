@@ -45,6 +45,7 @@ class Victim:
         options: Mapping[str, Any] | None = None,
         seed: str = "",
         gone_s: float = GONE_S,
+        sessions: bool = False,
     ) -> None:
         self.folder, self.name, self.schedule, self.backend = folder, name, schedule, backend
         self.directory = folder / "runs" / name
@@ -55,7 +56,7 @@ class Victim:
         self.random = random.Random(seed)
         self.started = 0
         self._options = dict(options or {})
-        self._gone_s = gone_s
+        self._gone_s, self._sessions = gone_s, sessions
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["bench.chaos.training", "podium.backends.local.backend"])
         self._controller: Any = None
@@ -66,7 +67,7 @@ class Victim:
 
     def start(self, steps: int = ENDLESS) -> None:
         """Start the run, or go on with it from its latest checkpoint."""
-        config = configuration(self.folder, self.name, self.schedule, steps)
+        config = configuration(self.folder, self.name, self.schedule, steps, sessions=self._sessions)
         given = (config, str(self.home), str(self.temporary), self.backend, self._options)
         self.temporary.mkdir(exist_ok=True)
         self._controller = self._context.Process(target=train, args=given)

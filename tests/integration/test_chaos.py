@@ -23,6 +23,7 @@ LEFT_OUT = {  # where the suite tries what `make chaos` alone does to a run
     "stop": "test_train_backends.py",
     "fork_server": "test_faults_calls.py",
     "half_closed": "test_faults_sockets.py",
+    "rollout": "test_environments.py",
     "policy_raises": "test_train_grpo.py",
     "generator_raises": "test_train_grpo.py",
     "dispatcher": "../unit/rewards/test_grader.py",

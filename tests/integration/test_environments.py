@@ -28,6 +28,7 @@ from podium.runtime import endpoint, first, only
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, build_config, describe_data
 from podium.trainer.evaluate import evaluate_model
+from podium.trainer.runs.ledger import read_ledger
 from podium.workers import Estimator, Generator, Policy
 from tests.integration import worlds
 from tests.integration.training import MODEL, losses, metrics_rows, tiny
@@ -528,16 +529,23 @@ def test_the_policy_would_have_drawn_what_was_recorded_under_the_template_of(fam
 
 
 class Struck(PPOTrainer):
-    """Its generators are killed while sessions ask them, one a step."""
+    """One of ``victims`` is killed while sessions ask its generators, once in each step."""
+
+    struck = 0
+
+    def victims(self) -> list[int]:
+        return [pid for handle in self.roles.generators for pid in handle.group.pids]
 
     def collect_sessions(self, sessions: Any, prompts: Any, step: int) -> Any:
-        pids = [pid for handle in self.roles.generators for pid in handle.group.pids]
+        pids = self.victims()
 
         def strike() -> None:
             time.sleep(0.1)
             os.kill(pids[step % len(pids)], signal.SIGKILL)
 
-        threading.Thread(target=strike).start()
+        if step > self.struck:
+            self.struck = step
+            threading.Thread(target=strike).start()
         return super().collect_sessions(sessions, prompts, step)
 
 
@@ -552,5 +560,28 @@ def test_a_lost_generator_loses_no_session(tmp_path: Path, preloaded: Cluster) -
     for row in rows:
         assert row[metrics.SESSIONS_TRAINED] == row[metrics.SESSIONS_ROWS] == 16 * (1 - row[metrics.SESSIONS_FAILED])
         assert row[metrics.MISMATCH_MAX] < 1e-5  # ids and log-probabilities are those of one policy
-    ledger = [json.loads(line) for line in (tmp_path / "runs" / "run" / "ledger.jsonl").read_text().splitlines()]
-    assert ledger
+    assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 12}
+
+
+class Orphaned(Struck):
+    """Its rollout worker is killed while it lives sessions."""
+
+    def victims(self) -> list[int]:
+        assert self.roles.rollout is not None
+        return self.roles.rollout.group.pids
+
+
+def test_sessions_of_a_lost_rollout_worker_are_lived_again(tmp_path: Path, preloaded: Cluster) -> None:
+    def config(name: str) -> GRPOConfig:
+        run = {"steps": 2, "max_restarts": 8}
+        return config_of("patient", tmp_path / name, placement={"layout": "split"}, run=run, eval={"items": 0})
+
+    with told() as notes:
+        Orphaned(config("disturbed"), cluster=preloaded, show=False).fit()
+    train(config("undisturbed"), preloaded)
+    runs = [tmp_path / name / "runs" / "run" for name in ("disturbed", "undisturbed")]
+    assert sum("SIGKILL" in note for note in notes) == 2, notes
+    trained = [pq.read_table(run / "completions", columns=["prompt", "tokens", "reward"]).to_pylist() for run in runs]
+    assert trained[0] == trained[1]
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=1e-5)
+    assert [read_ledger(run / "ledger.jsonl").counts() for run in runs] == [{"trained": 8}] * 2
