@@ -258,10 +258,11 @@ def test_a_daemon_ends_when_the_grader_closes(grader: Grader, tag: str) -> None:
     assert not alive_with(tag)
 
 
-def test_a_process_that_leaves_many_behind_is_replaced(grader: Grader, tag: str) -> None:
-    for _ in range(3):
-        assert all(grade.score == 1.0 for grade in grader.grade(["leave a child"] * 66, [{"tag": tag}] * 66))
-    assert wait_until(lambda: len(alive_with(tag)) <= 2 * 66)
+def test_a_process_that_leaves_many_behind_is_replaced(tag: str) -> None:
+    with Grader(RewardConfig(processes=1), reward=misbehave) as grader:
+        for _ in range(3):
+            assert all(grade.score == 1.0 for grade in grader.grade(["leave a child"] * 66, [{"tag": tag}] * 66))
+        assert wait_until(lambda: len(alive_with(tag)) <= 2 * 66)
 
 
 CONTROLLER = """
