@@ -113,13 +113,15 @@ def test_the_commands_of_the_pages_run_in_a_directory_with_the_files_of_the_page
 
 @pytest.mark.slow
 def test_the_model_of_the_page_learns_the_prices_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half of the page's steps it learns half of them."""
     monkeypatch.chdir(tmp_path)
     write_model_to_try(tmp_path)
     files_of("environments.md", tmp_path)
     line = "train grpo --config run.yaml --environment.name lookup.py:play"
     assert f"\npodium {line}\n" in (DOCS / "environments.md").read_text()
-    assert main([*line.split(), "--run.name", "prices", "--backend", "inline"]) == 0
-    assert metrics_rows(tmp_path / "runs" / "prices")[-1][metrics.REWARD_MEAN] > 0.6
+    assert main([*line.split(), "--run.name", "prices", "--run.steps", "20", "--backend", "inline"]) == 0
+    rewards = [row[metrics.REWARD_MEAN] for row in metrics_rows(tmp_path / "runs" / "prices")]
+    assert rewards[0] < 0.1 < 0.4 < max(rewards[-3:])
 
 
 def test_the_template_of_the_page_writes_calls_of_tools_which_are_read_again(

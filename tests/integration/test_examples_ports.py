@@ -47,7 +47,8 @@ def test_port_from_verl_checks_what_the_ranks_computed(tmp_path: Path) -> None:
     assert "AssertionError: the layout changed what was" in done.stderr
 
 
-@pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["local"])
 def test_port_from_trl(tmp_path: Path, backend: str) -> None:
     done = run("port_from_trl.py", backend, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def test_gsm8k_configuration_is_valid() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray)])
 def test_smoke_learns_to_copy_from_nothing(tmp_path: Path, backend: str) -> None:
     out = run(
         str(EXAMPLES / "quickstart.py"), "--smoke", "--backend", backend, "--out", str(tmp_path / "out"), cwd=tmp_path
