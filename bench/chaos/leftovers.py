@@ -48,7 +48,7 @@ def segments() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir() if "podium" in entry.name}
 
 
-_TORCHS: Final = "torchinductor_"  # the directory of torch's own cache, which all programs of a user share
+_CACHES: Final = ("torchinductor_", "tiktoken-rs-cache")  # of torch and of openai-harmony: all programs share them
 
 
 def leftovers(had: Iterable[Process], temporary: Path, before: set[str], within_s: float) -> list[str]:
@@ -66,7 +66,7 @@ def leftovers(had: Iterable[Process], temporary: Path, before: set[str], within_
     while True:
         found = [f"process {one.pid} is left: {_command(one.pid)}" for one in sorted(had) if alive(one)]
         found += [f"{name} is left in shared memory" for name in sorted(segments() - before)]
-        found += [f"{path} is left" for path in sorted(temporary.iterdir()) if not path.name.startswith(_TORCHS)]
+        found += [f"{path} is left" for path in sorted(temporary.iterdir()) if not path.name.startswith(_CACHES)]
         if not found or time.monotonic() > until:
             return found
         time.sleep(0.02)
