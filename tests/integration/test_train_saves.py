@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -172,6 +173,26 @@ def test_a_full_disk_ends_the_run_and_the_resumed_one_has_lost_nothing(
     fit(cluster, config(tmp_path, run={"resume": str(run)}, **ranks), lambda trainer, event: None)
     assert losses(run) == pytest.approx(undisturbed, abs=1e-5)
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 4 * STEPS}
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "there"), r"there: No space left on device.*; make room"),
+        (RuntimeError("never mind"), r"RuntimeError: never mind\. "),
+    ],
+)
+def test_a_state_that_cannot_be_copied_ends_the_run_with_the_reason(
+    tmp_path: Path, error: Exception, said: str
+) -> None:
+    class Fails(Policy):
+        @endpoint(collect=nothing())
+        def copy_state(self, within: str | None = None) -> None:
+            raise error
+
+    trainer = PPOTrainer(config(tmp_path), cluster="inline", workers={"policy": Fails}, show=False)
+    with pytest.raises(CheckpointError, match=rf"the checkpoint of step 1 is not written: {said}"):
+        trainer.fit()
 
 
 @pytest.mark.parametrize("end", ["signal", "error"])

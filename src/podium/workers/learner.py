@@ -135,7 +135,7 @@ class Learner(Worker):
 
         Args:
             within: A directory for temporary files, named ``.*.tmp``, which a worker that is killed leaves there.
-                Default: that of the system.
+                Default, and where there is no such directory: that of the system.
         """
         with self.engine.awake():
             rank, ranks, gather = self.ctx.rank, self.ctx.world_size, self.engine.parallel.gather_objects

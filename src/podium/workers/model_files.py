@@ -245,8 +245,10 @@ def _stored(folder: Path) -> dict[str, Place]:
 def model_texts(model: nn.Module, config: ModelConfig, within: str | None = None) -> dict[str, bytes]:
     """Return the files of a model's directory beside its weights, by name: configurations and the tokenizer.
 
-    They stay the same while the model is trained. transformers writes them to a directory, which is made in ``within``.
+    They stay the same while the model is trained. transformers writes them to a directory, which is made in ``within``
+    if that is there.
     """
+    within = within if within is not None and Path(within).is_dir() else None
     with tempfile.TemporaryDirectory(prefix=".texts-", suffix=".tmp", dir=within) as made:
         if hasattr(model, "peft_config"):
             name_base(model, config).save_pretrained(made)

@@ -296,7 +296,9 @@ class Saver:
             yield
         except (OSError, CheckpointError, EndpointError) as error:
             cause = error.__cause__ if isinstance(error, EndpointError) and error.__cause__ is not None else error
-            reason = f"{error.filename}: {explain(error)}" if isinstance(error, OSError) else cause
+            reason = f"{cause.filename}: {explain(cause)}" if isinstance(cause, OSError) else str(cause)
+            if not isinstance(cause, OSError | PodiumError):
+                reason = f"{type(cause).__name__}: {reason}"
             run, latest = self._checkpoints.folder.parent, self._checkpoints.latest()
             raise CheckpointError(
                 f"the checkpoint of step {step} is not written: {reason}. "
