@@ -568,7 +568,7 @@ class Orphaned(Struck):
 
     def victims(self) -> list[int]:
         assert self.roles.rollout is not None
-        return self.roles.rollout.group.pids
+        return list(self.roles.rollout.group.pids)
 
 
 def test_sessions_of_a_lost_rollout_worker_are_lived_again(tmp_path: Path, preloaded: Cluster) -> None:
