@@ -17,6 +17,7 @@ NEWEST_PYTHON ?= $(firstword $(shell for p in python3.14 "$$HOME"/.pyenv/version
 		python3.13 "$$HOME"/.pyenv/versions/3.13*/bin/python; do \
 	"$$p" -c '' >/dev/null 2>&1 && echo "$$p"; done))
 TORCH_SPEC ?= torch==2.13.0
+TEST_PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -50,8 +51,14 @@ format: $(STAMP)  ## rewrite the files as the formatter and the fixable lint rul
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-test: $(STAMP)  ## every test, in three processes, of which one runs those with Ray
-	@$(BIN)/python -m pytest -n 3 --dist loadscope $(ARGS)
+test: $(STAMP)  ## the everyday tests, in as many processes as there are cores
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(ARGS)
+
+test-all: $(STAMP)  ## every test, those marked exhaustive too: before a release, and nightly
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --all $(ARGS)
+
+test-seconds: $(STAMP)  ## the everyday tests; record the seconds of each file in tests/seconds.json
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --record-seconds $(ARGS)
 
 recipes: $(STAMP)  ## the recipes of agents over three seeds, each with its bar: half an hour
 	@PODIUM_RECIPES=1 $(BIN)/python -m pytest -n 2 tests/integration/test_recipes.py $(ARGS)
@@ -145,4 +152,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-fast recipes docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke env check lint format test test-all test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help

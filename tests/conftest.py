@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import itertools
 import os
 import secrets
 import signal
-from typing import Any, ClassVar
+from typing import Any
 
 # Before torch is imported anywhere: tests run beside one another and start workers, which inherit this. Two torch
 # threads in each of several processes on a small machine make everything an order of magnitude slower.
@@ -34,6 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
+from tests import scheduling
+
 
 def missing_requirement(mark: str) -> str | None:
     """Why tests with `mark` cannot run here, or None if they can."""
@@ -44,15 +45,31 @@ def missing_requirement(mark: str) -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run here, each with a reason that -ra counts and prints at the end.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests marked exhaustive, as `make test-all` does")
+    parser.addoption(
+        "--record-seconds", action="store_true", help="write the seconds of each file into tests/seconds.json"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(scheduling.SecondsRecorder())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make test-all` runs, and skip what cannot run here, each with a reason that -ra prints.
 
     Tests with Ray come last: Ray leaves threads, children and unclosed files in its process, which others count.
     """
+    if not config.getoption("--all"):
+        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+        if exhaustive:
+            config.hook.pytest_deselected(items=exhaustive)
+            items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
     for item in items:
-        with_ray = item.get_closest_marker("ray") is not None
-        if with_ray:
+        if item.get_closest_marker("ray") is not None:
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
     for mark in ("ray", "monarch", "vllm", "gpu"):
         marked = [item for item in items if item.get_closest_marker(mark)]
@@ -63,48 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under `make test`, give consecutive tests of a file to the same process, whichever has time, in their order.
-
-    So the clusters of a file are started once, and no process runs tests without Ray after tests with Ray. Of three
-    processes or more, the first runs only those with Ray: they wait for much, and several clusters at a time are slow.
-    ``--dist loadgroup`` of pytest-xdist 3.8 groups nothing under pytest 9.2, which ignores the names that it gives.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        units: ClassVar[dict[str, str]] = {}
-        with_ray: ClassVar[set[str]] = set()
-        ray_node: Any = None
-
-        def _split_scope(self, nodeid: str) -> str:
-            if not self.units:
-                files = [one.partition("::")[0] for one in self.collection or ()]
-                begins = [file != before for before, file in itertools.pairwise(["", *files])]
-                self.units.update(zip(self.collection or (), map(str, itertools.accumulate(begins)), strict=True))
-                seen, again = set[str](), False
-                for unit, (file, _) in enumerate(itertools.groupby(files), 1):
-                    again = again or file in seen  # a file's tests with Ray come after those of all files without
-                    seen.add(file)
-                    self.with_ray.update([str(unit)] * again)
-            return self.units[nodeid]
-
-        def _assign_work_unit(self, node: Any) -> None:
-            if self._is_for_ray(node) and (unit := next(filter(self.with_ray.__contains__, self.workqueue), None)):
-                self.workqueue.move_to_end(unit, last=False)
-            super()._assign_work_unit(node)
-
-        def _reschedule(self, node: Any) -> None:
-            if self._is_for_ray(node) and self.with_ray.isdisjoint(self.workqueue):
-                node.shutdown()
-            super()._reschedule(node)
-
-        def _is_for_ray(self, node: Any) -> bool:
-            if self.ray_node is None and len(self.nodes) > 2:
-                self.ray_node = self.nodes[0]
-            return bool(self.with_ray) and node is self.ray_node
-
-    config.option.loadscopereorder = False
-    return ByFile(config, log)
+    return scheduling.make_scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,114 @@
+"""The order of the tests under `make test`: the files that take longest start first, and one process runs Ray.
+
+The seconds of each file are recorded in tests/seconds.json by `make test-seconds`. A file that has no record counts as
+short, so that a new file needs no entry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+__all__ = ["RECORD", "SecondsRecorder", "Unit", "cut_units", "make_scheduler", "read_seconds"]
+
+RECORD: Final = Path(__file__).with_name("seconds.json")
+
+
+def read_seconds() -> dict[str, float]:
+    """Return the recorded seconds of each file by its path from the root of the repository."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+class SecondsRecorder:
+    """Adds up the seconds of each file's tests, and writes them when the session ends.
+
+    Files that did not run keep the seconds of their former record.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = defaultdict[str, float](float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        seconds = {file: total for file, total in read_seconds().items() if (RECORD.parent.parent / file).exists()}
+        seconds |= {file: round(total, 1) for file, total in self.seconds.items()}
+        RECORD.write_text(json.dumps(dict(sorted(seconds.items())), indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive tests of one file, which run in one process, so that what the file starts is started once."""
+
+    name: str
+    tests: tuple[str, ...]
+    seconds: float
+    with_ray: bool
+
+
+def cut_units(collection: Sequence[str], seconds: Mapping[str, float]) -> list[Unit]:
+    """Return the units of ``collection``, the longest first.
+
+    tests/conftest.py collects the tests that need Ray after all others, so they begin where the order of the files
+    goes back.
+    """
+    stretches = [
+        (file, tuple(tests)) for file, tests in itertools.groupby(collection, lambda test: test.split("::")[0])
+    ]
+    paths = [Path(file).parts for file, _ in stretches]
+    begin = next((index for index in range(1, len(paths)) if paths[index] < paths[index - 1]), len(paths))
+    counts = Counter(file for file, tests in stretches for _ in tests)
+    units = [
+        Unit(f"{index} {file}", tests, seconds.get(file, 0.0) * len(tests) / counts[file], index >= begin)
+        for index, (file, tests) in enumerate(stretches)
+    ]
+    return sorted(units, key=lambda unit: -unit.seconds)
+
+
+def make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return the scheduler of pytest-xdist that gives one unit after another to whichever process has time.
+
+    Ray leaves threads, children and unclosed files in its process, which other tests count, and several clusters at a
+    time are slow. So the first process alone runs the tests with Ray, after its tests without. It begins with them
+    once they take as long as the others do that are left.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class LongestFirst(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if not hasattr(self, "units"):
+                self.units = cut_units(self.collection or (), read_seconds())
+                self.unit_of = {test: unit.name for unit in self.units for test in unit.tests}
+                self.ray_node = self.nodes[0]
+                self.ray_began = False
+            return self.unit_of[nodeid]
+
+        def _assign_work_unit(self, node: Any) -> None:
+            self.workqueue.move_to_end(self._choose_units(node)[0].name, last=False)
+            super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if self.workqueue and not self._choose_units(node):
+                node.shutdown()
+            super()._reschedule(node)
+
+        def _choose_units(self, node: Any) -> list[Unit]:
+            """Return the units that are left for ``node``."""
+            waiting = [unit for unit in self.units if unit.name in self.workqueue]
+            ray, others = [unit for unit in waiting if unit.with_ray], [unit for unit in waiting if not unit.with_ray]
+            if not ray or (len(self.nodes) > 1 and node is not self.ray_node):
+                return [] if node is self.ray_node and self.ray_began else others
+            seconds_ray, seconds_others = (sum(unit.seconds for unit in units) for units in (ray, others))
+            self.ray_began = self.ray_began or not others or seconds_others <= seconds_ray
+            return ray if self.ray_began else others
+
+    config.option.loadscopereorder = False
+    return LongestFirst(config, log)

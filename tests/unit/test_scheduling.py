@@ -1,0 +1,73 @@
+"""The order in which `make test` runs the files, and the record that it follows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.scheduling import cut_units
+
+CONFTEST = """
+import pytest
+from tests import scheduling
+
+def pytest_configure(config):
+    scheduling.read_seconds = lambda: {"a/test_ray.py": 5.0, "a/test_slow.py": 9.0}
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "ray" in item.name)
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return scheduling.make_scheduler(config, log)
+"""
+TESTS = """
+import os, pathlib
+
+def write(name):
+    folder = pathlib.Path(os.environ["RECORD"])
+    with (folder / os.environ["PYTEST_XDIST_WORKER"]).open("a") as file:
+        print(name, file=file)
+"""
+
+
+def test_the_longest_files_come_first() -> None:
+    collection = ["a/fast.py::x", "a/slow.py::x", "a/slow.py::y", "b/long.py::x", "a/slow.py::ray", "b/rays.py::x"]
+    units = cut_units(collection, {"a/slow.py": 90.0, "b/long.py": 50.0, "b/rays.py": 70.0})
+    assert [(unit.tests[0], unit.seconds, unit.with_ray) for unit in units] == [
+        ("b/rays.py::x", 70.0, True),
+        ("a/slow.py::x", 60.0, False),
+        ("b/long.py::x", 50.0, False),
+        ("a/slow.py::ray", 30.0, True),
+        ("a/fast.py::x", 0.0, False),
+    ]
+
+
+def test_one_process_runs_the_tests_with_ray_and_none_without_after_them(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for name in ("fast", "ray", "slow", "zigzag"):
+        body = f"\ndef test_plain():\n    write('{name}')\n" if name != "ray" else ""
+        ray = f"\ndef test_ray():\n    write('ray {name}')\n" if name in ("ray", "slow") else ""
+        (tmp_path / "a" / f"test_{name}.py").write_text(TESTS + body + ray)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--import-mode=importlib"]
+    root = str(Path(__file__).parents[2])
+    (record := tmp_path / "record").mkdir()
+    environment = {"PYTHONPATH": root, "RECORD": str(record), "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert "5 passed" in result.stdout, result.stdout
+    lines = {file.name: file.read_text().split("\n")[:-1] for file in record.iterdir()}
+    assert sum(map(len, lines.values())) == 5
+    with_ray = [process for process, names in lines.items() if any("ray" in name for name in names)]
+    assert len(with_ray) == 1
+    names = lines[with_ray[0]]
+    assert all("ray" in name for name in names[names.index(next(name for name in names if "ray" in name)) :])
+
+
+def test_the_record_is_of_files_that_exist() -> None:
+    from tests.scheduling import RECORD, read_seconds
+
+    assert all((RECORD.parent.parent / file).exists() for file in read_seconds())
+    assert not RECORD.exists() or json.loads(RECORD.read_text()) == read_seconds()
