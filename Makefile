@@ -57,6 +57,9 @@ test: $(STAMP)  ## the everyday tests, in as many processes as there are cores
 test-all: $(STAMP)  ## every test, those marked exhaustive too: before a release, and nightly
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --all $(ARGS)
 
+test-ray: $(STAMP)  ## every test with Ray; if all pass, `make test` leaves them out until Ray's code changes
+	@$(BIN)/python -m tests.ray_selection
+
 test-seconds: $(STAMP)  ## the everyday tests; record the seconds of each file in tests/seconds.json
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --record-seconds $(ARGS)
 
@@ -152,4 +155,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@for file in $(filter %.unwanted.txt,$^); do .venvs/$*/bin/pip uninstall -q -y -r "$$file"; done
 	@touch $@
 
-.PHONY: quickstart smoke env check lint format test test-all test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help
+.PHONY: quickstart smoke env check lint format test test-all test-ray test-seconds test-fast recipes docs fuzz test-monarch test-vllm test-wheel test-wheel-newest bench pictures soak chaos gpu gpu-wheels bench-peers help

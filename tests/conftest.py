@@ -34,6 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 
 from tests import scheduling
+from tests.ray_selection import RaySelection
 
 
 def missing_requirement(mark: str) -> str | None:
@@ -53,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(RaySelection(config))
     if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(scheduling.SecondsRecorder())
 
