@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from podium.supervisor import children_of
+from podium.processes import children_of
 
 __all__ = ["Process", "alive", "below", "leftovers", "process", "segments"]
 

@@ -20,7 +20,6 @@ from unittest import mock
 
 import numpy as np
 
-from podium import supervisor
 from podium.backends.local import LocalBackend, server
 from podium.backends.local.backend import ForkServer
 from podium.backends.local.process import LocalProcess
@@ -28,6 +27,7 @@ from podium.backends.process import Surroundings, command
 from podium.data import Block, BlockInfo, MemoryStore
 from podium.data.store import Bytes, PlainBlock
 from podium.errors import ConfigError, PlacementError, SerializationError
+from podium.processes import supervisor
 from podium.runtime import Death, Node, Place, ProcessHandle, ProcessSpec, Reply, Request
 from podium.runtime.messages import OnDeath
 
@@ -405,7 +405,7 @@ def _command(fault: str, module: str, *args: Any) -> list[str]:
 def main(fault: str, *args: Any) -> None:
     """Run the fork server of ``local`` with a fault."""
     if fault == "leaves children":
-        supervisor.children_of = lambda pid: []
+        supervisor.children_of = supervisor.descendants_of = lambda pid: []
         os.killpg = lambda group, number: None
     if fault == "outlives its controller":
         _outlive()

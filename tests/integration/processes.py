@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from podium.supervisor import children_of
+from podium.processes import children_of
 from podium.testing.target import alive, all_gone, wait_for
 
 __all__ = ["alive", "all_gone", "descriptors", "listeners_of", "opened_by_others", "parent_of", "run_script"]

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from podium.errors import PodiumError
+from podium.processes import children_of
 from podium.rollout.environments import Client
 from podium.rollout.environments.child import DistantClient
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.processes import SessionProcesses
-from podium.supervisor import children_of
 from podium.telemetry import metrics
 from podium.trainer import PPOConfig
 from tests.integration.test_environments import WORLDS, config_of, losses, told, train

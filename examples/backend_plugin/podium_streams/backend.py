@@ -14,10 +14,10 @@ from typing import Any
 from podium.backends.files import Files
 from podium.backends.process import THREAD_VARIABLES, Surroundings, accelerators, command, environment_of, machine
 from podium.errors import WorkerStartError
+from podium.processes import describe_exit, is_stopped
 from podium.runtime.backend import CONTRACT_VERSION, Backend, ProcessHandle
 from podium.runtime.codec import decode
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec, Reply, Request
-from podium.supervisor import describe_exit, is_stopped
 from podium_streams.wire import Parcel, pack, receive, send
 
 KILL_S = 10.0

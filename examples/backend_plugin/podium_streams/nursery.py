@@ -13,7 +13,7 @@ import sys
 from functools import partial
 
 from podium.backends.process import Surroundings, command
-from podium.supervisor import Supervisor
+from podium.processes import Supervisor
 from podium_streams import worker
 
 

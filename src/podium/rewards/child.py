@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from podium.processes import children_of
 from podium.rewards.resolve import ItemReward
-from podium.supervisor import children_of
 
 __all__ = ["ITEM", "REPLACE", "Result", "decode", "encode", "grade_items", "judge"]
 

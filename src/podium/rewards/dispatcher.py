@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
+from podium.processes import Supervisor, describe_exit
 from podium.rewards.child import ITEM, REPLACE, Result, encode, grade_items
 from podium.rewards.lists import takes_lists
 from podium.rewards.resolve import ItemReward, RewardFn, item_reward, resolve_reward
-from podium.supervisor import Supervisor, describe_exit
 
 __all__ = ["MAX_LINE_BYTES", "Settings", "main"]
 

@@ -22,11 +22,11 @@ from typing import Any, Final
 import cloudpickle
 
 from podium.errors import ConfigError, RewardError
+from podium.processes import describe_exit, kill_marked
 from podium.rewards.child import ITEM, Result, decode
 from podium.rewards.config import Grade, RewardConfig
 from podium.rewards.dispatcher import MAX_LINE_BYTES, Settings
 from podium.rewards.resolve import RewardFn
-from podium.supervisor import describe_exit, kill_marked
 
 __all__ = ["START_LIMIT_S", "GradingProcesses", "Pending"]
 

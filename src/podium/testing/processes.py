@@ -19,10 +19,10 @@ import pytest
 import podium
 from podium import telemetry
 from podium.errors import CallCancelled, DeadlineExceeded, PlacementError, PodiumError, WorkerDied, WorkerStartError
+from podium.processes import kill
 from podium.runtime import Backend, Cluster, Place, ProcessSpec, Reply, Request, Worker, backend_class, endpoint, first
 from podium.runtime.collect import nothing
 from podium.runtime.messages import Capabilities, Death
-from podium.supervisor import kill
 from podium.testing.target import Target, alive, all_gone, need, wait_for
 from podium.testing.workers import Counter, Sleeper
 

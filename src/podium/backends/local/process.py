@@ -31,9 +31,9 @@ from podium.backends.local.wire import (
 )
 from podium.backends.process import Surroundings, environment_of
 from podium.errors import WorkerStartError
+from podium.processes import describe_exit, end_of, is_ending, is_stopped
 from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
-from podium.supervisor import describe_exit, end_of, is_ending, is_stopped
 
 if TYPE_CHECKING:
     from podium.backends.local.backend import ForkServer, LocalBackend

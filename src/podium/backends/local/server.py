@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from podium.backends.local import child
 from podium.backends.process import command, keep_freed_memory
 from podium.lazy import uncollected
-from podium.supervisor import Supervisor
+from podium.processes import Supervisor
 
 __all__ = ["main"]
 

@@ -41,10 +41,10 @@ from podium.backends.files import Files, Log
 from podium.backends.monarch.actor import Message, Parcel, ProcessActor, pack
 from podium.backends.process import Surroundings, accelerators, environment_of, machine
 from podium.errors import WorkerStartError
+from podium.processes import describe_exit, is_stopped
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec, Reply, Request
-from podium.supervisor import describe_exit, is_stopped
 
 __all__ = ["MonarchBackend"]
 

@@ -21,7 +21,7 @@ from ray._private import ray_constants
 
 from podium.backends.ray.tidy import Tidier
 from podium.errors import ConfigError
-from podium.supervisor import children_of
+from podium.processes import children_of
 
 __all__ = ["connect", "disconnect", "ray", "remove_at_end"]
 

@@ -25,12 +25,12 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from podium.errors import ConfigError, GenerationError
+from podium.processes import Supervisor
 from podium.rollout.environments.client import ContextFull, Reply, agent_name, hash_seed
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.contract import Messages
 from podium.rollout.environments.resolve import Play, resolve_environment
 from podium.rollout.environments.runner import ending_of
-from podium.supervisor import Supervisor
 
 __all__ = ["FRAME", "KINDS", "LOADED", "ORDER", "DistantClient", "Facts", "main"]
 

@@ -22,11 +22,11 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import PodiumError
+from podium.processes import describe_exit
 from podium.rollout.environments.child import FRAME, KINDS, LOADED, ORDER, Facts
 from podium.rollout.environments.client import Reply
 from podium.rollout.environments.contract import Outcome
 from podium.rollout.environments.runner import Ending
-from podium.supervisor import describe_exit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import cloudpickle
 
-from podium.supervisor import become_subreaper, descendants_of, describe_exit, kill
+from podium.processes import become_subreaper, descendants_of, describe_exit, kill
 
 __all__ = ["FailedInProcess", "in_process", "main", "written"]
 

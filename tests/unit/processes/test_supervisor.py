@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.supervisor import Supervisor, children_of, describe_exit, kill, kill_marked
+from podium.processes import Supervisor, children_of, describe_exit, kill, kill_marked
 from tests.unit.rewards.deeds import SLEEPER, alive_with, daemonize, wait_until
 
 
@@ -81,7 +81,7 @@ def test_a_supervisor_kills_what_ended_children_started_and_at_its_end_everythin
     tag = f"tag-{os.getpid()}-{ending}"
     near, far = socket.socketpair()
     near.settimeout(20)
-    code = f"from tests.unit.test_supervisor import supervise; supervise({far.fileno()}, {tag!r})"
+    code = f"from tests.unit.processes.test_supervisor import supervise; supervise({far.fileno()}, {tag!r})"
     command = [sys.executable, "-c", code]
     if ending == "parent":  # a parent between us and the supervisor, which is killed while we hold the socket
         command = ["/bin/sh", "-c", '"$0" "$@"; :', *command]

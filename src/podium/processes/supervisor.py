@@ -14,7 +14,6 @@ its descendants and ends.
 """
 
 import contextlib
-import ctypes
 import gc
 import os
 import select
@@ -24,28 +23,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = [
-    "Supervisor",
-    "become_subreaper",
-    "children_of",
-    "descendants_of",
-    "describe_exit",
-    "end_of",
-    "is_ending",
-    "is_stopped",
-    "kill",
-    "kill_marked",
-]
+from podium.processes.table import become_subreaper, children_of, descendants_of, kill, kill_with_parent
+
+__all__ = ["Supervisor"]
 
 _PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_CHILD_SUBREAPER: Final = 36
-_PF_EXITING: Final = 4
-_EXIT_CODE: Final = 49  # in /proc/PID/stat, of the fields after the name
 
 
 class Supervisor:
@@ -87,7 +72,7 @@ class Supervisor:
         code = 70
         try:
             os.setsid()
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            kill_with_parent()
             if os.getppid() != supervisor:  # it had ended before
                 kill(os.getpid())
             become_subreaper()
@@ -119,11 +104,11 @@ class Supervisor:
         """Yield the process id and the wait status of each child that has ended, and kill what those had started."""
         reaped = False
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            while (ending := os.waitpid(-1, os.WNOHANG))[0]:
                 reaped = True
-                if found[0] in self._children:
-                    self._children.remove(found[0])
-                    yield found
+                if ending[0] in self._children:
+                    self._children.remove(ending[0])
+                    yield ending
         if reaped:  # what a killed process had started comes here when that one is reaped
             for pid in children_of(os.getpid()):
                 if pid not in self._children and pid not in self._spared:
@@ -142,7 +127,7 @@ class Supervisor:
         until = time.monotonic() + limit_s
         with contextlib.suppress(ChildProcessError):  # raised when none is left
             while time.monotonic() < until:
-                for pid in {*children_of(os.getpid()), *self._children}:
+                for pid in {*descendants_of(os.getpid()), *self._children}:
                     kill(pid)
                 while pid := os.waitpid(-1, os.WNOHANG)[0]:
                     self._children.discard(pid)
@@ -151,81 +136,3 @@ class Supervisor:
 
 def _look_up(number: int, frame: FrameType | None) -> None:
     """Nothing to do: the signal's wake-up descriptor also says that a child has ended, and the loop reaps it."""
-
-
-def kill(pid: int) -> None:
-    """Send SIGKILL to a process that may have ended."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def become_subreaper() -> None:
-    """Have processes that lose their parent below this one become its children. Only Linux can."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    """Set an attribute of this process. Only Linux has these."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl") and libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
-
-
-def children_of(pid: int) -> list[int]:
-    """Process ids of the direct children of ``pid``, ended ones that were not waited for included."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended, or this system has no such table
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
-
-
-def descendants_of(pid: int) -> list[int]:
-    """Process ids of all that run below ``pid``. One that is about to end may still have children."""
-    children = children_of(pid)
-    further = [each for child in children for each in descendants_of(child)]
-    return [*(child for child in children if not is_ending(child)), *further]
-
-
-def is_ending(pid: int) -> bool:
-    """Return whether a process of this machine has ended or is about to: the kernel closes its files by and by."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return state in "ZX" or bool(int(fields[5]) & _PF_EXITING)
-    except (OSError, ValueError):
-        return True
-
-
-def end_of(pid: int) -> int | None:
-    """Return the wait status with which a process of this machine ends: the kernel knows it from the signal on, and
-    tells the parent when the process's memory is freed. None if nothing is known, or no longer."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_EXIT_CODE])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a process of this machine does not run because a signal such as SIGSTOP has stopped it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):  # it has ended, or this system has no such table
-        return False
-
-
-def kill_marked(entry: str) -> None:
-    """Kill every process that was started with ``entry`` ("NAME=value") in its environment."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
-            if entry.encode() in (process / "environ").read_bytes().split(b"\0"):
-                kill(int(process.name))
-
-
-def describe_exit(code: int) -> str:
-    """Return "exit code 3" or "signal SIGKILL". A negative ``code`` is a signal, as in ``subprocess``."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal
-        return f"signal {-code}"
