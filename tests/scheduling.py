@@ -57,7 +57,7 @@ class Unit:
 def cut_units(collection: Sequence[str], seconds: Mapping[str, float]) -> list[Unit]:
     """Return the units of ``collection``, the longest first.
 
-    tests/conftest.py collects the tests that need Ray after all others, so they begin where the order of the files
+    conftest.py collects the tests that need Ray after all others, so they begin where the order of the files
     goes back.
     """
     stretches = [

@@ -31,8 +31,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, to_jsonable_python
 
-from podium.elsewhere import name_here
 from podium.errors import ConfigError
+from podium.migration import find_equivalent
 
 __all__ = [
     "Key",
@@ -177,8 +177,8 @@ def parse_overrides(cls: type, arguments: Sequence[str]) -> list[tuple[str, Any]
 def _as_typed(argument: str) -> str:
     """How a word of the command line is typed here. verl's are name=value, without dashes."""
     name, equals, value = argument.lstrip("+").partition("=")
-    found = name_here(name) if equals else None
-    return f"--{found.key} {value}" if found and found.key else "--section.key value, as in --optim.lr 1e-4"
+    answer = find_equivalent(name) if equals else None
+    return f"--{answer.key} {value}" if answer and answer.key else "--section.key value, as in --optim.lr 1e-4"
 
 
 def keys_of(cls: type, path: str = "") -> list[Key]:
@@ -375,11 +375,11 @@ def _unknown(root: type, prefix: str, names: Sequence[str], key: object, value: 
     """The lines for an unknown key, each with its path. A section of verl's has a line for each of its settings."""
     path = ".".join([prefix, *names, str(key)]).strip(".")
     inside = list(_leaves(value, path)) if isinstance(value, Mapping) else []
-    known = [(leaf, one) for leaf, one in inside if name_here(leaf)]
-    for leaf, one in known or [(path, value)]:
-        given = f" (value {one!r})" if isinstance(key, str) else ""
+    answered = [(leaf, setting) for leaf, setting in inside if find_equivalent(leaf)]
+    for leaf, setting in answered or [(path, value)]:
+        shown = f" (value {setting!r})" if isinstance(key, str) else ""
         hint = _translate(root, prefix, leaf) or _suggest(root, prefix, names, str(key))
-        yield f"unknown key {leaf}{given}{hint}", leaf
+        yield f"unknown key {leaf}{shown}{hint}", leaf
 
 
 def _leaves(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -393,15 +393,15 @@ def _translate(root: type, prefix: str, path: str) -> str:
 
     The whole configuration of a recipe suggests only keys that it has.
     """
-    found = None if ".options." in f".{path}" else name_here(path)
-    if found is None:
+    answer = None if ".options." in f".{path}" else find_equivalent(path)
+    if answer is None:
         return ""
-    if not found.key:
-        return f": {'Podium has none' if found.missing else 'there is none, and it needs none'}: {found.remark}"
+    if not answer.key:
+        return f": {'Podium has none' if answer.missing else 'there is none, and it needs none'}: {answer.remark}"
     paths = tuple(_paths(root, ""))
-    if prefix or found.key.startswith(paths):
-        return f": did you mean {found.key}? {found.remark}".rstrip()
-    return f": did you mean {found.otherwise}?" if found.otherwise in paths else ""
+    if prefix or answer.key.startswith(paths):
+        return f": did you mean {answer.key}? {answer.remark}".rstrip()
+    return f": did you mean {answer.otherwise}?" if answer.otherwise in paths else ""
 
 
 def _suggest(root: type, prefix: str, names: Sequence[str], name: str) -> str:

@@ -11,8 +11,8 @@ import pytest
 from podium.algorithms import AlgorithmConfig
 from podium.cli import main
 from podium.config import build_config, keys_of, load_config
-from podium.elsewhere import NAMES, name_here
 from podium.errors import ConfigError
+from podium.migration import find_equivalent, read_equivalents
 from podium.rollout.engines.config import EngineConfig, VllmOptions
 from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, SFTConfig
 
@@ -29,22 +29,23 @@ TRL = (
 
 def test_every_answer_is_a_key_of_a_recipe() -> None:
     known = tuple(key.path for cls in (GRPOConfig, PPOConfig, SFTConfig) for key in keys_of(cls))
-    for name, here in NAMES.items():
-        assert not here.key or here.key.startswith(known), name
-        assert not here.otherwise or here.otherwise in known, name
-        assert here.key or here.remark, name
-        assert not (here.key and here.missing), name
-        assert here.key.rpartition(".")[2] != here.remark
+    assert len(read_equivalents()) > 130
+    for name, answer in read_equivalents().items():
+        assert not answer.key or answer.key.startswith(known), name
+        assert not answer.otherwise or answer.otherwise in known, name
+        assert answer.key or answer.remark, name
+        assert not (answer.key and answer.missing), name
+        assert answer.key.rpartition(".")[2] != answer.remark
 
 
 @pytest.mark.parametrize("name", TRL.split())
 def test_a_name_of_trl_is_answered(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(GRPOConfig, None, [f"--{name}", "1"])
-    here = NAMES[name]
-    answer = f"did you mean {here.key}?" if here.key else "Podium has none" if here.missing else "it needs none"
-    assert answer in str(caught.value)
-    assert here.remark in str(caught.value)
+    answer = read_equivalents()[name]
+    lacking = "Podium has none" if answer.missing else "it needs none"
+    assert (f"did you mean {answer.key}?" if answer.key else lacking) in str(caught.value)
+    assert answer.remark in str(caught.value)
 
 
 def test_the_answer_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,4 +144,4 @@ def test_options_of_a_component_are_its_own() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(name="vllm", options={"beta": 1}).read_options(VllmOptions)
     assert "kl_coef" not in str(caught.value)
-    assert name_here("engine.options.nothing") is None
+    assert find_equivalent("engine.options.nothing") is None
