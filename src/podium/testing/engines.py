@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from podium.errors import ConfigError, GenerationError
 from podium.rollout.engines import Aborted, Engine, EngineConfig, Event, Failed, Finished, Request, Tokens, make_engine
+from podium.rollout.engines.gate import WeightGate
 from podium.rollout.engines.journal import Drawn
 from podium.rollout.sampling import Completion, SamplingParams
 
 __all__ = ["EngineContract", "EngineTarget", "tiny_model", "trained_logprobs"]
 
 VOCABULARY = 97
+BLOCKED_S = 60.0
+"""After this many seconds, a call in another thread counts as blocked. A call that is not blocked takes milliseconds."""
 PARAMS = SamplingParams(max_new_tokens=12, stop_token_ids=(1, 2, 3))
 SAMPLING: Mapping[str, dict[str, Any]] = {
     "plain": {},
@@ -106,6 +109,50 @@ class EngineTarget:
                 f"log-probabilities are up to {off.max():.2g} off those of training with weights {version}; return "
                 f"those of the distribution that the token was drawn from, after temperature, top-k and top-p: {params}"
             )
+
+
+class _EventfulGate(WeightGate):
+    """A gate that calls functions of the test at forward passes of the test's choice.
+
+    Attributes:
+        before: By number of the pass, from 1 on: called when the engine is about to begin the pass.
+        during: Likewise: called while the pass runs.
+    """
+
+    def __init__(self, refusal: str = "") -> None:
+        super().__init__(refusal)
+        self.before: dict[int, Callable[[], None]] = {}
+        self.during: dict[int, Callable[[], None]] = {}
+        self._begun = 0
+
+    def __enter__(self) -> None:
+        self._begun += 1
+        self.before.get(self._begun, lambda: None)()
+        super().__enter__()
+        self.during.get(self._begun, lambda: None)()
+
+    def restart_count(self) -> None:
+        """Call the next pass the first."""
+        self._begun = 0
+
+
+def with_eventful_gate(target: EngineTarget, model: nn.Module, **changes: Any) -> tuple[Engine, _EventfulGate]:
+    """The engine over ``model``, and its gate, which tells the test of each forward pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("podium.rollout.engines.base.WeightGate", _EventfulGate)
+        engine = target.make(model, **changes)
+    assert isinstance(engine.gate, _EventfulGate), "the constructor of Engine makes the gate; call it and keep its gate"
+    engine.gate.restart_count()
+    return engine, engine.gate
+
+
+def call_in_thread(function: Callable[..., object], *args: Any) -> None:
+    """Call ``function`` in another thread, and return when it has returned."""
+    name = getattr(function, "__name__", str(function))
+    thread = threading.Thread(target=function, args=args, name=name, daemon=True)
+    thread.start()
+    thread.join(BLOCKED_S)
+    assert not thread.is_alive(), f"{name}() waits for the engine; it must return although the engine is at work"
 
 
 def prompts_of(count: int = 8) -> list[list[int]]:
@@ -256,20 +303,25 @@ class EngineContract:
             assert cut(whole, len(drawn)) == drawn, f"drawn() told {drawn} of request {id}, which became {whole}"
 
     def test_requests_arrive_at_any_time_and_from_any_thread(self, target: EngineTarget) -> None:
-        engine, prompts = target.make(target.model(0), max_sequences=4), prompts_of()
+        engine, gate = with_eventful_gate(target, target.model(0), max_sequences=4)
+        prompts = prompts_of()
         expected = engine.generate(prompts, PARAMS, range(8))
         events: list[Event] = []
         for index in range(4):
             engine.submit(request(index, prompts[index]))
             events += engine.poll(timeout_s=0)
-        late = [threading.Thread(target=engine.submit, args=(request(index, prompts[index]),)) for index in range(4, 8)]
-        for thread in late:
-            thread.start()
+
+        def submit_late(*indices: int) -> None:
+            for index in indices:
+                call_in_thread(engine.submit, request(index, prompts[index]))
+
+        gate.restart_count()
+        gate.during[2] = lambda: submit_late(4, 5)
+        gate.before[3] = lambda: submit_late(6, 7)
         beside = engine.generate(prompts, PARAMS, range(8))  # the events of the others are kept for poll
-        for thread in late:
-            thread.join()
         done = drained(engine, events)
         for index in range(8):
+            assert index in done, f"request {index} came while generate() was at work, and has no event"
             check_same(completion_of(done[index]), expected[index], "submitted while others were in flight")
             check_same(beside[index], expected[index], "generated while others were in flight")
         assert engine.poll() == engine.poll(timeout_s=0.01) == [], "events came although nothing was in flight"
@@ -404,15 +456,14 @@ class EngineContract:
 
     def test_new_weights_may_come_while_requests_are_in_flight(self, target: EngineTarget) -> None:
         models = {version: target.model(version) for version in (0, 1)}
-        engine, prompts = target.make(copy.deepcopy(models[0]), max_sequences=2), prompts_of()
+        engine, gate = with_eventful_gate(target, copy.deepcopy(models[0]), max_sequences=2)
+        prompts = prompts_of()
+        # Before the third pass: an engine that draws token by token has drawn some tokens of the first two requests. An
+        # engine that draws a batch in a pass has drawn two batches of four.
+        gate.before[3] = lambda: call_in_thread(engine.refresh, 1, models[1].state_dict())
         for index, prompt in enumerate(prompts):
             engine.submit(request(index, prompt))
-        events = engine.poll()
-        coming = threading.Thread(target=engine.refresh, args=(1, models[1].state_dict()))
-        coming.start()
-        events += engine.poll()
-        coming.join()
-        done = drained(engine, events)
+        done = drained(engine)
         versions: list[int] = []
         for index, prompt in enumerate(prompts):
             completion = completion_of(done[index])
@@ -420,7 +471,10 @@ class EngineContract:
             mine = completion.versions.tolist()
             assert mine == sorted(mine), f"the versions of a completion's tokens never fall: {mine}"
             versions += mine
-        assert set(versions) == {0, 1}, "refresh() let no request draw from the old weights, or none from the new"
+        assert set(versions) == {0, 1}, (
+            f"tokens are of versions {set(versions)}, and new weights came before the engine's third forward pass; run "
+            "each forward pass, or each batch of at most max_sequences requests, within `with self.gate:`"
+        )
 
     def test_weights_that_came_in_part_are_not_drawn_from(self, target: EngineTarget) -> None:
         model = target.model(0)
