@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,8 +24,10 @@ from podium.runtime import Handle
 from podium.trainer.generators import Generators
 from podium.trainer.recovery import Losses, LostTooOften
 from podium.workers import WeightSync
+from tests.integration.processes import wait_for
 
 SAMPLING = SamplingParams(max_new_tokens=1)
+LIMIT_S = 60.0
 
 
 class Drawer(Worker):
@@ -34,6 +35,7 @@ class Drawer(Worker):
 
     version = -1
     spoiled = False
+    asked = failed = 0
 
     @endpoint(concurrent=True)
     def weights_version(self) -> int:
@@ -47,14 +49,21 @@ class Drawer(Worker):
     def spoil(self) -> None:
         self.spoiled = True
 
+    @endpoint(concurrent=True)
+    def counts(self) -> tuple[int, int]:
+        """How many batches it was asked for, and how many it failed to draw."""
+        return self.asked, self.failed
+
     def drawn(self, prompts: Batch) -> Batch:
         return Batch({"version": torch.full((len(prompts),), self.version)})
 
     async def wait(self, prompts: Batch) -> None:
         """Wait for the version that the batch asks for, unless the weights are spoiled meanwhile."""
+        self.asked += 1
         while self.version < prompts.meta.get("from", -1):
             await asyncio.sleep(0.01)
             if self.spoiled:
+                self.failed += 1
                 raise RuntimeError("the weights came only in part")
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat())
@@ -111,6 +120,11 @@ def kill(handle: Handle[Any]) -> None:
     os.kill(handle.group.pids[0], signal.SIGKILL)
 
 
+def wait_until_asked(handles: Sequence[Any], count: int) -> None:
+    """Wait until the generators were asked for so many batches together."""
+    assert wait_for(lambda: sum(one.counts()[0][0] for one in handles) >= count, LIMIT_S)
+
+
 def in_thread(do: Callable[[], Any]) -> Callable[[], Any]:
     """Run ``do`` in a thread. The function that is returned waits for its result."""
     found: list[Any] = []
@@ -118,8 +132,8 @@ def in_thread(do: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def result() -> Any:
-        thread.join(30)
-        assert found, "it has no result after 30 s"
+        thread.join(LIMIT_S)
+        assert found, f"it has no result after {LIMIT_S:g} s"
         return found[0]
 
     return result
@@ -131,31 +145,33 @@ def test_nobody_asks_a_generator_that_has_no_weights_yet_after_its_restart(handl
     def before(to: Sequence[Handle[Any]]) -> None:
         if len(to) == 1:  # the one that was restarted
             restarted.set()
-            assert go_on.wait(30)
+            assert go_on.wait(LIMIT_S)
 
     with Generators(handles, Sending(handles, before), Losses(3), apart=True) as generators:
         generators.sync_weights(5)
         kill(handles[0])
         first = in_thread(lambda: generators.generate(prompts(4), SAMPLING))
-        assert restarted.wait(30)
+        assert restarted.wait(LIMIT_S)
         second = in_thread(lambda: generators.generate(prompts(4), SAMPLING))
-        drawn = generators.draw(1, [prompts(1) for _ in range(4)], SAMPLING)
-        time.sleep(0.3)  # long enough for a call that nobody holds back
+        # The other generator has its share of both batches, so whoever would ask this one has done so.
+        wait_until_asked(handles[1:], 2)
+        drawn = [part.result(LIMIT_S) for part in generators.draw(1, [prompts(1) for _ in range(4)], SAMPLING)]
         go_on.set()
-        for batch in (first(), second(), *(part.result(30) for part in drawn)):
+        for batch in (first(), second(), *drawn):
             assert set(batch.dense("version").tolist()) == {5}
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_a_sync_interrupts_that_lost_another_generator_is_drawn_again(handles: list[Any], whole: bool) -> None:
     seen: list[int] = []
+    asked: list[int] = []  # the number of calls to the first generator
 
     def before(to: Sequence[Handle[Any]]) -> None:
         if len(seen) == 0:
             seen.append(len(to))
             handles[0].spoil()  # as the end of a sync that failed does
             kill(handles[1])
-            time.sleep(0.3)  # the calls to the first generator have failed before the sync has
+            assert wait_for(lambda: handles[0].counts()[0][1] == asked[0], LIMIT_S), "before the sync fails"
             with contextlib.suppress(PodiumError):  # it is known to be lost, or already back without its weights
                 assert handles[1].weights_version() == [-1]
             raise PodiumError("on purpose")
@@ -163,11 +179,12 @@ def test_what_a_sync_interrupts_that_lost_another_generator_is_drawn_again(handl
     def draw() -> list[Batch]:
         if whole:
             return [generators.generate(prompts(4, version=7), SAMPLING)]
-        return [part.result(30) for part in generators.draw(1, [prompts(1, version=7)] * 4, SAMPLING)]
+        return [part.result(LIMIT_S) for part in generators.draw(1, [prompts(1, version=7)] * 4, SAMPLING)]
 
     with Generators(handles, Sending(handles, before), Losses(3), apart=True, capacity=4) as generators:
         drawn = in_thread(draw)
-        time.sleep(0.2)
+        wait_until_asked(handles, 2 if whole else 4)
+        asked.append(handles[0].counts()[0][0])
         generators.sync_weights(7)
         assert {version for batch in drawn() for version in batch.dense("version").tolist()} == {7}
 

@@ -36,6 +36,7 @@ def test_a_lost_policy_ends_the_wait_for_completions(cluster: Cluster, tmp_path:
                 (tmp_path / "victim").rename(tmp_path / "killed")
                 os.kill(int((tmp_path / "killed").read_text()), signal.SIGKILL)
                 time.sleep(LONG_S)
+                (tmp_path / "drew").touch()
             return super().generate(prompts, sampling)
 
     settings: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "model": False}}
@@ -50,7 +51,6 @@ def test_a_lost_policy_ends_the_wait_for_completions(cluster: Cluster, tmp_path:
             said.append(event.text)
 
     unsubscribe = subscribe(see)
-    began = time.monotonic()
     try:
         trainer.fit()
     finally:
@@ -58,7 +58,7 @@ def test_a_lost_policy_ends_the_wait_for_completions(cluster: Cluster, tmp_path:
     assert len(said) == 1
     assert said[0].startswith("lost rank 0 of estimator, policy (signal SIGKILL)")
     assert len(losses(tmp_path / "runs" / "run")) == 4
-    assert time.monotonic() - began < LONG_S / 2
+    assert not (tmp_path / "drew").exists(), "the run waited for completions that it could not use"
 
 
 def test_a_policy_that_is_lost_again_while_the_run_resumes_is_a_further_loss(cluster: Cluster, tmp_path: Path) -> None:

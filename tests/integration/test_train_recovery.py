@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import resource
 import signal
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow.parquet as pq
 import pytest
 
 from podium.data import Batch
 from podium.errors import PodiumError
-from podium.rollout.engines import Engine
+from podium.rollout.engines import Engine, base
 from podium.rollout.engines.journal import read_journal
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, concat, endpoint, first, shard
@@ -27,12 +26,14 @@ from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt, completion_seeds
 from podium.trainer.runs.ledger import read_ledger
+from podium.trainer.schedules.steps import Rollout, Steps
 from podium.workers import Generator, Policy
 from tests.integration.processes import all_gone
 from tests.integration.training import MODEL, losses, tiny
 
 SECTIONS: dict[str, Any] = {"eval": {"items": 0}, "save": {"every": 1, "model": False}}
 SPLIT = {"layout": "split"}
+STOP = 0  # the token that ends a completion
 LONGER: Any = {**MODEL, "config": {**MODEL["config"], "max_position_embeddings": 64}}  # pyright: ignore[reportGeneralTypeIssues]
 
 
@@ -125,52 +126,67 @@ def test_with_the_asynchronous_schedule_no_prompt_is_lost_with_a_generator(prelo
     assert all(line["step"] - 1 - low <= 2 for line in drawn for low, _ in line["versions"])
 
 
-class Slow(Generator):
-    """It takes a tenth of a second for a token, so that it can be killed in the middle of a completion."""
+class Reporting(Generator):
+    """It writes to its journal after each token, and notes which completions it continues."""
+
+    def __init__(self, *given: Any, folder: Path, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.folder = folder
 
     def _make_engine(self) -> Engine:
+        base.REPORT_EVERY_S = 0.0  # type: ignore[misc] - in a process of its own
         engine = super()._make_engine()
-        advance = engine.advance
+        report, generate_later = engine._report, engine.generate_later
 
-        def slowly(interrupted: Callable[[], bool]) -> list[Any]:
-            return advance(lambda: time.sleep(0.1) is None and interrupted())
+        def report_and_tell() -> None:
+            report()
+            seeds = {id: seed for id, (_, seed, _) in engine._journals.items()}
+            self.reported({seeds[id]: drawn.token_ids for id, drawn in engine.drawn() if id in seeds})
 
-        engine.advance = slowly
+        def note_and_generate(prompts: Any, params: Any, seeds: Any, journal: Any = None, begun: Any = None) -> Any:
+            known = {seed: begun[seed].token_ids for seed in seeds if seed in begun} if begun else {}
+            with (self.folder / "continued").open("a") as file:
+                file.write(f"{json.dumps(known)}\n")
+            return generate_later(prompts, params, seeds, journal, begun)
+
+        engine._report, engine.generate_later = report_and_tell, note_and_generate
         return engine
+
+    def reported(self, drawn: dict[int, list[int]]) -> None:
+        """What the completions in flight are, by seed, and what the journal has of them."""
+
+
+class Fatal(Reporting):
+    """The first one that has drawn eight tokens of a completion ends. It leaves a note of what it had drawn."""
+
+    def reported(self, drawn: dict[int, list[int]]) -> None:
+        unfinished = {seed: tokens for seed, tokens in drawn.items() if tokens[-1] != STOP}
+        if max(map(len, unfinished.values()), default=0) < 8:
+            return
+        with suppress(FileExistsError), (self.folder / "begun").open("x") as file:
+            json.dump(unfinished, file)
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_another_generator_goes_on_from_the_tokens_of_one_that_is_killed(preloaded: Cluster, tmp_path: Path) -> None:
-    begun: dict[int, list[int]] = {}
     run = tmp_path / "runs" / "run"
-
-    def kill_in_flight(trainer: PPOTrainer) -> None:
-        until = time.monotonic() + 30
-        for generator in itertools.cycle((0, 1)):
-            told = read_journal(run / ".in_flight" / f"generator-{generator}.0.jsonl")
-            begun.update(
-                {seed: one.token_ids for seed, one in told.items() if 4 <= len(one) < 24 and one.token_ids[-1]}
-            )
-            if begun or time.monotonic() > until:
-                os.kill(trainer.roles.generators[generator].group.pids[0], signal.SIGKILL)
-                return
-            time.sleep(0.02)
-
-    def see(trainer: PPOTrainer, event: Event) -> None:
-        if isinstance(event, PhaseStarted):
-            threading.Thread(target=kill_in_flight, args=(trainer,)).start()
-
     config = tiny(
         GRPOConfig, tmp_path, run={"steps": 2, "schedule": "asynchronous"}, model=LONGER,
-        sampling={"max_new_tokens": 24, "n": 4, "stop_token_ids": [0]}, engine={"max_sequences": 8},
+        sampling={"max_new_tokens": 24, "n": 4, "stop_token_ids": [STOP]}, engine={"max_sequences": 8},
         placement={**SPLIT, "generator_ranks": 2}, **SECTIONS,
     )  # fmt: skip
-    (said,) = fit(preloaded, config, see, workers={"generator": Slow})
-    assert "lost rank 0 of generator-" in said
-    assert begun
+    fatal = Fatal.bind(config.model, config.engine, folder=tmp_path)
+    fit(preloaded, config, lambda trainer, event: None, workers={"generator": fatal})
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 8}
+    begun = json.loads((tmp_path / "begun").read_text())
+    continued = dict[str, list[int]]()
+    for line in (tmp_path / "continued").read_text().splitlines():
+        continued |= json.loads(line)
     trained = [row for table in completions(run) for row in table["tokens"]]
-    for tokens in begun.values():
-        assert any(row[: len(tokens)] == tokens for row in trained), "tokens that had been drawn were drawn again"
+    for seed, tokens in begun.items():
+        assert continued[seed] == tokens, "tokens that had been drawn were drawn again"
+        assert any(row[: len(tokens)] == tokens for row in trained)
     assert not (run / ".in_flight").exists()
 
 
@@ -184,11 +200,11 @@ def test_a_generator_that_is_lost_again_and_again_ends_the_run_within_seconds(
     assert str(caught.value).count("s ago: rank 0 of generator (") == 2
 
 
-class Unlucky(Slow):
+class Unlucky(Reporting):
     """The first of them cannot be made a second time."""
 
     def __init__(self, *given: Any, folder: Path, **named: Any) -> None:
-        super().__init__(*given, **named)
+        super().__init__(*given, folder=folder, **named)
         if self.ctx.role == "generator-0":
             (folder / "made").touch(exist_ok=False)
 
@@ -292,27 +308,32 @@ def test_a_disk_that_takes_no_more_of_the_ledger_is_named_with_a_remedy(
 
 
 class FailsOnce(PPOTrainer):
-    """Its grading of step 4 fails while step 2 is learned, and before step 2 is saved."""
+    """Its grading of step 4 fails while step 2 is learned, and before step 2 is saved. Step 3 is collected by then."""
 
-    failed = threading.Event()
+    collecting: ClassVar[dict[int, Future[Rollout]]] = {}
+    failed = False
 
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
-        if step == 4 and not self.failed.is_set():
-            self.failed.set()
+        if step == 4 and not self.failed:
             raise RuntimeError("on purpose")
         return super().score(batch, prompts, step)
 
     def learn(self, scored: ScoredBatch) -> Mapping[str, float]:
-        if scored.step == 2:
-            assert self.failed.wait(60.0)
-            time.sleep(0.2)
+        if scored.step == 2 and not self.failed:
+            assert not wait([self.collecting[3], self.collecting[4]], 60.0).not_done
         return super().learn(scored)
 
 
 def test_a_step_that_fails_ahead_of_a_checkpoint_is_collected_again_by_the_resumed_run(
-    preloaded: Cluster, tmp_path: Path
+    preloaded: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "runs" / "run"
+    run, collect_ahead = tmp_path / "runs" / "run", Steps.collect_ahead
+
+    def note(steps: Steps, step: int) -> Future[Rollout]:
+        FailsOnce.collecting[step] = collecting = collect_ahead(steps, step)
+        return collecting
+
+    monkeypatch.setattr(Steps, "collect_ahead", note)
     asked = {"steps": 6, "schedule": "asynchronous", "max_staleness": 2}
     config = tiny(GRPOConfig, tmp_path, run={**asked, "resume": "auto"}, placement=SPLIT, **SECTIONS)
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -320,5 +341,6 @@ def test_a_step_that_fails_ahead_of_a_checkpoint_is_collected_again_by_the_resum
     counts = read_ledger(run / "ledger.jsonl").counts()
     assert counts["trained"] == 12
     assert "dropped" not in counts
+    monkeypatch.setattr(FailsOnce, "failed", True)
     FailsOnce(config, cluster=preloaded, show=False).fit()
     assert read_ledger(run / "ledger.jsonl").counts() == {"trained": 24}

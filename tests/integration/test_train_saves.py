@@ -110,8 +110,8 @@ def test_a_policy_that_dies_while_it_writes_leaves_the_checkpoint_before(
             while not (tmp_path / "writing").exists():
                 time.sleep(0.01)
             there.extend(names(run))
-            (tmp_path / "open").touch()
             os.kill(trainer.roles.policy.group.pids[0], signal.SIGKILL)
+            (tmp_path / "open").touch()  # for the policy of the restart
 
     fit(cluster, config(tmp_path), see)
     assert there == [".step-000002.tmp", "latest", "step-000001"]
