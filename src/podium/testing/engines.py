@@ -21,7 +21,7 @@ __all__ = ["EngineContract", "EngineTarget", "tiny_model", "trained_logprobs"]
 
 VOCABULARY = 97
 BLOCKED_S = 60.0
-"""After this many seconds, a call in another thread counts as blocked. A call that is not blocked takes milliseconds."""
+"""After this many seconds, a call in another thread counts as blocked. Any other call takes milliseconds."""
 PARAMS = SamplingParams(max_new_tokens=12, stop_token_ids=(1, 2, 3))
 SAMPLING: Mapping[str, dict[str, Any]] = {
     "plain": {},
