@@ -39,12 +39,12 @@ from bench.report import put_section
 from podium.backends import inline
 from podium.data import Batch, Jagged, fields
 from podium.rollout.sampling import SamplingParams
+from podium.runs.ledger import Ledger
 from podium.runtime import Worker, concat, endpoint, shard
+from podium.trainer.checks.preflight import load_schedule
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.preflight import load_schedule
 from podium.trainer.recovery import Losses
 from podium.trainer.rollout_queue import RolloutQueue
-from podium.trainer.runs.ledger import Ledger
 
 MEDIAN, SIGMA, LONGEST = 1200, 0.9, 16_000  # tokens of a completion
 TOKEN_S: Final = 0.025  # a token of one lane

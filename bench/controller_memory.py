@@ -26,13 +26,13 @@ from bench.podium_grpo import config_of
 from bench.workload import StepLoad
 from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged, fields
+from podium.data.sampled_text import decode_sampled, text_column
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry.metrics import TOKENS
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
 from podium.workers import Generator, Policy, Reference
-from podium.workers.texts import decode_sampled, text_column
 
 SCALES = (1, 10, 100)
 STEPS = 3  # of each size, after as many of the smallest to warm up

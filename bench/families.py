@@ -26,12 +26,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from podium import Cluster, connect
 from podium.data import Batch
 from podium.errors import ConfigError, EndpointError, PodiumError
+from podium.models import LoraConfig, ModelConfig, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
 from podium.testing.engines import trained_logprobs
 from podium.trainer import PRELOAD
-from podium.workers import LoraConfig, ModelConfig, OptimConfig, ParallelConfig, Policy, load_model
-from tests.unit.workers import families
+from podium.training import OptimConfig, ParallelConfig
+from podium.workers import Policy
+from tests.unit.training import families
 from tests.unit.workers.tiny import oracle_logprobs, recorded
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "models.md"

@@ -23,10 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.controller_memory import PROC, RESET_PEAK, SELF, resident
 from bench.measure import Row
 from podium import connect
+from podium.models import ModelConfig, load_model
 from podium.runtime import Worker, endpoint, gather
 from podium.trainer import PRELOAD
-from podium.workers import ModelConfig, ParallelConfig, TrainEngine, load_model
-from podium.workers.shards import load_parallel
+from podium.training import ParallelConfig, TrainEngine
+from podium.training.shards import load_parallel
 
 RANKS = (1, 2, 4)
 FSDP2 = ParallelConfig(strategy="fsdp2")

@@ -32,7 +32,7 @@ from rich.style import Style
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from podium.trainer.runs.report import plot_curve, read_curve
+from podium.runs.report import plot_curve, read_curve
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"

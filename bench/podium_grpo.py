@@ -18,14 +18,15 @@ from typing import Any
 from bench.measure import covered
 from bench.peers.protocol import Pacer, Peer
 from bench.workload import ALPHABET, SHAPES, StepLoad, prompt_texts
+from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
+from podium.runs.config import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
 from podium.telemetry import CallFinished, Event, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.config import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
-from podium.workers import ModelConfig, OptimConfig
+from podium.training import OptimConfig
 
 MANY_STEPS = 1_000_000
 PROMPTS = 4096

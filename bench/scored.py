@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.backends.process import keep_freed_memory
-from podium.workers.output_layer import LogitsTail, output_scores
+from podium.training.output_layer import LogitsTail, output_scores
 
 
 def whole(hidden_KH: Tensor, layer: nn.Linear, targets_K: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.devices import end_idle_threads
+from podium.models import char_tokenizer
 from podium.rollout.environments.client import Client
 from podium.rollout.environments.config import EnvironmentConfig, SessionLimits
 from podium.rollout.environments.processes import SessionProcesses
@@ -33,7 +34,6 @@ from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
-from podium.workers import char_tokenizer
 
 SESSIONS, TURNS, ANSWER = 1000, 10, 16
 TEMPLATE = (

@@ -10,10 +10,12 @@ import torch
 import podium
 from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged
+from podium.data.sampled_text import completion_texts
+from podium.models import ModelConfig, load_tokenizer
 from podium.rewards import Grader, RewardConfig
 from podium.rollout.sampling import SamplingParams
-from podium.workers import ColocatedSync, Estimator, Generator, ModelConfig, OptimConfig, Policy, load_tokenizer
-from podium.workers.texts import completion_texts
+from podium.training import OptimConfig
+from podium.workers import ColocatedSync, Estimator, Generator, Policy
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 160
 PROMPTS, COMPLETIONS = 32, 8  # prompts a step, completions a prompt

@@ -38,10 +38,11 @@ from pathlib import Path
 from typing import Any
 
 from podium.algorithms import AlgorithmConfig
+from podium.models import ModelConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.trainer import EvalConfig, GRPOConfig, PPOTrainer, PromptBatch, RunConfig, SaveConfig
-from podium.workers import ModelConfig, OptimConfig
+from podium.training import OptimConfig
 
 SHAPE = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 32}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import podium
+from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
@@ -36,7 +37,7 @@ from podium.trainer import (
     SFTTrainer,
     Summary,
 )
-from podium.workers import ModelConfig, OptimConfig
+from podium.training import OptimConfig
 
 TOKENIZER = "chars:0123456789+= "
 

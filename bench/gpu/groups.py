@@ -10,9 +10,11 @@ from bench.gpu.shapes import TINY, TOKENIZER
 from bench.gpu.stage import Stage
 from podium import Cluster, Handle
 from podium.data import Batch
+from podium.models import ModelConfig
 from podium.telemetry import metrics
 from podium.trainer import PRELOAD
-from podium.workers import ModelConfig, OptimConfig, ParallelConfig, Policy
+from podium.training import OptimConfig, ParallelConfig
+from podium.workers import Policy
 from tests.unit.workers.tiny import recorded
 
 MODEL = ModelConfig(config=TINY, tokenizer=TOKENIZER, seed=3)

@@ -16,12 +16,13 @@ from bench.gpu.stage import Stage
 from podium.algorithms import TokenLoss
 from podium.data import Batch
 from podium.devices import memory_peak_bytes
+from podium.models import ModelConfig, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.config import engine_class
 from podium.rollout.sampling import SamplingParams
-from podium.workers import ModelConfig, OptimConfig, ParallelConfig, TrainEngine, load_model
-from podium.workers.micro_batches import MicroBatch
-from podium.workers.scoring import score_tokens
+from podium.training import OptimConfig, ParallelConfig, TrainEngine
+from podium.training.micro_batches import MicroBatch
+from podium.training.scoring import score_tokens
 
 PROMPT_TOKENS = 64
 MARGIN_S = 3.0

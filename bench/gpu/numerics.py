@@ -20,12 +20,13 @@ from bench.gpu.stage import Stage
 from podium.algorithms import TokenLoss, loss_weights
 from podium.data import Batch, Jagged, fields
 from podium.devices import autocast, memory_peak_bytes
+from podium.models import ModelConfig, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
-from podium.workers import ModelConfig, OptimConfig, ParallelConfig, TrainEngine, load_model
-from podium.workers.micro_batches import MicroBatch, cut
-from podium.workers.scoring import score_tokens
-from tests.unit.workers import families as tiny
+from podium.training import OptimConfig, ParallelConfig, TrainEngine
+from podium.training.micro_batches import MicroBatch, cut
+from podium.training.scoring import score_tokens
+from tests.unit.training import families as tiny
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "qwen3_moe")
 PROMPTS = [[4, 9, 15], [7, 5, 12, 30, 31, 8, 22, 17, 40, 3, 6], [20, 21, 22, 23, 24, 25]]

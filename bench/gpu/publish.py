@@ -20,11 +20,13 @@ from podium import Cluster
 from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged
 from podium.devices import free_memory_bytes
+from podium.models import ModelConfig
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry import Note, subscribe
 from podium.trainer import PRELOAD
-from podium.workers import Generator, ModelConfig, OptimConfig, Policy, StreamedSync
-from tests.unit.workers.near import Borrower, Lender
+from podium.training import OptimConfig
+from podium.workers import Generator, Policy, StreamedSync
+from tests.unit.training.near import Borrower, Lender
 
 MIB = 2**20
 PROMPTS, ROW_TOKENS = 4, 32

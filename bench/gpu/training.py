@@ -18,14 +18,15 @@ from bench.gpu.stage import Stage
 from bench.peer import peer_command, python_of, start_peer
 from bench.podium_grpo import write_prompts
 from bench.workload import SHAPES, StepLoad
+from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
+from podium.runs.config import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
 from podium.telemetry import Event, Note, StageFinished, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.config import EvalConfig, PlacementConfig, PromptBatch, RunConfig, SaveConfig
-from podium.workers import ModelConfig, OptimConfig
+from podium.training import OptimConfig
 
 WARMUPS = 1  # steps whose figures are not kept: buffers grow, and kernels are chosen
 STEPS = 3

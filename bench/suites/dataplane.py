@@ -44,8 +44,9 @@ from bench.ways import (
     weight_ways_of,
 )
 from podium import Batch, Handle
+from podium.models import ModelConfig
 from podium.rollout.engines import EngineConfig
-from podium.workers import Generator, ModelConfig, Policy, StreamedSync
+from podium.workers import Generator, Policy, StreamedSync
 
 INT64, FLOAT32 = 8, 4  # bytes
 OBJECT_STORE_BYTES = 6 << 30  # the largest batch, there and back

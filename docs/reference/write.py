@@ -28,7 +28,7 @@ class Page:
 PAGES = (
     Page("podium.md", "podium", ("podium",)),
     Page("trainer.md", "Training", ("podium.trainer",)),
-    Page("workers.md", "Models in workers", ("podium.workers",)),
+    Page("workers.md", "Models in workers", ("podium.workers", "podium.models", "podium.training")),
     Page("algorithms.md", "Algorithms", ("podium.algorithms",)),
     Page("rewards.md", "Rewards", ("podium.rewards",)),
     Page("rollout.md", "Rollout", ("podium.rollout.sampling", "podium.rollout.tasks", "podium.rollout.engines")),

@@ -12,12 +12,12 @@ from typing import Any
 from small import END_OF_CALL, called, main, reinforce, shape, start_of_call, warm_up, write_rows, write_tokenizer
 
 import podium
+from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.environments import Client, ToolError, converse
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.trainer import Summary
-from podium.workers import ModelConfig
 
 
 def calculate(expression: str) -> str:

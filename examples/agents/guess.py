@@ -14,11 +14,11 @@ from small import main, reinforce, shape, write_rows, write_tokenizer
 
 import podium
 from podium.algorithms import AlgorithmConfig
+from podium.models import ModelConfig
 from podium.rollout.environments import Step
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.trainer import Summary
-from podium.workers import ModelConfig
 
 
 class Guess:

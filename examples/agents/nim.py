@@ -15,11 +15,11 @@ from small import main, reinforce, shape, write_rows, write_tokenizer
 
 import podium
 from podium.algorithms import AlgorithmConfig
+from podium.models import ModelConfig
 from podium.rollout.environments import Step
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.trainer import Summary
-from podium.workers import ModelConfig
 
 
 def answer_of(left: int, dice: random.Random, skill: float) -> int:

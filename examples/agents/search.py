@@ -14,12 +14,12 @@ from typing import Any
 from small import END_OF_CALL, called, main, reinforce, shape, start_of_call, warm_up, write_rows, write_tokenizer
 
 import podium
+from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.environments import Client, Toolbox, ToolError, converse, tool
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.trainer import Summary
-from podium.workers import ModelConfig
 
 COLORS = ("red", "blue", "green", "gray", "pink", "teal", "gold", "black")
 THINGS = 600

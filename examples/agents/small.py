@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import podium
+from podium.models import ModelConfig, char_tokenizer
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
@@ -31,7 +32,7 @@ from podium.trainer import (
     SFTTrainer,
     Summary,
 )
-from podium.workers import ModelConfig, OptimConfig, char_tokenizer
+from podium.training import OptimConfig
 
 END_OF_CALL = '"}}</tool_call>'
 

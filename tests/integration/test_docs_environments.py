@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from podium.cli import main
+from podium.models import char_tokenizer
 from podium.rollout.environments import Toolbox
 from podium.rollout.service.chat_format import chat_format
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.workers import char_tokenizer
 from tests.integration.training import MODEL, metrics_rows, tiny
 from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of
 

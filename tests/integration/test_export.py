@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.cli import main
+from podium.models import ModelConfig, load_model, load_tokenizer
+from podium.models.loading import save_pretrained
+from podium.models.whole_weights import full_weights
 from podium.runtime import Cluster, endpoint, nothing
 from podium.telemetry.formatting import percent
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.workers import ModelConfig, Policy, load_model, load_tokenizer
-from podium.workers.models import save_pretrained
-from podium.workers.weight_sync.gather import full_weights
+from podium.workers import Policy
 from tests.integration.hub_server import TOKEN, hub_server
 from tests.integration.training import MODEL, tiny
 

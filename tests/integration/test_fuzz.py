@@ -35,14 +35,14 @@ from podium.cli import main
 from podium.cli.inference import inference_config
 from podium.config import config_to_yaml, load_config
 from podium.errors import PodiumError
+from podium.models import char_tokenizer, load_tokenizer
+from podium.models.loading import longest_text
+from podium.models.manifest import check_manifest, file_sums, write_manifest
 from podium.rollout.tasks import DataConfig, encode_pairs, encode_prompts, load_examples
-from podium.trainer.config import RECIPES
-from podium.trainer.preflight import check_settings, with_stop_tokens
-from podium.trainer.runs.checkpoints import TrainerState
-from podium.trainer.runs.directory import RunDirectory
-from podium.workers import char_tokenizer, load_tokenizer
-from podium.workers.manifest import check_manifest, file_sums, write_manifest
-from podium.workers.models import longest_text
+from podium.runs.checkpoints import TrainerState
+from podium.runs.config import RECIPES
+from podium.runs.directory import RunDirectory
+from podium.trainer.checks.preflight import check_settings, with_stop_tokens
 
 SLOWEST_S = 20.0
 TOKENIZER = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+= ")
@@ -312,7 +312,7 @@ class Doors:
 
     @property
     def no_model(self) -> Any:
-        from podium.workers import ModelConfig
+        from podium.models import ModelConfig
 
         return ModelConfig(config={"model_type": "qwen3"}, tokenizer="chars:0")
 

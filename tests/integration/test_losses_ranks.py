@@ -13,10 +13,12 @@ from torch import Tensor
 
 from podium.algorithms import AlgorithmConfig, loss_weights
 from podium.data import Batch
+from podium.models import load_model
 from podium.runtime import Cluster, endpoint, first, shard
-from podium.workers import OptimConfig, ParallelConfig, Policy, load_model
-from podium.workers.config import Strategy
-from podium.workers.micro_batches import plan
+from podium.training import OptimConfig, ParallelConfig
+from podium.training.config import Strategy
+from podium.training.micro_batches import plan
+from podium.workers import Policy
 from tests.unit.algorithms import oracles
 from tests.unit.algorithms.oracles import LossRow
 from tests.unit.workers.tiny import LENGTHS, TINY, recorded

@@ -12,9 +12,9 @@ import yaml
 
 from podium.cli import main
 from podium.config import config_to_dict
+from podium.models import ModelConfig, load_model, load_tokenizer
+from podium.models.loading import save_pretrained
 from podium.trainer import GRPOConfig
-from podium.workers import ModelConfig, load_model, load_tokenizer
-from podium.workers.models import save_pretrained
 from tests.integration.training import MODEL, tiny
 
 REWARD = "def score(completion, row):\n    return float(completion[:1] == row['answer'][:1])\n"

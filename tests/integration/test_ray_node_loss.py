@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from podium.errors import PlacementError
+from podium.runs.ledger import read_ledger
 from podium.telemetry import Event, Recovered, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.runs.ledger import read_ledger
 from tests.integration.processes import wait_for
 from tests.integration.training import losses, tiny
 

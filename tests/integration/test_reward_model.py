@@ -17,9 +17,10 @@ from podium import Worker, endpoint
 from podium.cli import main
 from podium.data import Batch
 from podium.errors import ConfigError, DataError, EndpointError
+from podium.models import char_tokenizer
 from podium.trainer import GRPOConfig, PPOTrainer, describe_plan
-from podium.trainer.preflight import check_given, names_of_given
-from podium.workers import RewardModel, char_tokenizer
+from podium.trainer.checks.preflight import check_given, names_of_given
+from podium.workers import RewardModel
 from tests.integration.rewards import minus_half
 from tests.integration.test_environments import config_of
 from tests.integration.training import MODEL, metrics_rows, tiny

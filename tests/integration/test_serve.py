@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from podium.errors import PodiumError
+from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.chat_format import ChatFormat
@@ -28,7 +29,6 @@ from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
-from podium.workers import ModelConfig, char_tokenizer, load_model
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")

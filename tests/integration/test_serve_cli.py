@@ -21,10 +21,10 @@ import pytest
 import podium
 from podium.cli import main
 from podium.errors import ConfigError
+from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.processes import children_of
 from podium.testing.target import all_gone, wait_for
 from podium.trainer import InferenceConfig, build_config, served
-from podium.workers import ModelConfig, char_tokenizer, load_model
 from tests.integration.processes import listeners_of
 
 pytest.importorskip("openai")

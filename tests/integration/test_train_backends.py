@@ -17,9 +17,9 @@ import pytest
 import podium
 from podium import Cluster
 from podium.cli import main
+from podium.runs.ledger import read_ledger
 from podium.telemetry import WorkerStarted, subscribe
 from podium.trainer import PRELOAD, GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, config_to_yaml
-from podium.trainer.runs.ledger import read_ledger
 from tests.integration.processes import all_gone, wait_for
 from tests.integration.training import losses, metrics_rows, tiny
 

@@ -14,10 +14,11 @@ import torch
 
 from podium.data import Batch
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, PodiumError
+from podium.models import load_tokenizer
 from podium.runtime import Cluster, concat, endpoint, first, shard
 from podium.telemetry import Note, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.workers import Generator, Policy, load_tokenizer
+from podium.workers import Generator, Policy
 from tests.integration.training import losses, metrics_rows, tiny, write_copy_task
 
 WRONG_LOSSES = """

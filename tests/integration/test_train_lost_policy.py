@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from podium.data import Batch
+from podium.runs.ledger import read_ledger
 from podium.runtime import Cluster, concat, endpoint, shard
 from podium.telemetry import Event, Note, Recovered, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.runs.ledger import read_ledger
 from podium.workers import Generator
 from tests.integration.training import losses, tiny
 

@@ -20,12 +20,12 @@ from podium.errors import PodiumError
 from podium.rollout.engines import Engine, base
 from podium.rollout.engines.journal import read_journal
 from podium.rollout.sampling import SamplingParams
+from podium.runs.ledger import read_ledger
 from podium.runtime import Cluster, concat, endpoint, first, shard
 from podium.telemetry import EvalFinished, Event, Note, PhaseStarted, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt, completion_seeds
-from podium.trainer.runs.ledger import read_ledger
 from podium.trainer.schedules.steps import Rollout, Steps
 from podium.workers import Generator, Policy
 from tests.integration.processes import all_gone

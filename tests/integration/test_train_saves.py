@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from podium.errors import CheckpointError
+from podium.models import model_files
+from podium.runs.ledger import read_ledger
 from podium.runtime import Cluster, endpoint, nothing
 from podium.telemetry import CheckpointSaved, Event, Note, Recovered, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from podium.trainer.runs.ledger import read_ledger
-from podium.workers import Policy, model_files
+from podium.workers import Policy
 from tests.integration.training import losses, tiny
 
 STEPS = 4

@@ -17,12 +17,12 @@ from podium.cli import main
 from podium.data import Batch
 from podium.errors import ConfigError, PodiumError
 from podium.rollout.sampling import SamplingParams
+from podium.runs.ledger import read_ledger
 from podium.runtime import Cluster, concat, endpoint, first, shard
 from podium.telemetry import Event, StageFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
-from podium.trainer.runs.ledger import read_ledger
 from podium.workers import Generator, Policy
 from tests.integration.processes import wait_for
 from tests.integration.rewards import sevens

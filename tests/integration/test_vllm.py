@@ -13,21 +13,14 @@ import torch
 
 from podium import Cluster, connect
 from podium.data import Batch, Jagged
+from podium.models import ModelConfig
 from podium.rollout.engines import EngineConfig, vllm
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import colocate
 from podium.telemetry import metrics
 from podium.trainer import PRELOAD
-from podium.workers import (
-    ColocatedSync,
-    Generator,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    Policy,
-    StreamedSync,
-    WeightSync,
-)
+from podium.training import OptimConfig, ParallelConfig
+from podium.workers import ColocatedSync, Generator, Policy, StreamedSync, WeightSync
 from tests.integration.test_environments import config_of, train
 from tests.integration.training import MODEL, losses, metrics_rows
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded

@@ -18,11 +18,13 @@ import torch
 from podium import Cluster, connect
 from podium.data import Batch, Jagged
 from podium.errors import DataError, EndpointError, PodiumError, WorkerDied
+from podium.models import ModelConfig
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Bound, endpoint
 from podium.trainer import PRELOAD
-from podium.workers import Generator, ModelConfig, OptimConfig, ParallelConfig, Policy, StreamedSync
+from podium.training import OptimConfig, ParallelConfig
+from podium.workers import Generator, Policy, StreamedSync
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 BUCKET = 3000

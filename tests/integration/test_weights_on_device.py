@@ -19,14 +19,15 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, rebuild_tensor
 
 from podium.data import Batch, Jagged
 from podium.errors import EndpointError, WorkerDied
+from podium.models.buckets import checksum
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, endpoint
 from podium.telemetry import Note, subscribe
-from podium.workers import Generator, OptimConfig, ParallelConfig, StreamedSync
-from podium.workers.weight_sync.buckets import checksum
+from podium.training import OptimConfig, ParallelConfig
+from podium.workers import Generator, StreamedSync
 from podium.workers.weight_sync.on_device import Lent, Loan, Site, _on, lend, open_loan, route, site_of
-from tests.unit.workers.near import GPU, Borrower, Lender
+from tests.unit.training.near import GPU, Borrower, Lender
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 OPTIM = OptimConfig(lr=1e-2)

@@ -15,21 +15,14 @@ from transformers import AutoModelForCausalLM
 from podium.algorithms import AlgorithmConfig
 from podium.data import Batch, Jagged
 from podium.errors import EndpointError
+from podium.models import ModelConfig
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Bound, Cluster, colocate, connect, endpoint, gather, shard
 from podium.trainer import PRELOAD
-from podium.workers import (
-    ColocatedSync,
-    Critic,
-    Generator,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    Policy,
-    StreamedSync,
-)
-from podium.workers.config import Strategy
-from podium.workers.micro_batches import plan
+from podium.training import OptimConfig, ParallelConfig
+from podium.training.config import Strategy
+from podium.training.micro_batches import plan
+from podium.workers import ColocatedSync, Critic, Generator, Policy, StreamedSync
 from tests.unit.workers.tiny import ADAPTED, LENGTHS, TINY, oracle_logprobs, recorded
 
 STEPS = 12

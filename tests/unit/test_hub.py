@@ -9,8 +9,8 @@ from pathlib import Path
 SCRIPT = """
 from podium.errors import PodiumError
 from podium.rollout.tasks import DataConfig, load_examples
-from podium.workers import ModelConfig, load_tokenizer
-from podium.workers.models import longest_text
+from podium.models import ModelConfig, load_tokenizer
+from podium.models.loading import longest_text
 for work in (
     lambda: load_tokenizer("nobody/nothing"),
     lambda: longest_text(ModelConfig(path="nobody/nothing")),

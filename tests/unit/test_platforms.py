@@ -73,7 +73,7 @@ from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.trainer import EvalConfig, GRPOConfig, PPOTrainer, PromptBatch, RunConfig
-from podium.workers import ModelConfig
+from podium.models import ModelConfig
 
 assert not hasattr(os, "memfd_create")
 

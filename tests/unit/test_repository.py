@@ -14,8 +14,8 @@ import yaml
 import podium
 from podium.cli import COMMANDS
 from podium.config import parse_overrides
+from podium.runs.config import RECIPES, InferenceConfig
 from podium.trainer import keys_of
-from podium.trainer.config import RECIPES, InferenceConfig
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -28,7 +28,7 @@ def run_changes(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if len(options.names) > 2:
         raise ConfigError("two evaluations are compared: give RUN, or RUN@STEP twice")
-    from podium.trainer.runs.changes import find_evaluations, without_completions
+    from podium.runs.changes import find_evaluations, without_completions
 
     for number, (name, (first, second)) in enumerate(find_evaluations(options.names).items()):
         sys.stdout.write("\n" * (number > 0) + (f"set       {name}\n" if name else ""))
@@ -44,8 +44,8 @@ def run_changes(arguments: Sequence[str]) -> int:
 
 def _show(first: Path, second: Path, count: int) -> None:
     """Print what changed between the evaluations in two files, and ``count`` prompts of each kind."""
+    from podium.runs.changes import compare_evaluations
     from podium.telemetry.formatting import percent
-    from podium.trainer.runs.changes import compare_evaluations
 
     found = compare_evaluations(first, second)
     for name, path, correct in (("before", first, found.correct[0]), ("after", second, found.correct[1])):

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import NamedTuple
 
 from podium.config import Key, keys_of
+from podium.runs.config import RECIPES, InferenceConfig
 from podium.runtime import backends
-from podium.trainer.config import RECIPES, InferenceConfig
 
 __all__ = ["run_completion"]
 

@@ -36,7 +36,7 @@ def run_export(arguments: Sequence[str]) -> int:
         raise ConfigError("say where the model goes: --to DIR, --push NAME, or both")
     if options.push:
         _check_name(options.push)
-    from podium.trainer.runs.export import export_model, find_model
+    from podium.runs.export import export_model, find_model
 
     found = find_model(options.model)
     if found is not None and found.checkpoint is None and found.adapted and not options.merge:

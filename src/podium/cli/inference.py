@@ -13,8 +13,8 @@ import podium
 from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import build_config, read_values, with_overrides
 from podium.errors import ConfigError
-from podium.trainer.config import InferenceConfig
-from podium.trainer.runs.places import found_values, is_needed, remarks
+from podium.runs.config import InferenceConfig
+from podium.runs.named_files import found_values, is_needed, remarks
 
 __all__ = ["connect", "inference_config", "opened_config", "run_eval", "run_sample"]
 
@@ -84,7 +84,7 @@ def opened_config(
         CheckpointError: The checkpoint is damaged.
     """
     _refuse_early(model, path, overrides)
-    from podium.trainer.runs.export import find_model, opened_model
+    from podium.runs.export import find_model, opened_model
 
     config = inference_config(model, path, overrides, needs)
     found = find_model(model)
@@ -110,7 +110,7 @@ def inference_config(
             settings are wrong, or a file that the run was begun with is gone and ``needs`` has its key or section.
             Or the reward is code in the run's directory.
     """
-    from podium.trainer.runs.export import find_model
+    from podium.runs.export import find_model
 
     values: dict[str, Any] = {}
     found = find_model(model)
@@ -133,7 +133,7 @@ def inference_config(
             raise ConfigError("\n".join(gone))
     config = build_config(InferenceConfig, values)
     if found is not None and "reward" in needs:
-        from podium.trainer.preflight import refuse_code_of
+        from podium.trainer.checks.preflight import refuse_code_of
 
         refuse_code_of(found.run, config)
     return config

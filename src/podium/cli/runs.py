@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from podium.errors import ConfigError
 
 if TYPE_CHECKING:
-    from podium.trainer.runs.comparison import RunRecord
+    from podium.runs.comparison import RunRecord
 
 __all__ = ["run_runs"]
 
@@ -33,7 +33,7 @@ def run_runs(arguments: Sequence[str]) -> int:
     parser = _parser("podium runs", "List runs, or show one.", epilog=_EPILOG)
     parser.add_argument("paths", nargs="*", default=["runs"], help="runs, or directories of runs (default: runs)")
     paths = [Path(path) for path in parser.parse_args(arguments).paths]
-    from podium.trainer.runs.comparison import find_runs
+    from podium.runs.comparison import find_runs
 
     found = [run for path in paths for run in find_runs(path)]
     if len(found) == 1 and found[0].path == paths[0]:
@@ -76,7 +76,7 @@ def _show(run: RunRecord) -> None:
 
 def _said(run: RunRecord) -> str:
     """A run in a line: its state, its accuracy, and the states of its prompts."""
-    from podium.trainer.runs.ledger import read_ledger
+    from podium.runs.ledger import read_ledger
 
     told = [f"{run.state} at step {run.step}"]
     if run.accuracy is not None:
@@ -92,8 +92,8 @@ def _draw(run: RunRecord) -> None:
     """The learning curve, with characters where plotext is installed."""
     from importlib.util import find_spec
 
+    from podium.runs.report import draw_curve, read_curve
     from podium.telemetry.sinks.console import terminal
-    from podium.trainer.runs.report import draw_curve, read_curve
 
     curve = read_curve(run.path / "metrics.jsonl")
     if curve is None or len(curve.steps) < 2:
@@ -113,8 +113,8 @@ def _compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--metric", default="", help="what is drawn (default: accuracy, else reward, else loss)")
     parser.add_argument("--out", default="comparison.png", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
+    from podium.runs.comparison import differing, find_runs, groups_of, plot_runs
     from podium.telemetry import metrics
-    from podium.trainer.runs.comparison import differing, find_runs, groups_of, plot_runs
 
     runs = [run for path in options.paths for run in find_runs(Path(path))]
     if len(runs) < 2:
@@ -142,8 +142,8 @@ def _clean(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", help="runs to remove; default: those below runs/ that ended before a step")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(arguments)
-    from podium.trainer.files import lock_directory, remove
-    from podium.trainer.runs.comparison import RunRecord, find_runs
+    from podium.runs.comparison import RunRecord, find_runs
+    from podium.runs.files import lock_directory, remove
 
     named = [RunRecord(Path(path)) for path in options.paths]
     for run in named:

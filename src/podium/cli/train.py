@@ -15,11 +15,11 @@ from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import keys_of, load_config, parse_overrides, read_values
 from podium.errors import ConfigError
 from podium.lazy import uncollected
+from podium.runs.config import RECIPES, PPOConfig, SFTConfig
+from podium.runs.paths import resolve_resume
 from podium.runtime.connecting import backend_class
 from podium.telemetry import Note, Waiting, emit, flush
-from podium.trainer.config import RECIPES, PPOConfig, SFTConfig
 from podium.trainer.preload import PRELOAD
-from podium.trainer.runs.path import resolve_resume
 
 if TYPE_CHECKING:
     from podium.trainer import PPOTrainer, SFTTrainer

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from podium.data.memory import concat_tensors as concat_tensors, copy_tensor as copy_tensor
     from podium.data.refs import RowIndex as RowIndex, TensorRef as TensorRef, concat_values as concat_values
     from podium.data.rows import Rows as Rows
+    from podium.data.sampled_text import completion_texts as completion_texts, sampled_tokens as sampled_tokens
     from podium.data.store import (
         Block as Block,
         BlockInfo as BlockInfo,

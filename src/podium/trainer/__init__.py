@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         load_config as load_config,
         read_values as read_values,
     )
-    from podium.trainer.config import (
+    from podium.runs.config import (
         CriticConfig as CriticConfig,
         EvalConfig as EvalConfig,
         ExampleBatch as ExampleBatch,
@@ -27,16 +27,13 @@ if TYPE_CHECKING:
         SaveConfig as SaveConfig,
         SFTConfig as SFTConfig,
     )
-    from podium.trainer.data_plan import describe_data as describe_data
-    from podium.trainer.evaluate import (
-        Evaluation as Evaluation,
-        evaluate_model as evaluate_model,
-        open_sampler as open_sampler,
-    )
-    from podium.trainer.plan import describe_plan as describe_plan
+    from podium.runs.directory import Summary as Summary
+    from podium.runs.evaluation import Evaluation as Evaluation
+    from podium.trainer.checks.data_plan import describe_data as describe_data
+    from podium.trainer.checks.plan import describe_plan as describe_plan
+    from podium.trainer.evaluate import evaluate_model as evaluate_model, open_sampler as open_sampler
     from podium.trainer.ppo import PPOTrainer as PPOTrainer
     from podium.trainer.preload import PRELOAD as PRELOAD
-    from podium.trainer.runs.directory import Summary as Summary
     from podium.trainer.serving import ServedModel as ServedModel, served as served
     from podium.trainer.sft import SFTTrainer as SFTTrainer
 else:

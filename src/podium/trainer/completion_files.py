@@ -17,15 +17,14 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from podium.data import Batch, Jagged, fields
+from podium.data import Batch, Jagged, fields, sampled_tokens
 from podium.rewards import Grade
+from podium.runs.files import step_name
 from podium.runtime import Call
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.conversations import Conversation, conversations
-from podium.trainer.files import step_name
 from podium.trainer.prompts import Prompt
 from podium.trainer.token_texts import TokenTexts
-from podium.workers import sampled_tokens
 
 __all__ = ["CompletionsLog", "write_completions"]
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from podium.data import Batch, fields
+from podium.data import Batch, completion_texts, fields
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks.examples import template_messages
 from podium.runtime import Handle
 from podium.telemetry import Sample, metrics as names
 from podium.trainer.prompts import Prompt
-from podium.workers import RewardModel, completion_texts
+from podium.workers import RewardModel
 
 __all__ = ["ScoredBatch", "version_range"]
 

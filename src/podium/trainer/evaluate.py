@@ -1,72 +1,37 @@
 """Evaluation on held-out prompts: the generator answers, and the grader judges the answers."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-from podium.data import fields
+from podium.data import completion_texts, fields
 from podium.errors import ConfigError
+from podium.models import load_tokenizer
 from podium.rewards import Grader, RewardFn
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import Example
+from podium.runs.config import InferenceConfig
+from podium.runs.evaluation import Evaluation
 from podium.runtime import Cluster, Handle
-from podium.telemetry import Note, Sample, emit
+from podium.telemetry import Note, emit
+from podium.trainer.checks.preflight import check_answers, check_reward, with_stop_tokens
 from podium.trainer.completion_files import write_completions
 from podium.trainer.completions import ScoredBatch
-from podium.trainer.config import InferenceConfig
 from podium.trainer.generators import Generators
-from podium.trainer.preflight import check_answers, check_reward, with_stop_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
 from podium.trainer.roles import started_generator
 from podium.trainer.sessions import NoRowsError, Sessions, grade_sessions
 from podium.trainer.tasks import load_tasks
-from podium.workers import Generator, RewardModel, completion_texts, load_tokenizer
+from podium.workers import Generator, RewardModel
 
-__all__ = ["Evaluation", "evaluate_model", "gain_interval", "open_sampler", "score_held_out"]
+__all__ = ["evaluate_model", "open_sampler", "score_held_out"]
 
 _SAMPLES: Final = 3
-_Z95: Final = 1.959964  # of the normal distribution, two-sided
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """One held-out evaluation: ``correct`` of ``items`` prompts after ``step`` steps, and a few completions."""
-
-    step: int
-    correct: int
-    items: int
-    reward_mean: float
-    samples: tuple[Sample, ...] = ()
-
-    @property
-    def accuracy(self) -> float:
-        """Share of correct prompts, in 0..1."""
-        return self.correct / self.items
-
-    def interval(self) -> tuple[float, float]:
-        """The 95 % score interval of the accuracy (Wilson 1927, eq. 3), right also near 0 and 1."""
-        n, p, z2 = self.items, self.accuracy, _Z95**2
-        middle = (p + z2 / (2 * n)) / (1 + z2 / n)
-        half = _Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-        # Rounding must not push a bound past the share itself, where the two meet at 0 and at 1.
-        return min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))
-
-
-def gain_interval(before: Evaluation, after: Evaluation) -> tuple[float, float]:
-    """The 95 % interval of the gain in accuracy for independent samples (Newcombe 1998, method 10).
-
-    Where both were measured on the same prompts, this is wider than need be.
-    """
-    (low_1, high_1), (low_2, high_2) = before.interval(), after.interval()
-    p_1, p_2 = before.accuracy, after.accuracy
-    gain = p_2 - p_1
-    return gain - math.hypot(p_2 - low_2, high_1 - p_1), gain + math.hypot(high_2 - p_2, p_1 - low_1)
 
 
 def score_held_out(

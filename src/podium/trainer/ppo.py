@@ -23,16 +23,16 @@ from podium.algorithms import Declaration, KLController, advantage_declaration
 from podium.data import Batch, fields
 from podium.errors import PodiumError, RewardError
 from podium.rollout.tasks import PromptStream, load_examples
+from podium.runs.checkpoints import TrainerState
+from podium.runs.config import PPOConfig
 from podium.runtime import Call, Handle
 from podium.telemetry import CompletionsSampled, Note, emit, metrics as names
 from podium.telemetry.formatting import percent
+from podium.trainer.checks.preflight import check_answers, check_columns, check_lengths, check_tokens
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
-from podium.trainer.config import PPOConfig
 from podium.trainer.generators import Generators, parts_of
-from podium.trainer.preflight import check_answers, check_columns, check_lengths, check_tokens
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
-from podium.trainer.runs.checkpoints import TrainerState
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer

@@ -18,18 +18,18 @@ from typing import Any, Final, NamedTuple
 
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
+from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
 from podium.telemetry import Note, Waiting, emit
-from podium.trainer.config import InferenceConfig, PPOConfig, SFTConfig
-from podium.trainer.placement import check_placement, reserved, standing, warn_of_bfloat16
+from podium.trainer.checks.placement import check_placement, reserved, standing, warn_of_bfloat16
+from podium.training import ParallelConfig
 from podium.workers import (
     ColocatedSync,
     Critic,
     Estimator,
     Generator,
     Learner,
-    ParallelConfig,
     Policy,
     Reference,
     RewardModel,

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from podium.errors import PodiumError
+from podium.models import load_tokenizer
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.service import check_serving, serve_front
 from podium.rollout.tasks.writer import chat_template
+from podium.runs.config import InferenceConfig
 from podium.runtime import Cluster, Handle
-from podium.trainer.config import InferenceConfig
-from podium.trainer.preflight import with_stop_tokens
+from podium.trainer.checks.preflight import with_stop_tokens
 from podium.trainer.roles import started_generator
-from podium.workers import Generator, load_tokenizer
+from podium.workers import Generator
 
 __all__ = ["ServedModel", "served"]
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from podium.rollout.environments.contract import Earned
     from podium.rollout.sampling import SamplingParams
+    from podium.runs.config import InferenceConfig
     from podium.runtime import Handle
-    from podium.trainer.config import InferenceConfig
     from podium.workers import Generator, RewardModel, Rollout
 
 __all__ = ["NoRowsError", "SessionReport", "Sessions", "grade_sessions"]

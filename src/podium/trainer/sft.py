@@ -12,9 +12,9 @@ import torch
 from podium.algorithms import loss_weights
 from podium.data import Batch, Jagged, fields
 from podium.rollout.tasks import PromptStream, encode_pairs, load_examples
+from podium.runs.config import SFTConfig
 from podium.telemetry import metrics as names
-from podium.trainer.config import SFTConfig
-from podium.trainer.preflight import check_examples, check_tokens
+from podium.trainer.checks.preflight import check_examples, check_tokens
 from podium.trainer.trainer import Trainer
 
 __all__ = ["Examples", "SFTTrainer"]

@@ -21,9 +21,20 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.config import config_to_dict
 from podium.errors import ConfigError, PodiumError
+from podium.models import load_tokenizer
+from podium.models.manifest import explain, is_refusal
 from podium.rewards import Grader, RewardFn
 from podium.rollout.tasks import PromptStream
 from podium.rollout.tasks.writer import chat_template
+from podium.runs.checkpoints import TrainerState
+from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.directory import RunDirectory, Summary, scores_by_set
+from podium.runs.evaluation import Evaluation
+from podium.runs.files import remove, step_of
+from podium.runs.ledger import Ledger
+from podium.runs.named_files import as_given, record, remarks
+from podium.runs.paths import resolve_resume, run_path
+from podium.runs.report import report
 from podium.runtime import Cluster, backend_class, connect
 from podium.telemetry import (
     EvalFinished,
@@ -40,12 +51,8 @@ from podium.telemetry import (
     subscribe,
 )
 from podium.telemetry.sinks.console import terminal
-from podium.trainer.ahead import LATER, importing
-from podium.trainer.config import PPOConfig, SFTConfig
-from podium.trainer.evaluate import Evaluation, score_held_out
-from podium.trainer.files import remove, step_of
-from podium.trainer.generators import Generators, parts_of
-from podium.trainer.preflight import (
+from podium.trainer.background_imports import LATER, importing
+from podium.trainer.checks.preflight import (
     check_answers,
     check_given,
     check_lengths,
@@ -56,21 +63,16 @@ from podium.trainer.preflight import (
     unused_settings,
     with_stop_tokens,
 )
+from podium.trainer.evaluate import score_held_out
+from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import Prompt, load_held_out
 from podium.trainer.recovery import Losses, LostTooOften, RunLost
 from podium.trainer.roles import Roles, RoleWorkers, started_roles
-from podium.trainer.runs.checkpoints import Saver, TrainerState, load_checkpoint
-from podium.trainer.runs.directory import RunDirectory, Summary, scores_by_set
-from podium.trainer.runs.ledger import Ledger
-from podium.trainer.runs.path import resolve_resume, run_path
-from podium.trainer.runs.places import as_given, record, remarks
-from podium.trainer.runs.report import report
+from podium.trainer.saving import Saver, load_checkpoint
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage
 from podium.trainer.sessions import Sessions
 from podium.trainer.tasks import load_tasks
-from podium.workers import load_tokenizer
-from podium.workers.manifest import explain, is_refusal
 
 __all__ = ["ECHO_S", "StopRequest", "Trainer", "listen_for_stop"]
 

@@ -5,24 +5,14 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.workers.config import (
-        LoraConfig as LoraConfig,
-        ModelConfig as ModelConfig,
-        OptimConfig as OptimConfig,
-        ParallelConfig as ParallelConfig,
-    )
     from podium.workers.critic import Critic as Critic
-    from podium.workers.engine import StepResult as StepResult, TrainEngine as TrainEngine
     from podium.workers.estimator import Estimator as Estimator
     from podium.workers.generator import Generator as Generator
     from podium.workers.learner import Learner as Learner
-    from podium.workers.models import load_model as load_model
     from podium.workers.policy import Policy as Policy
     from podium.workers.reference import Reference as Reference
     from podium.workers.reward_model import RewardModel as RewardModel
     from podium.workers.rollout import Rollout as Rollout
-    from podium.workers.texts import completion_texts as completion_texts, sampled_tokens as sampled_tokens
-    from podium.workers.tokenizers import char_tokenizer as char_tokenizer, load_tokenizer as load_tokenizer
     from podium.workers.weight_sync import (
         ColocatedSync as ColocatedSync,
         StreamedSync as StreamedSync,

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from podium.algorithms import LossInputs, TokenLoss, explained_variance, value_loss, value_moments
 from podium.data import Batch, Jagged, fields
+from podium.models.loading import plain_model
+from podium.models.weight_files import replaced_heads, stored_value_head
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import metrics
+from podium.training.micro_batches import MicroBatch
+from podium.training.scoring import run_model
+from podium.training.shards import load_parallel
 from podium.workers.learner import Learner
-from podium.workers.micro_batches import MicroBatch
-from podium.workers.models import plain_model
-from podium.workers.scoring import run_model
-from podium.workers.shards import load_parallel
-from podium.workers.weight_files import replaced_heads, stored_value_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,9 +23,9 @@ from podium.algorithms import (
 )
 from podium.algorithms.token_rows import row_sums, rows_of_tokens
 from podium.data import Batch, Jagged, fields
+from podium.data.sampled_text import sampled_counts
 from podium.runtime import Worker, concat, endpoint, first, only, shard
 from podium.telemetry import metrics
-from podium.workers.texts import sampled_counts
 
 __all__ = ["Estimator"]
 

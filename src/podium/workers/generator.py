@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import Batch, Jagged, fields
+from podium.data.sampled_text import decode_sampled, text_column
 from podium.errors import DataError
+from podium.models.tokenizers import load_tokenizer
 from podium.rollout.engines.journal import Drawn, Journal, read_journals
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.tasks.config import DataConfig
 from podium.runtime import concat, endpoint, shard
-from podium.workers.texts import decode_sampled, text_column
-from podium.workers.tokenizers import load_tokenizer
 from podium.workers.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from podium.algorithms import AlgorithmConfig, check_functions, loss_weights
 from podium.data import Batch, fields
+from podium.data.sampled_text import sampled_counts
 from podium.devices import choose_device, random_state, set_random_state
 from podium.errors import CheckpointError
-from podium.runtime import Worker, endpoint, first, nothing
-from podium.workers.adapter_base import BASE, base_checksum
-from podium.workers.config import ModelConfig, OptimConfig, ParallelConfig, check_dropout
-from podium.workers.engine import TrainEngine
-from podium.workers.manifest import check_manifest, explain, write_manifest
-from podium.workers.model_files import (
+from podium.models.adapter_base import BASE, base_checksum
+from podium.models.config import ModelConfig
+from podium.models.manifest import check_manifest, explain, write_manifest
+from podium.models.model_files import (
     RESUME,
     ModelCopy,
     ModelLayout,
@@ -32,9 +31,11 @@ from podium.workers.model_files import (
     read_layout,
     read_model,
 )
-from podium.workers.shards import load_parallel
-from podium.workers.state_copy import StateCopy
-from podium.workers.texts import sampled_counts
+from podium.runtime import Worker, endpoint, first, nothing
+from podium.training.config import OptimConfig, ParallelConfig, check_dropout
+from podium.training.engine import TrainEngine
+from podium.training.shards import load_parallel
+from podium.training.state_copy import StateCopy
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from podium.algorithms import LossInputs, TokenLoss, loss_declaration, policy_loss
 from podium.data import Batch, InPlace, Jagged, fields
+from podium.data.sampled_text import sampled_counts
 from podium.devices import memory_peak_bytes
 from podium.errors import DataError
+from podium.models.buckets import Bucket, WeightManifest, fill
+from podium.models.loading import save_pretrained
+from podium.models.tokenizers import load_tokenizer
+from podium.models.whole_weights import WholeWeights, full_weights
 from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
+from podium.training.micro_batches import MicroBatch
+from podium.training.scoring import score_tokens
 from podium.workers.learner import Learner
-from podium.workers.micro_batches import MicroBatch
-from podium.workers.models import save_pretrained
-from podium.workers.scoring import score_tokens
-from podium.workers.texts import sampled_counts
-from podium.workers.tokenizers import load_tokenizer
-from podium.workers.weight_sync.buckets import Bucket, WeightManifest, fill
-from podium.workers.weight_sync.gather import WholeWeights, full_weights
 from podium.workers.weight_sync.on_device import Lent, Site, lend, site_of
 from podium.workers.weight_sync.receiver import WeightReceiver
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from podium.data import Batch, fields
 from podium.devices import choose_device
+from podium.models.config import ModelConfig
 from podium.runtime import Worker, concat, endpoint, first, nothing, shard
-from podium.workers.config import ModelConfig, ParallelConfig
-from podium.workers.engine import TrainEngine
-from podium.workers.micro_batches import MicroBatch
-from podium.workers.scoring import score_tokens
-from podium.workers.shards import load_parallel
+from podium.training.config import ParallelConfig
+from podium.training.engine import TrainEngine
+from podium.training.micro_batches import MicroBatch
+from podium.training.scoring import score_tokens
+from podium.training.shards import load_parallel
 from podium.workers.weight_sync.receiver import POLICY_ROLE
 
 __all__ = ["Reference"]

@@ -11,11 +11,11 @@ from torch.nn.utils.rnn import pad_sequence
 from podium.data import Batch, fields
 from podium.devices import choose_device
 from podium.errors import ConfigError, DataError
+from podium.models.loading import load_scorer, rotary_turn
+from podium.models.tokenizers import load_tokenizer
 from podium.rollout.tasks.writer import INSTRUCTING
 from podium.runtime import Worker, concat, endpoint, first, shard
-from podium.workers.micro_batches import plan
-from podium.workers.models import load_scorer, rotary_turn
-from podium.workers.tokenizers import load_tokenizer
+from podium.training.micro_batches import plan
 
 __all__ = ["RewardModel"]
 

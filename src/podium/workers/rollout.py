@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from podium.data import Batch, Jagged, fields
+from podium.data.sampled_text import text_column
 from podium.errors import ConfigError
+from podium.models.config import ModelConfig
+from podium.models.loading import longest_text
+from podium.models.tokenizers import load_tokenizer
 from podium.rollout.environments.client import MOST_AGENTS
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.contract import Earned
@@ -33,10 +37,6 @@ from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.runtime import Worker, concat, endpoint, gather, shard
 from podium.telemetry import Event, Note, active, subscribe
-from podium.workers.config import ModelConfig
-from podium.workers.models import longest_text
-from podium.workers.texts import text_column
-from podium.workers.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

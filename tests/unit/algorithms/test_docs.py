@@ -14,7 +14,8 @@ import torch
 
 import podium.algorithms
 from podium.algorithms import ADVANTAGES, LOSSES, AdvantageInputs, AlgorithmConfig
-from podium.workers import OptimConfig, Policy
+from podium.training import OptimConfig
+from podium.workers import Policy
 from tests.unit.workers.tiny import TINY, recorded
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "algorithms.md"

@@ -14,7 +14,8 @@ from bench.holder import Adder, make_columns
 from bench.peers.touching import first_element, timed_look, touch_pages
 from bench.suites import dataplane
 from podium import Batch, TensorRef
-from podium.workers import Generator, ModelConfig, Policy, StreamedSync
+from podium.models import ModelConfig
+from podium.workers import Generator, Policy, StreamedSync
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from podium.cli import main
 from podium.cli.connecting import parse_with_backend
 from podium.cli.inference import inference_config
 from podium.errors import ConfigError
+from podium.runs.directory import RunDirectory
 from podium.trainer import SFTConfig, SFTTrainer
 from podium.trainer.preload import PRELOAD
-from podium.trainer.runs.directory import RunDirectory
 from tests.integration.training import MODEL, tiny, write_copy_task
 
 READS_SETTINGS = {

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from podium.cli import main
-from podium.trainer.files import lock_directory
-from podium.trainer.runs.export import find_model
+from podium.runs.export import find_model
+from podium.runs.files import lock_directory
 
 
 def make_run(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from podium.models import char_tokenizer
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
-from podium.workers import char_tokenizer
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 CHATML = (

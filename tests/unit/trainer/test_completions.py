@@ -12,6 +12,7 @@ import torch
 
 import podium
 from podium.data import Batch, Jagged, fields
+from podium.models import char_tokenizer
 from podium.rewards import Grade, Grader
 from podium.rollout.tasks import Example
 from podium.runtime import Worker, endpoint, first
@@ -20,7 +21,6 @@ from podium.trainer import completion_files, completions
 from podium.trainer.completion_files import CompletionsLog
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
-from podium.workers import char_tokenizer
 from tests.integration.rewards import length_and_worth
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from podium.errors import ConfigError, RewardError
-from podium.trainer.preflight import load_schedule
+from podium.trainer.checks.preflight import load_schedule
 from podium.trainer.schedules import Schedule, Steps, sync
 from podium.trainer.schedules.asynchronous import asynchronous
 from podium.trainer.schedules.one_step_off import one_step_off

@@ -9,7 +9,7 @@ import pytest
 
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
-from podium.trainer.config import InferenceConfig, RunConfig
+from podium.runs.config import InferenceConfig, RunConfig
 from podium.trainer.sessions import Sessions
 
 

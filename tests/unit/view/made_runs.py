@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from podium.data import Batch, Jagged, fields
+from podium.models import char_tokenizer
 from podium.rewards import Grade
 from podium.rollout.tasks import Example
 from podium.telemetry import (
@@ -38,7 +39,6 @@ from podium.trainer.completion_files import write_completions
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
 from podium.trainer.token_texts import TokenTexts
-from podium.workers import char_tokenizer
 
 MS = 1_000_000
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()

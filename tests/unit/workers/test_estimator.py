@@ -10,12 +10,13 @@ import torch
 
 import podium
 from podium.algorithms import AdvantageInputs, AdvantageOutputs, AlgorithmConfig, Declaration
-from podium.data import Batch, Jagged, TensorRef, fields
+from podium.data import Batch, Jagged, TensorRef, completion_texts, fields, sampled_tokens
+from podium.data.sampled_text import decode_sampled, text_column
 from podium.errors import EndpointError
+from podium.models import char_tokenizer
 from podium.telemetry import metrics
-from podium.workers import Estimator, char_tokenizer, completion_texts, sampled_tokens
+from podium.workers import Estimator
 from podium.workers.estimator import Trajectories
-from podium.workers.texts import decode_sampled, text_column
 
 
 def rollouts() -> Batch:

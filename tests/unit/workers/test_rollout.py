@@ -17,6 +17,7 @@ import podium
 from bench.sessions import Echo, make_tokenizer
 from podium import Cluster
 from podium.data import Batch, fields
+from podium.models import ModelConfig
 from podium.rollout.environments import Client
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
@@ -26,7 +27,7 @@ from podium.rollout.service.sessions import Sampled
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.trainer import PRELOAD
-from podium.workers import ModelConfig, Rollout
+from podium.workers import Rollout
 from tests.integration.training import MODEL
 
 pytest.importorskip("starlette")

@@ -15,21 +15,15 @@ from torch import Tensor
 import podium
 from podium.data import Batch, Jagged
 from podium.errors import ConfigError, DataError, EndpointError, GenerationError
+from podium.models import LoraConfig
+from podium.models.buckets import Piece, WeightInfo, WeightManifest, checksum, cut
 from podium.rollout.engines import EngineConfig
 from podium.rollout.engines.native import NativeEngine
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, colocate, endpoint
 from podium.telemetry import Note, subscribe
-from podium.workers import (
-    ColocatedSync,
-    Generator,
-    LoraConfig,
-    OptimConfig,
-    Policy,
-    StreamedSync,
-    WeightSync,
-)
-from podium.workers.weight_sync.buckets import Piece, WeightInfo, WeightManifest, checksum, cut
+from podium.training import OptimConfig
+from podium.workers import ColocatedSync, Generator, Policy, StreamedSync, WeightSync
 from podium.workers.weight_sync.on_device import Site
 from podium.workers.weight_sync.receiver import WeightReceiver
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded

@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from podium.algorithms import AlgorithmConfig, loss_weights
 from podium.data import Batch, Jagged
 from podium.errors import CheckpointError, ConfigError, DataError
+from podium.models import ModelConfig
+from podium.models.manifest import file_sums, write_manifest
 from podium.rollout.sampling import SamplingParams
-from podium.workers import Critic, Generator, ModelConfig, OptimConfig, ParallelConfig, Policy, Reference
-from podium.workers.config import EndingOptim
-from podium.workers.manifest import file_sums, write_manifest
+from podium.training import OptimConfig, ParallelConfig
+from podium.training.config import EndingOptim
+from podium.workers import Critic, Generator, Policy, Reference
 from tests.unit.workers.tiny import ADAPTED, TINY, oracle_logprobs, recorded
 
 OPTIM = OptimConfig(lr=3e-3)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from podium.algorithms import loss_weights
 from podium.data import Batch, Jagged
-from podium.workers import LoraConfig, ModelConfig
+from podium.models import LoraConfig, ModelConfig
 
 ALPHABET = "0123456789+="
 SHAPE: dict[str, Any] = {

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from podium.data import TensorRef
 from podium.errors import ConfigError, DataError, PodiumError
+from podium.models.buckets import cut
 from podium.runtime import Call, Handle
 from podium.telemetry import Note, emit
-from podium.workers.weight_sync.buckets import cut
 from podium.workers.weight_sync.on_device import DeviceLoans
 
 if TYPE_CHECKING:
+    from podium.models.buckets import Piece, WeightInfo, WeightManifest
     from podium.workers.policy import Policy
-    from podium.workers.weight_sync.buckets import Piece, WeightInfo, WeightManifest
     from podium.workers.weight_sync.receiver import WeightReceiver
 
 __all__ = ["ColocatedSync", "StreamedSync", "WeightSync"]

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from podium.models.buckets import checksum
 from podium.runtime import wait
 from podium.telemetry import Note, emit
-from podium.workers.weight_sync.buckets import checksum
 
 if TYPE_CHECKING:
     from podium.runtime import Call, Handle

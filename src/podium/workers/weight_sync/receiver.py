@@ -12,14 +12,14 @@ from torch import Tensor
 
 from podium.devices import choose_device, end_idle_threads, give_back_memory
 from podium.errors import ConfigError, DataError
+from podium.models.buckets import Piece, WeightInfo, checksum, cut
+from podium.models.config import ModelConfig
+from podium.models.loading import load_model
+from podium.models.whole_weights import WholeWeights
 from podium.rollout.engines import Engine, EngineConfig, make_engine
 from podium.rollout.engines.config import generation_config, model_device
 from podium.runtime import Worker, endpoint, nothing
-from podium.workers.config import ModelConfig
-from podium.workers.models import load_model
-from podium.workers.offload import Offload
-from podium.workers.weight_sync.buckets import Piece, WeightInfo, checksum, cut
-from podium.workers.weight_sync.gather import WholeWeights
+from podium.training.offload import Offload
 from podium.workers.weight_sync.on_device import Loan, Site, open_loan, site_of
 
 if TYPE_CHECKING:

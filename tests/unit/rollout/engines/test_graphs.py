@@ -19,7 +19,7 @@ from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.engines.native.graphs import DecodeGraphs, Step, StepResult, bucket
 from podium.rollout.engines.native.parameters import read_weights
 from podium.rollout.sampling import Completion, SamplingParams
-from podium.workers.offload import Offload
+from podium.training.offload import Offload
 
 from . import tape
 from .conftest import MakeModel, trained_logprobs

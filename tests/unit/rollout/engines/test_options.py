@@ -19,7 +19,7 @@ from podium.rollout.engines import EngineConfig, check_engine, installed_engines
 from podium.rollout.engines.config import OWN_OPTIONS, VllmOptions, engine_class
 from podium.rollout.engines.vllm import VllmEngine
 from podium.trainer import GRPOConfig
-from podium.trainer.preflight import check_settings
+from podium.trainer.checks.preflight import check_settings
 
 from .conftest import MakeModel
 

@@ -12,7 +12,7 @@ from podium.errors import ConfigError
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.engines.transformers import TransformersEngine
 from podium.rollout.sampling import SamplingParams
-from tests.unit.workers.families import make
+from tests.unit.training.families import make
 
 from .conftest import VOCABULARY, MakeModel, trained_logprobs
 

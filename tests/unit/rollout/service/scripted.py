@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from podium.models import char_tokenizer
 from podium.rollout.engines.requests import Tokens
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.service.chat_format import ChatFormat
@@ -18,7 +19,6 @@ from podium.rollout.service.tokens import Scored
 from podium.rollout.service.wire import ChatRequest
 from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
-from podium.workers import char_tokenizer
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>")

@@ -11,11 +11,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from podium.errors import ConfigError, DataError
+from podium.models import ModelConfig
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, encode_pairs, encode_prompts, load_examples, writer
-from podium.trainer.preflight import check_answers, with_stop_tokens
-from podium.workers import ModelConfig
+from podium.trainer.checks.preflight import check_answers, with_stop_tokens
 from tests.unit.rollout.tasks.test_encode import CHATML, byte_tokenizer
 
 # Thinking is written for the last answer only, as Qwen3's template does, and switched off in the opening of an answer.

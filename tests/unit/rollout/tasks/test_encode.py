@@ -14,13 +14,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from podium.errors import ConfigError, DataError
+from podium.models import ModelConfig, char_tokenizer
 from podium.rewards import RewardConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, EncodedPairs, Example, cache, encode_pairs, encode_prompts
 from podium.rollout.tasks.writer import Writer
 from podium.telemetry import Event, Note, subscribe
-from podium.trainer.preflight import check_answers, with_stop_tokens
-from podium.workers import ModelConfig, char_tokenizer
+from podium.trainer.checks.preflight import check_answers, with_stop_tokens
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

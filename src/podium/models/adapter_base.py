@@ -1,0 +1,40 @@
+"""The base of adapters: the parameters that they are trained on, and that no checkpoint holds."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from podium.models.buckets import checksum
+from podium.models.config import ModelConfig
+
+__all__ = ["BASE", "base_checksum", "name_base"]
+
+BASE: Final = "base"
+"""The name of the base's checksum in a checkpoint of adapters."""
+
+
+@torch.no_grad()
+def base_checksum(model: nn.Module) -> Tensor:
+    """Return int64 ``[1]`` that says whether two models have the same frozen parameters.
+
+    The number does not depend on the number of ranks. All ranks call this together if the model is sharded, because
+    each parameter is gathered from all.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            value = cast(Any, parameter).full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            digest.update(f"{name} {value.dtype} {list(value.shape)} {checksum(value)};".encode())
+    return torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+
+
+def name_base(model: nn.Module, config: ModelConfig) -> Any:
+    """Return peft's configuration of the adapters of ``model``, in which the base has the name that others find it by:
+    that of the hub, or the absolute path of a directory."""
+    found: Any = next(iter(cast(Any, model).peft_config.values()))
+    local = Path(config.path).expanduser()
+    found.base_model_name_or_path = str(local.absolute()) if local.is_dir() else config.path
+    return found

@@ -1,0 +1,295 @@
+"""The model of a checkpoint in the files that transformers and peft load, written by all ranks and read by each.
+
+    copy    all ranks gather each tensor ─▶ one of them copies it to host memory ─▶ train on
+    write   a thread of each rank          model-00001-of-00004.safetensors …
+            rank 0                         config.json, tokenizer, model.safetensors.index.json
+    read    each rank                      the rows of its own shards
+
+The files hold the tensors by the names and in the parts that transformers writes. A mixture of experts has one tensor
+for all experts in memory, and one for each expert in the files. The bytes are the same, so that what is read is what
+was written, to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from podium.errors import CheckpointError, ConfigError
+from podium.models.adapter_base import name_base
+from podium.models.config import ModelConfig
+from podium.models.loading import plain_model, save_pretrained
+from podium.models.manifest import file_sums
+from podium.models.safetensors_writer import Part, write_safetensors
+from podium.models.tensor_files import Place, Source, places, read_rows
+from podium.models.tokenizers import load_tokenizer
+from podium.models.weight_files import stored_tensors
+from podium.models.whole_weights import WholeWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["RESUME", "ModelCopy", "ModelLayout", "Stored", "model_layout", "model_texts", "read_layout", "read_model"]
+
+_INDEX: Final = "model.safetensors.index.json"
+_ADAPTERS: Final = "adapter_model.safetensors"
+RESUME: Final = "resume"
+"""The directory in a learner's checkpoint of what only a resumed run needs."""
+_LAYOUT: Final = f"{RESUME}/model.json"
+
+
+class Stored(NamedTuple):
+    """A tensor of the files: its name and its shape. Those of one parameter follow one another in it."""
+
+    name: str
+    shape: list[int]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+ModelLayout = Mapping[str, Sequence[Stored]]
+"""By parameter or persistent buffer, the tensors of the files that it is."""
+
+
+def model_layout(model: nn.Module) -> ModelLayout | None:
+    """Return how transformers lays the tensors of ``model`` out in files.
+
+    It is found by letting transformers convert tensors that hold their own places.
+
+    Returns:
+        The layout. None where a parameter is more than stretches of itself in the files, because transformers
+        transposes it or joins it with another one; or where the model is not one of transformers.
+    """
+    from transformers import PreTrainedModel  # only here: a controller names this module, and makes no model
+
+    inner = plain_model(model)
+    if not isinstance(inner, PreTrainedModel):
+        return None
+    marked: dict[str, Tensor] = {}
+    begins: list[tuple[int, str, tuple[int, ...]]] = []
+    at = 0
+    for info in WholeWeights(inner).manifest:
+        shape = (*info.shape[:-1], min(2, info.shape[-1])) if len(info.shape) > 1 else info.shape
+        count = torch.Size(shape).numel()
+        marked[info.name] = torch.arange(at, at + count).view(shape)
+        begins.append((at, info.name, info.shape))
+        at += count
+    written = _as_written(inner, marked)
+    found: dict[str, list[tuple[int, Stored]]] = {name: [] for name in marked}
+    starts = torch.tensor([begin for begin, *_ in begins])
+    for name, places_ in written.items():
+        flat = places_.reshape(-1)
+        if not len(flat) or not bool((flat.diff() == 1).all()):
+            return None
+        begin, own, shape = begins[int(torch.searchsorted(starts, flat[0], right=True)) - 1]
+        if int(flat[-1]) >= begin + marked[own].numel():
+            return None
+        width = [shape[-1]] if len(shape) > 1 else []
+        found[own].append((int(flat[0]), Stored(name, [*places_.shape[: places_.ndim - len(width)], *width])))
+    layout = {name: [stored for _, stored in sorted(parts)] for name, parts in found.items()}
+    whole = all(sum(part.numel for part in layout[name]) == torch.Size(shape).numel() for _, name, shape in begins)
+    return layout if whole else None
+
+
+def _as_written(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5, files and memory had the same names
+        return tensors
+    try:
+        return revert_weight_conversion(model, dict(tensors))
+    except Exception:  # noqa: BLE001 - a conversion that does not take such tensors is none of stretches
+        return {}
+
+
+class ModelCopy:
+    """What this rank writes of a model, in host memory. All ranks make theirs at the same time.
+
+    Each tensor is written whole, by one rank. So the ranks together hold one copy. A tensor of which each rank has a
+    shard is gathered by all, one at a time.
+
+    Args:
+        model: The model, or peft's wrapper of one, of which the adapters are copied.
+        layout: That of the model; None for adapters.
+        texts: The files beside the weights, of :func:`model_texts`, which rank 0 writes.
+        rank: Place of this rank.
+        ranks: The number of ranks.
+        file_bytes: About as many bytes are in a file.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout | None,
+        texts: Mapping[str, bytes],
+        *,
+        rank: int,
+        ranks: int,
+        file_bytes: int,
+    ) -> None:
+        self._tensors: dict[str, list[Part]] = {}
+        self._texts = dict(texts) if rank == 0 else {}
+        if layout is None:
+            self._tensors |= _copied_adapters(model, rank)
+            return
+        weights = WholeWeights(plain_model(model))
+        sizes = {info.name: torch.Size(info.shape).numel() * info.itemsize for info in weights.manifest}
+        shares = _shares(sizes, ranks, file_bytes)
+        index: dict[str, str] = {}
+        for number, (writer, names) in enumerate(shares, 1):
+            file = f"model-{number:05d}-of-{len(shares):05d}.safetensors" if len(shares) > 1 else "model.safetensors"
+            for name in names:
+                whole = weights.gather(name)
+                if writer == rank:
+                    copied = whole.reshape(-1).to("cpu", copy=True).split([one.numel for one in layout[name]])
+                    parts = [
+                        Part(one.name, part.view(one.shape)) for one, part in zip(layout[name], copied, strict=True)
+                    ]
+                    self._tensors.setdefault(file, []).extend(parts)
+            index |= {one.name: file for name in names for one in layout[name]}
+        if rank == 0 and len(shares) > 1:
+            content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(index.items()))}
+            self._texts[_INDEX] = json.dumps(content, indent=2).encode()
+        if rank == 0:
+            self._texts[_LAYOUT] = json.dumps(layout).encode()
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write the files into ``folder``, which exists, and let go of them.
+
+        Returns:
+            Their sizes and checksums, as of :func:`.file_sums`. The files are on the disk.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        sums: dict[str, Any] = {}
+        for file in sorted(self._tensors):
+            sums[file] = write_safetensors(folder / file, self._tensors.pop(file))
+        for file, content in self._texts.items():
+            (folder / file).write_bytes(content)
+            sums[file] = file_sums([folder / file])[Path(file).name]
+        return sums
+
+
+def read_layout(folder: Path) -> ModelLayout | None:
+    """Return the layout of the model in the checkpoint ``folder``; None where its weights are in ``resume`` or, as
+    once, beside the rest.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    if not (folder / _LAYOUT).exists():
+        return None
+    try:
+        found = cast("dict[str, list[Any]]", json.loads((folder / _LAYOUT).read_bytes()))
+        return {name: [Stored(str(one), [int(size) for size in shape]) for one, shape in found[name]] for name in found}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {folder}: {_LAYOUT}: {error}") from error
+
+
+def read_model(model: nn.Module, layout: ModelLayout, folder: Path) -> None:
+    """Read what :class:`ModelCopy` wrote into ``model``, in place. Each rank reads its own shards.
+
+    Raises:
+        CheckpointError: The files are of another model, or of another data type.
+    """
+    weights = WholeWeights(plain_model(model))
+    tensors = dict(zip((info.name for info in weights.manifest), weights.tensors, strict=True))
+    stored = _stored(folder)
+    wanted = {one.name for parts in layout.values() for one in parts}
+    for mine, theirs in ((tensors.keys(), layout.keys()), (wanted, stored.keys())):
+        if mine != theirs:
+            lacks, has = sorted(mine - theirs), sorted(theirs - mine)
+            raise CheckpointError(
+                f"the checkpoint {folder} is of another model: it lacks {lacks[:3]} and has {has[:3]}"
+            )
+    for name, tensor in tensors.items():
+        count = sum(one.numel for one in layout[name])
+        if count != tensor.numel():
+            shapes = ", ".join(str(one.shape) for one in layout[name])
+            raise CheckpointError(
+                f"the checkpoint {folder} is of another model: it holds {name} as {shapes}, and this run as "
+                f"{list(tensor.shape)}"
+            )
+        for one in layout[name]:
+            place = stored[one.name]
+            if place.shape != one.shape:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {one.name} is {place.shape} in its files")
+            if place.dtype != tensor.dtype:  # it would be rounded without a word
+                raise CheckpointError(
+                    f"the checkpoint {folder} holds {one.name} as {place.dtype}, and this run as {tensor.dtype}: set "
+                    "model.dtype and optim.master_weights as they were when it was written"
+                )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            read_rows(Source(list(tensor.shape), [stored[one.name] for one in layout[name]]), tensor)
+
+
+def _stored(folder: Path) -> dict[str, Place]:
+    try:
+        files = {one.file for one in stored_tensors(str(folder)).values()}
+        return {name: place for file in files for name, place in places(file).items()}
+    except (OSError, ValueError, LookupError, ConfigError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
+
+
+def model_texts(model: nn.Module, config: ModelConfig, within: str | None = None) -> dict[str, bytes]:
+    """Return the files of a model's directory beside its weights, by name: configurations and the tokenizer.
+
+    They stay the same while the model is trained. transformers writes them to a directory, which is made in ``within``
+    if that is there.
+    """
+    within = within if within is not None and Path(within).is_dir() else None
+    with tempfile.TemporaryDirectory(prefix=".texts-", suffix=".tmp", dir=within) as made:
+        if hasattr(model, "peft_config"):
+            name_base(model, config).save_pretrained(made)
+        else:
+            save_pretrained(model, {}, made, None)
+        if config.tokenizer_source:
+            load_tokenizer(config.tokenizer_source).save_pretrained(made)
+        return {
+            path.name: path.read_bytes()
+            for path in sorted(Path(made).iterdir())
+            if path.is_file() and "safetensors" not in path.name
+        }
+
+
+def _copied_adapters(model: nn.Module, rank: int) -> dict[str, list[Part]]:
+    """Return the file of the adapters, which rank 0 writes whole."""
+    from peft import get_peft_model_state_dict
+
+    whole: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            value: Any = parameter.detach()
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if rank == 0:
+                whole[name] = value.to("cpu", copy=True)
+    if rank:
+        return {}
+    named = get_peft_model_state_dict(cast(Any, model), whole, save_embedding_layers=False)
+    return {_ADAPTERS: [Part(name, values) for name, values in cast("dict[str, Tensor]", named).items()]}
+
+
+def _shares(sizes: Mapping[str, int], ranks: int, file_bytes: int) -> list[tuple[int, list[str]]]:
+    """Cut the tensors into files. Returns for each the rank that writes it, and its tensors' names."""
+    total, before = max(1, sum(sizes.values())), 0
+    shares: list[tuple[int, list[str]]] = []
+    held = 0
+    for name, size in sizes.items():
+        writer = min(ranks - 1, before * ranks // total)
+        if not shares or shares[-1][0] != writer or held >= file_bytes:
+            shares.append((writer, []))
+            held = 0
+        shares[-1][1].append(name)
+        held += size
+        before += size
+    return shares

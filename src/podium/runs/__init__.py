@@ -1,0 +1,5 @@
+"""What a run leaves on the disk, and the one reader of it.
+
+config  directory  paths  named_files  checkpoints  ledger     written while the run goes on
+report  comparison  changes  export                            made of it
+"""

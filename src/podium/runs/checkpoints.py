@@ -1,0 +1,199 @@
+"""Checkpoints of a run hold all that the next step depends on. A checkpoint is complete, or it is not there.
+
+A checkpoint is data: reading one runs no code, whoever wrote it. A file that is not as it was written is refused.
+
+checkpoints/step-000012/
+  trainer.json      step, place in the data, coefficients, evaluations so far, time spent
+  policy/ critic/   the model with its tokenizer, as transformers loads it (adapters: as peft loads them)
+    resume/         optimizer, step count and random state
+    manifest.json   the size and checksum of each file in this directory
+  manifest.json     those of trainer.json
+checkpoints/latest  a link to the newest
+
+The state is copied first, in the memory of the workers, while nothing updates it. The rest runs beside the next steps:
+
+    trainer   step 10 │ copy │ step 11   step 12   step 13 …                                step 20 │ copy │ step 21 …
+    a thread                 │ write aside ─▶ sync every file ─▶ rename ─▶ move `latest` ─▶ remove what is beyond `keep`
+
+One checkpoint is written at a time. A save that is due while the one before is being written waits for it, so that none
+is left out. The run waits for its last one before it ends, also when it ends by an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from podium.errors import CheckpointError
+from podium.runs.evaluation import Evaluation
+from podium.runs.files import STATE_FILE, remove, step_name, step_of, sync_folder, sync_tree
+from podium.telemetry import CheckpointSaved, Sample, emit
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Checkpoints", "StoredCheckpoints", "TrainerState"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """The state of the controller. Seeds need no state: what is drawn at a step depends on the seed and the step alone.
+
+    Attributes:
+        step: The last step that is finished.
+        prompts: Place in the stream of prompts or examples, after those of ``step``.
+        kl_coef: Coefficient of the KL, from its controller.
+        first, last, best: Evaluations, which may be the same one. Best is the first one with the highest accuracy.
+        waited: Evaluations since the best one.
+        wall_s: Seconds of training so far.
+        stage_s, stage_tokens: Totals by stage, for the speeds in the summary.
+        ledger: Length of the ledger's file in bytes; 0 for checkpoints from before there was one.
+        given: Names of the functions and classes that a script gave the run beside its configuration.
+    """
+
+    step: int = 0
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    kl_coef: float = 0.0
+    first: Evaluation | None = None
+    last: Evaluation | None = None
+    best: Evaluation | None = None
+    waited: int = 0
+    wall_s: float = 0.0
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    stage_tokens: Mapping[str, float] = field(default_factory=dict)
+    ledger: int = 0
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def after(self, found: Evaluation) -> TrainerState:
+        """Return this after one more evaluation."""
+        better = self.best is None or found.accuracy > self.best.accuracy
+        best, waited = (found, 0) if better else (self.best, self.waited + 1)
+        return replace(self, first=self.first or found, last=found, best=best, waited=waited)
+
+    @staticmethod
+    def read(path: Path) -> TrainerState:
+        """Read the state in the file at ``path``. Raises CheckpointError for anything else."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values = {"best": None, **values}  # checkpoints once had no best
+            for name in ("first", "last", "best"):
+                if (found := values[name]) is not None:
+                    values[name] = Evaluation(**{**found, "samples": tuple(Sample(**one) for one in found["samples"])})
+            return TrainerState(**values)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not the state of a training run: {error}") from error
+
+
+class StoredCheckpoints:
+    """The complete checkpoints in ``folder``. Nothing is written, so that the run may go on meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def all(self) -> list[Path]:
+        """Return the complete checkpoints, oldest first."""
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        found = {entry: step_of(entry.name) for entry in entries}
+        return sorted((entry for entry in found if found[entry] is not None), key=lambda entry: found[entry] or 0)
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint that ``latest`` names, or the newest one if that was deleted; None if there is none."""
+        link, there = self.folder / "latest", self.all()
+        newest = there[-1] if there else None
+        if link.is_symlink():
+            named = self.folder / Path(os.readlink(link)).name
+            if named in there:
+                return named
+            _logger.warning("%s points at %s, which is gone; using %s", link, named, newest)
+        return newest
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the highest held-out accuracy, the newest of equals; None if none was measured."""
+        return next(iter(self.ranked()), None)
+
+    def ranked(self) -> list[Path]:
+        """Return the checkpoints whose step was evaluated, the best first."""
+        found: list[tuple[float, int, Path]] = []
+        for path in self.all():
+            with suppress(CheckpointError):
+                state = TrainerState.read(path / STATE_FILE)
+                if state.last is not None and state.last.step == state.step:
+                    found.append((state.last.accuracy, state.step, path))
+        return [path for *_, path in sorted(found, reverse=True)]
+
+
+class Checkpoints(StoredCheckpoints):
+    """The checkpoints that a run writes into ``folder``, which is created if it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tidy()
+
+    @contextmanager
+    def writing(self, step: int, *, keep: int = 0, keep_best: int = 0) -> Iterator[Path]:
+        """Give a folder to write the checkpoint of ``step`` into, which is complete and ``latest`` after the block.
+        Then remove all but the ``keep`` newest and the ``keep_best`` best. ``keep`` of 0 removes none.
+
+        If the block raises, or the disk refuses, nothing remains of the folder.
+        """
+        aside, final = self.folder / f".{step_name(step)}.tmp", self.folder / step_name(step)
+        remove(aside)
+        aside.mkdir()
+        try:
+            yield aside
+            _commit(aside, final)
+        except BaseException:
+            with suppress(OSError):  # the error of the block counts; a later start removes what is left
+                remove(aside)
+            raise
+        emit(CheckpointSaved(step, str(final)))
+        kept = {final, *self.ranked()[:keep_best]}
+        for old in self.all()[:-keep] if keep > 0 else []:
+            if old not in kept:
+                remove(old)
+
+    def tidy(self) -> None:
+        """Remove what a process that was killed in the middle of a checkpoint left."""
+        for half in self.folder.glob(".*.tmp"):
+            remove(half)
+        for replaced in self.folder.glob(".step-*.old"):
+            final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old"))
+            if final.exists():
+                remove(replaced)
+            else:
+                replaced.rename(final)  # killed between the two renames: the old one is the newest complete one
+
+
+def _commit(aside: Path, final: Path) -> None:
+    """Rename ``aside`` to ``final``, in place of a checkpoint that is there, then move ``latest``.
+
+    Every file is on the disk before the rename, and the rename before ``latest`` moves. So a crash at any moment leaves
+    ``latest`` on a complete checkpoint.
+    """
+    if not any(aside.iterdir()):
+        raise CheckpointError(f"nothing was written to {aside}, so it is no checkpoint")
+    sync_tree(aside)
+    replaced = final.with_name(f".{final.name}.old")
+    remove(replaced)
+    if final.exists():
+        final.rename(replaced)
+    aside.rename(final)
+    sync_folder(final.parent)
+    link = final.with_name(".latest.tmp")
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name)
+    latest = final.with_name("latest")
+    if latest.is_dir() and not latest.is_symlink():  # a run that was copied with what its links led to
+        remove(latest)
+    link.replace(latest)
+    sync_folder(final.parent)
+    remove(replaced)

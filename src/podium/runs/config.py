@@ -1,0 +1,493 @@
+"""The configuration of a run: the trainer's own sections, and the sections of each recipe. Imports no torch.
+
+All other sections stand beside the classes that they configure.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import count
+from typing import Any, Final, Literal, TypeAlias
+
+from pydantic import Field
+
+from podium.algorithms import ADVANTAGES, AlgorithmConfig, advantage_declaration
+from podium.config import build_config, prefer, section
+from podium.errors import ConfigError
+from podium.functions import check_function_name
+from podium.models import ModelConfig
+from podium.rewards import RewardConfig
+from podium.rollout.engines import EngineConfig
+from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import DataConfig
+from podium.training import OptimConfig, ParallelConfig
+from podium.training.config import EndingOptim, check_dropout
+
+__all__ = [
+    "RECIPES",
+    "SCHEDULES",
+    "CriticConfig",
+    "EvalConfig",
+    "ExampleBatch",
+    "GRPOConfig",
+    "InferenceConfig",
+    "PPOConfig",
+    "PlacementConfig",
+    "PoolConfig",
+    "PromptBatch",
+    "RunConfig",
+    "SFTConfig",
+    "SaveConfig",
+]
+
+DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
+Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator", "rollout"]
+SCHEDULES: Final = {
+    "sync": "podium.trainer.schedules.sync:sync",
+    "one_step_off": "podium.trainer.schedules.one_step_off:one_step_off",
+    "asynchronous": "podium.trainer.schedules.asynchronous:asynchronous",
+}
+_CAP_AHEAD: Final = 2.0  # of importance weights where older weights draw completions
+
+
+Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
+
+
+@section("run.trackers")
+class TrackerOptions:
+    """Where wandb and trackio keep a run. They are the entries of a tracker in ``run.trackers``."""
+
+    project: str = Field(default="podium", min_length=1)
+    """The run belongs to this project."""
+    entity: str = ""
+    """wandb keeps the run for this user or team."""
+    group: str = ""
+    """Runs with the same group are shown together."""
+    tags: tuple[str, ...] = ()
+    """wandb shows these words beside the run."""
+
+    def for_wandb(self) -> dict[str, Any]:
+        """Arguments of ``wandb.init``."""
+        found = {"entity": self.entity, "group": self.group, "tags": list(self.tags)}
+        return {"project": self.project, **{name: value for name, value in found.items() if value}}
+
+    def for_trackio(self) -> dict[str, Any]:
+        """Arguments of ``trackio.init``."""
+        return {"project": self.project, **({"group": self.group} if self.group else {})}
+
+
+@section("run")
+class RunConfig:
+    """The run: its name, its length, and where it reports."""
+
+    dir: str = "runs"
+    """This directory holds the directories of runs."""
+    name: str = ""
+    """The run's directory has this name. An empty name is made from the recipe and the time."""
+    seed: int = Field(default=0, ge=0, le=10**18)
+    """All that is random in the run follows from this seed: prompts, samples and the order of rows."""
+    steps: int = Field(default=200, ge=0, le=10**9)
+    """The run ends after this many training steps. Steps before a resume count."""
+    epochs: float | None = Field(default=None, gt=0, le=10**6)
+    """The run ends after this many passes over the training data, whatever run.steps says. null means run.steps."""
+    schedule: str = "sync"
+    """This function arranges the two halves of steps, collect and learn, in time: sync, one_step_off, asynchronous,
+    module:function, or path/file.py:function."""
+    max_staleness: int = Field(default=2, ge=1, le=1000)
+    """With the schedule asynchronous, no token that trains was drawn by weights that are more than this many updates
+    older than those of sync."""
+    resume: str = ""
+    """The run in this directory is resumed from its latest checkpoint. auto resumes the run of run.name if it is there,
+    and begins it otherwise."""
+    timeout_s: float = Field(default=1800.0, gt=0, le=1e7)
+    """A call to workers fails when it takes longer than this many seconds. Sessions of an environment that wait for
+    room have as long again, and never less than their own time_limit_s."""
+    max_restarts: int = Field(default=3, ge=0, le=10**6)
+    """The run goes on after it has lost a worker process, at most this many times within an hour. A generator in
+    processes of its own is counted for itself."""
+    profile: tuple[str, ...] = ()
+    """torch.profiler records the second call of each of these endpoints on rank 0, given as ROLE.ENDPOINT, such as
+    policy.update."""
+    show_samples: int = Field(default=0, ge=0, le=10**6)
+    """The terminal shows this many completions after each step."""
+    trackers: tuple[Tracker, ...] | Mapping[Tracker, Any] = ()
+    """Metrics also go to these trackers, as in [wandb], or with options (project, entity, group, tags), as in
+    {wandb: {project: sums}}. metrics.jsonl is always written."""
+
+    def __post_init__(self) -> None:
+        check_function_name(self.schedule, key="run.schedule", known=SCHEDULES)
+        _ = self.tracking  # raises where an option is unknown
+
+    @property
+    def tracking(self) -> dict[Tracker, TrackerOptions]:
+        """The trackers and the options of each. Raises ConfigError for an option that is wrong."""
+        given: Mapping[Tracker, Any] = (
+            self.trackers if isinstance(self.trackers, Mapping) else dict.fromkeys(self.trackers)
+        )
+        return {
+            name: build_config(TrackerOptions, options or {}, key=f"run.trackers.{name}")
+            for name, options in given.items()
+        }
+
+    @property
+    def staleness(self) -> int | None:
+        """How many updates the weights that draw a token may be behind; None where a schedule of one's own decides."""
+        return {"sync": 0, "one_step_off": 1, "asynchronous": self.max_staleness}.get(self.schedule)
+
+
+@section("batch")
+class PromptBatch:
+    """The amount of data in a GRPO or PPO step. Each of a prompt's sampling.n completions is a row."""
+
+    prompts: int = Field(default=16, ge=1, le=10**9)
+    """A step takes this many prompts."""
+
+
+@section("batch")
+class ExampleBatch:
+    """The amount of data in an SFT step."""
+
+    examples: int = Field(default=32, ge=1, le=10**9)
+    """A step takes this many examples, all in one optimizer step."""
+
+
+@section("critic")
+class CriticConfig:
+    """The critic, for advantages that need values. It shares all other settings with the policy."""
+
+    path: str = ""
+    """The critic's model is loaded from this directory or hub name. An empty value means the policy's initial model."""
+    lr: float = Field(default=1e-5, ge=0, le=10)
+    """The critic trains with this learning rate."""
+
+
+@section("placement.pools.NAME")
+class PoolConfig:
+    """A pool: worker processes that hold the same roles."""
+
+    roles: tuple[Role, ...] = Field(min_length=1)
+    """Each process of the pool holds these roles."""
+    ranks: int = Field(default=1, ge=1, le=65536)
+    """The pool has this many processes."""
+
+
+@section("placement")
+class PlacementConfig:
+    """The worker processes, and which roles each of them holds."""
+
+    layout: Literal["colocated", "split"] = "colocated"
+    """The generator shares the policy's processes (colocated) or has its own (split)."""
+    pools: Mapping[str, PoolConfig] = Field(default_factory=dict)
+    """This table places roles on pools, in place of layout and ranks: each entry is a name, with roles and ranks. An
+    estimator that the table leaves out is in the policy's pool."""
+    delta_sync: bool = False
+    """Only the weights that changed are sent to a generator in processes of its own."""
+    ranks: int = Field(default=1, ge=1, le=65536)
+    """The policy, and the roles that share its processes, have this many data-parallel ranks."""
+    generator_ranks: int | None = Field(default=None, ge=1, le=65536)
+    """A generator with processes of its own has this many ranks. null means 1."""
+    cpus: int | None = Field(default=None, ge=1, le=512)
+    """Each process reserves this many cores and uses as many threads. null means an equal share, which is not
+    reserved."""
+    wait_s: float = Field(default=0.0, ge=0, le=1e7)
+    """The run waits this many seconds for resources that others hold. The log says which."""
+
+    def __post_init__(self) -> None:
+        if self.pools:
+            self._check_pools()
+        for name in ("generator_ranks", "delta_sync"):
+            if getattr(self, name) and self.reads_policy:
+                where = "with a pool of policy and generator" if self.pools else "with placement.layout = colocated"
+                remedy = "give the generator another pool" if self.pools else "set placement.layout to split"
+                raise ConfigError(
+                    f"placement.{name} = {getattr(self, name)} {where}: the generator then shares the policy's ranks; "
+                    f"leave it out, or {remedy}"
+                )
+
+    @property
+    def reads_policy(self) -> bool:
+        """Whether the generator shares the policy's processes, and so reads the policy's own weights."""
+        if self.pools:
+            return any({"policy", "generator"} <= {*pool.roles} for pool in self.pools.values())
+        return self.layout == "colocated"
+
+    @property
+    def generators(self) -> int:
+        """Number of the generator's ranks."""
+        return self.ranks_of("generator")
+
+    def ranks_of(self, role: str) -> int:
+        """Number of the ranks of ``role``; 1 if it has no place."""
+        return next((ranks for _, ranks in self.processes((role,))), 1)
+
+    def key_of(self, role: str) -> str:
+        """The key that sets the number of the ranks of ``role``."""
+        own = next((name for name, pool in self.pools.items() if role in pool.roles), None)
+        short = "generator_ranks" if role == "generator" and self.layout == "split" else "ranks"
+        return f"placement.{short}" if own is None else f"placement.pools.{own}.ranks"
+
+    def processes(self, roles: Sequence[str]) -> list[tuple[tuple[str, ...], int]]:
+        """Those of ``roles`` that share worker processes, and the number of those processes."""
+        if self.pools:
+            pool_of = {role: name for name, pool in self.pools.items() for role in pool.roles}
+            pool_of.setdefault("estimator", pool_of.get("policy", ""))
+            pool_of.setdefault("rollout", pool_of.get("generator", ""))
+            groups = [([r for r in roles if pool_of.get(r) == name], pool.ranks) for name, pool in self.pools.items()]
+        else:
+            apart = {"generator": self.generator_ranks or 1, "rollout": 1} if self.layout == "split" else {}
+            groups = [([role for role in roles if role not in apart], self.ranks)]
+            groups += [([role], ranks) for role, ranks in apart.items() if role in roles]
+        return [(tuple(held), ranks) for held, ranks in groups if held]
+
+    def _check_pools(self) -> None:
+        for name, default in (("layout", "colocated"), ("ranks", 1), ("generator_ranks", None)):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"placement.{name} = {getattr(self, name)} with placement.pools: the table has the ranks of each "
+                    "pool; leave one of the two out"
+                )
+        placed = [role for pool in self.pools.values() for role in pool.roles]
+        if twice := [role for role in dict.fromkeys(placed) if placed.count(role) > 1]:
+            raise ConfigError(f"placement.pools has the role {twice[0]} more than once: a role has one pool")
+
+
+@section("eval")
+class EvalConfig:
+    """Evaluation on held-out prompts."""
+
+    every: int = Field(default=0, ge=0, le=10**9)
+    """Evaluations are this many steps apart. 0 evaluates only before the first and after the last step."""
+    items: int = Field(default=500, ge=0, le=10**12)
+    """An evaluation takes at most this many held-out prompts. 0 turns evaluation off."""
+    temperature: float = Field(default=0.0, ge=0, le=100)
+    """Evaluation samples at this temperature. 0 always takes the most probable token."""
+    at_start: bool = True
+    """The run starts with an evaluation of the initial model."""
+    stop_at: float | None = Field(default=None, gt=0, le=1)
+    """The run ends once an evaluation reaches this accuracy. null never ends it early."""
+    patience: int = Field(default=0, ge=0, le=10**9)
+    """The run ends after this many evaluations in a row without a new best accuracy. 0 never ends it early."""
+
+
+@section("save")
+class SaveConfig:
+    """Checkpoints, from which a run can resume, and the final model. A checkpoint is written beside the next steps."""
+
+    every: int = Field(default=0, ge=0, le=10**9)
+    """Checkpoints are this many steps apart, and one is written when the run ends or is stopped. One that is due while
+    the one before is being written waits for it. 0 writes none at fixed steps."""
+    minutes: float = Field(default=15.0, ge=0, le=1e7)
+    """A checkpoint is also written after the first step that ends this many minutes after the latest one. 0 turns this
+    off."""
+    keep: int = Field(default=2, ge=0, le=10**9)
+    """The run keeps this many of its newest checkpoints. 0 keeps all."""
+    keep_best: int = Field(default=0, ge=0, le=10**9)
+    """The run also keeps this many checkpoints of those with the highest held-out accuracy, where their step was
+    evaluated."""
+    model: bool = True
+    """The run writes the model and its tokenizer at its end, in the format of transformers."""
+
+
+@section()
+class InferenceConfig:
+    """A model that is evaluated or sampled, and not trained."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig(path=DEFAULT_MODEL))
+    data: DataConfig = Field(default_factory=DataConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    sampling: SamplingParams = prefer(SamplingParams, max_new_tokens=256)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles of this run, in the order in which they start."""
+        optional = {"reward": self.reward.path, "generator": True, "rollout": self.environment.name}
+        return tuple(role for role, used in optional.items() if used)
+
+    @property
+    def processes(self) -> list[tuple[tuple[str, ...], int]]:
+        """The roles that share worker processes, and the number of those processes, as ``placement`` puts them."""
+        return self.placement.processes(self.roles)
+
+    @property
+    def resolved_engine(self) -> EngineConfig:
+        """``engine``, in float32 on accelerators too where the run asks training for that."""
+        return self.engine
+
+    def __post_init__(self) -> None:
+        self.check_roles()
+
+    def check_roles(self) -> None:
+        """Check that each role has a place. Raises ConfigError."""
+        placed = {role for roles, _ in self.processes for role in roles}
+        if missing := [role for role in self.roles if role not in placed]:
+            raise ConfigError(
+                f"placement.pools has no place for the {missing[0]}: write it into the roles of a pool, or leave "
+                f"placement.pools out ({{}}); the roles here are {', '.join(self.roles)}"
+            )
+
+
+@section()
+class _TrainingConfig(InferenceConfig):
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    save: SaveConfig = Field(default_factory=SaveConfig)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("policy", *super().roles) if self.eval.items else ("policy",)
+
+    @property
+    def resolved_engine(self) -> EngineConfig:
+        exact = self.parallel.precision == self.model.dtype == "float32"
+        return replace(self.engine, dtype="float32") if exact and self.engine.dtype is None else self.engine
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the policy over the whole run."""
+        return self.run.steps
+
+    @property
+    def ending_optim(self) -> OptimConfig:
+        """``optim`` with a schedule that ends with the run."""
+        if self.optim.lr_schedule == "constant" or self.run.epochs is not None:
+            return self.optim  # how many steps epochs have is known when the data are read
+        known = {field.name: getattr(self.optim, field.name) for field in fields(OptimConfig)}
+        return EndingOptim(**known, total_steps=max(1, self.optimizer_steps))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.ending_optim  # raises where the run is too short for the warm-up
+
+    def check_roles(self) -> None:
+        super().check_roles()
+        for name, pool in self.placement.pools.items():
+            if unused := [role for role in pool.roles if role not in self.roles]:
+                raise ConfigError(
+                    f"placement.pools.{name}.roles has {unused[0]}, and the roles of this run are "
+                    f"{', '.join(self.roles)}: leave it out"
+                )
+
+
+@section()
+class PPOConfig(_TrainingConfig):
+    """A run of PPO, with a critic and generalized advantage estimation unless ``algorithm.advantage`` names another.
+
+    Raises:
+        ConfigError: Sections contradict each other. The message names the keys and the remedy.
+    """
+
+    batch: PromptBatch = Field(default_factory=PromptBatch)
+    algorithm: AlgorithmConfig = prefer(
+        AlgorithmConfig, advantage="gae", clip_high=0.2, kl_in="reward", kl_coef=0.02, kl_estimator="k1"
+    )
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dropout(self.model, self.algorithm)
+        rows, cuts = self.rows, self.algorithm.minibatches
+        if rows % cuts:
+            raise ConfigError(
+                f"batch.prompts x sampling.n = {self.batch.prompts} x {self.sampling.n} = {rows} completions do not "
+                f"divide into algorithm.minibatches = {cuts}; a divisor of {rows} does, such as {_divisor(rows, cuts)}"
+            )
+        if self.sampling.temperature == 0:
+            raise ConfigError(
+                "sampling.temperature = 0.0: expected above 0, because learning needs samples that differ "
+                "(evaluation has its own, eval.temperature)"
+            )
+
+    @property
+    def resolved_algorithm(self) -> AlgorithmConfig:
+        """``algorithm`` with the cap of importance weights that "auto" means under this schedule."""
+        if self.algorithm.importance_cap != "auto":
+            return self.algorithm
+        return replace(self.algorithm, importance_cap=None if self.run.schedule == "sync" else _CAP_AHEAD)
+
+    def check_roles(self, *, load: bool = False) -> None:
+        """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.
+
+        Raises ConfigError. An advantage of the user's own is loaded, and its demands are checked, only if ``load`` is
+        True: a configuration may be a stranger's, so that building it runs no code.
+        """
+        if not load and self.algorithm.advantage not in ADVANTAGES:
+            return
+        super().check_roles()
+        rows = self.rows // self.algorithm.minibatches
+        for role in ("policy", "critic") if self.has_critic else ("policy",):
+            if rows < (ranks := self.placement.ranks_of(role)):
+                raise ConfigError(
+                    f"a minibatch has {rows} completions (batch.prompts x sampling.n / algorithm.minibatches) for "
+                    f"{self.placement.key_of(role)} = {ranks}: each rank needs at least one"
+                )
+        if self.sampling.n < 2 and advantage_declaration(self.algorithm.advantage).needs_groups:
+            raise ConfigError(
+                f"sampling.n = {self.sampling.n} with algorithm.advantage = {self.algorithm.advantage!r}, which "
+                "compares the completions of a prompt: expected at least 2"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Completions a step."""
+        return self.batch.prompts * self.sampling.n
+
+    @property
+    def taken(self) -> int:
+        """Prompts of the data that a step takes."""
+        return self.batch.prompts
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantage estimator reads a critic's values."""
+        return advantage_declaration(self.algorithm.advantage).needs_values
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        optional = {"reference": self.algorithm.needs_reference, "critic": self.has_critic, "reward": self.reward.path}
+        last = ("estimator", "generator", "rollout") if self.environment.name else ("estimator", "generator")
+        return ("policy", *(role for role, used in optional.items() if used), *last)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.run.steps * self.algorithm.updates
+
+
+@section()
+class GRPOConfig(PPOConfig):
+    """A run of GRPO or another estimator without a critic: PPO's loop, several completions a prompt."""
+
+    sampling: SamplingParams = prefer(SamplingParams, max_new_tokens=256, n=8)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+
+
+@section()
+class SFTConfig(_TrainingConfig):
+    """A run of supervised fine-tuning. ``sampling``, ``engine`` and ``reward`` serve its evaluation."""
+
+    batch: ExampleBatch = Field(default_factory=ExampleBatch)
+
+    @property
+    def taken(self) -> int:
+        """Examples of the data that a step takes."""
+        return self.batch.examples
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch.examples < (ranks := self.placement.ranks_of("policy")):
+            raise ConfigError(
+                f"batch.examples = {self.batch.examples} for {self.placement.key_of('policy')} = {ranks}: each rank "
+                "needs at least one"
+            )
+
+
+RECIPES: Mapping[str, type[PPOConfig] | type[SFTConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig, "sft": SFTConfig}
+
+
+def _divisor(rows: int, near: int) -> int:
+    """The divisor of ``rows`` that is nearest to ``near``."""
+    return next(cut for away in count() for cut in (near - away, near + away) if cut > 0 and rows % cut == 0)

@@ -1,0 +1,337 @@
+"""A run's directory: its files, its sinks and its summary.
+
+    runs/2026-11-21-grpo/
+      config.yaml                       the resolved configuration; config.1.yaml, … are from before a resume
+      places.json                       where the files that it names are, seen from here
+      ledger.jsonl                      what became of each prompt
+      metrics.jsonl                     a row for each step and each evaluation
+      completions/step-000012.parquet   the completions of a step and their rewards
+      evaluations/step-000012.parquet   the same of an evaluation's completions; of several sets, in set=NAME/
+      trace.json                        for https://ui.perfetto.dev; trace-1.json, … after a resume
+      logs/                             controller.log and one file for each worker
+      checkpoints/step-000012/          complete, or not there
+      checkpoints/latest                a link to the newest
+      summary.json                      written last
+
+A file that is replaced is written aside and renamed over the old one, so that it stays whole when the run is killed.
+"""
+
+import itertools
+import json
+import logging
+import math
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+from uuid import uuid4
+
+from rich.console import Console
+
+from podium.config import config_to_dict
+from podium.errors import ConfigError
+from podium.runs.checkpoints import Checkpoints
+from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.files import SET, free_name, lock_directory, remove, step_of, write_atomically
+from podium.runs.named_files import PLACES
+from podium.telemetry import Event, Note, subscribe
+from podium.telemetry.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink, TraceSink, TrackioSink, WandbSink
+
+__all__ = ["RunDirectory", "Summary", "library_versions", "read_rows", "scores_by_set"]
+
+_LIBRARIES: Final = ("podium", "torch", "transformers", "datasets", "peft", "tokenizers", "numpy", "ray", "vllm")
+CONTROLLER_LOG: Final = "controller.log"
+_OURS: Final = re.compile(
+    r"config(\.\d+)?\.yaml|trace(-\d+)?\.json|(metrics|ledger)\.jsonl|places\.json|completions|evaluations|logs|checkpoints|\..*"
+)
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed libraries that a run's result depends on."""
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a run. Accuracies are held-out, in 0..1, over ``items`` prompts; None means not measured.
+
+    ``tokens_per_s`` is by stage, over the whole run. ``finished`` is False when somebody stopped the run early.
+    """
+
+    task: str
+    seed: int
+    steps: int
+    wall_s: float
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    items: int = 0
+    tokens_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    sets: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)  # scores of evaluation sets, by name
+    finished: bool = True
+    model_path: str | None = None  # in Hugging Face format
+    best_step: int | None = None  # of the evaluation with the highest accuracy
+    best_accuracy: float | None = None
+    best_checkpoint: str | None = None  # the one with the highest held-out accuracy of those that are kept
+    prompts: Mapping[str, int] = field(default_factory=dict)  # number of prompts in each state of the ledger
+    dropped: Mapping[str, int] = field(default_factory=dict)  # number of prompts that were dropped, by reason
+    versions: Mapping[str, str] = field(default_factory=library_versions)
+
+    def figures(self) -> dict[str, float | str | None]:
+        """The numbers and texts by name, as trackers take them: ``tokens_per_s/generate``."""
+        return dict(_leaves(asdict(self)))
+
+
+class RunDirectory:
+    """Creates the directory at ``path``, or with ``resume`` opens the existing one. Holds it until ``close()``, which
+    removes it again if no run came of it.
+
+    Raises:
+        ConfigError: ``path`` holds another run (and ``resume`` is False), no run (and it is True), foreign files, a run
+            that another process is writing to, or links that would lead what is written elsewhere.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.ledger_path = self.path / "ledger.jsonl"
+        self.summary_path = self.path / "summary.json"
+        self.curve_path = self.path / "curve.png"
+        self.completions = self.path / "completions"
+        self.evaluations = self.path / "evaluations"
+        self.logs = self.path / "logs"
+        self._journals = self.path / ".in_flight"
+        self._log: Callable[[str], None] | None = None
+        try:
+            self._check(resume)
+            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            for folder in (self.completions, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_directory(self.path)
+            self.checkpoints = Checkpoints(self.path / "checkpoints")
+        except OSError as error:
+            raise ConfigError(
+                f"the run's directory {str(self.path)[:100]} cannot be used: {error.strerror}"
+                f"{f': {error.filename}' if error.filename != str(self.path) and error.filename else ''}; set run.dir "
+                "and run.name to one that can be written"
+            ) from error
+        self.trace_path = free_name(self.path / "trace.json")
+
+    def _check(self, resume: bool) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file; a run needs a directory: choose another path")
+        is_run = self.config_path.exists()
+        if resume and not is_run:
+            raise ConfigError(f"no run to resume at {self.path}: it has no config.yaml; give the directory of a run")
+        if resume:
+            for file in (self.config_path, self.metrics_path, self.summary_path, *self.logs.glob("*")):
+                if file.is_symlink() or not (file.is_file() or file.is_dir() or not file.exists()):
+                    raise ConfigError(f"{file} is a link, or no regular file: remove it to resume")
+            return
+        if is_run:
+            lock_directory(self.path).close()  # of a run that goes on, the process is named
+        if is_run and self._has_results():
+            state = "a finished run" if self.summary_path.exists() else "an unfinished run"
+            raise ConfigError(
+                f"{self.path} holds {state}: resume it (--resume {self.path}), or choose another run.name"
+            )
+        # A start that failed leaves files with these names, and a config.yaml if it failed after the start.
+        entries = sorted(entry.name for entry in self.path.glob("*"))
+        foreign = [name for name in entries if not _OURS.fullmatch(name)]
+        if foreign:
+            raise ConfigError(f"{self.path} holds other files ({foreign[0]}): choose an empty or a new directory")
+
+    def _has_results(self) -> bool:
+        """Whether a run here has come so far that something would be lost with it."""
+        kept = ("summary.json", "checkpoints/step-*", "completions/*.parquet", "evaluations/**/*.parquet")
+        return any(any(self.path.glob(name)) for name in kept) or any(read_rows(self.metrics_path))
+
+    def log(self, text: str) -> None:
+        """Write a line to logs/controller.log while :meth:`controller_log` is open."""
+        if self._log is not None:
+            self._log(text)
+
+    def write_config(self, text: str, places: str = "{}") -> None:
+        """Keep the resolved configuration, and the places of the files that it names.
+
+        A different configuration from before a resume stays, as config.1.yaml and so on.
+        """
+        write_atomically(self.path / PLACES, places)
+        if self.config_path.exists():
+            if self.config_path.read_text() == text:
+                return
+            self.config_path.rename(free_name(self.config_path, "."))
+        write_atomically(self.config_path, text)
+
+    def evaluations_of(self, name: str) -> Path:
+        """The directory of the completions of an evaluation set: ``set=NAME``, so that readers get a column ``set``."""
+        return self.evaluations / f"{SET}{quote(name, safe='')}" if name else self.evaluations
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write summary.json; what is not finite becomes null."""
+        write_atomically(self.summary_path, json.dumps(_json(asdict(summary)), indent=2, allow_nan=False) + "\n")
+
+    def journals(self) -> Path:
+        """Make an empty directory for what is drawn of completions in flight. ``close()`` removes it."""
+        remove(self._journals)
+        self._journals.mkdir()
+        return self._journals.absolute()
+
+    @contextmanager
+    def controller_log(self) -> Iterator[Path]:
+        """Keep this process's log records, the notes of the run and :meth:`log`'s lines in logs/controller.log.
+
+        The first line is the command that this process was started by.
+        """
+        path = self.logs / CONTROLLER_LOG
+        handler = logging.FileHandler(path, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        podium, root = logging.getLogger("podium"), logging.getLogger()
+        level = podium.level
+        if level == logging.NOTSET:
+            podium.setLevel(logging.INFO)
+        root.addHandler(handler)
+
+        def log(text: str) -> None:  # to the file alone: the terminal shows these lines itself
+            handler.handle(podium.makeRecord(podium.name, logging.INFO, "", 0, "%s", (text,), None))
+
+        def write(event: Event) -> None:
+            if isinstance(event, Note):
+                log(event.text)
+
+        unsubscribe = subscribe(write)
+        self._log = log
+        log(f"command: {shlex.join(sys.orig_argv)}")
+        try:
+            yield path
+        finally:
+            unsubscribe()
+            self._log = None
+            root.removeHandler(handler)
+            with suppress(OSError):  # a full disk, which takes no last record either
+                handler.close()
+            podium.setLevel(level)
+
+    def sinks(self, config: PPOConfig | SFTConfig, console: Console | None) -> Iterator[Sink]:
+        """Make the sinks of a run: its files, ``console`` if there is one, and the trackers of ``config``.
+
+        Raises:
+            ConfigError: A tracker is not installed.
+        """
+        yield JsonlSink(self.metrics_path)
+        yield TraceSink(self.trace_path)
+        if console is not None:
+            yield ConsoleSink(console=console, log=self.log)
+        told: dict[str, Any] = {"name": self.path.name, "config": config_to_dict(config)}
+        for tracker, options in config.run.tracking.items():
+            match tracker:
+                case "tensorboard":
+                    yield TensorBoardSink(self.path / "tensorboard", config=told["config"])
+                case "wandb":
+                    again = {"id": self._tracked_as(), "resume": "allow"}
+                    yield WandbSink(folder=self.path, **told, **again, **options.for_wandb())
+                case "trackio":
+                    again = {"resume": "allow"} if self.config_path.exists() else {}
+                    yield TrackioSink(**told, **again, **options.for_trackio())
+
+    def _tracked_as(self) -> str:
+        """The id by which a tracker knows this run, also when it is resumed."""
+        file = self.path / ".tracker_id"
+        if not file.exists():
+            write_atomically(file, uuid4().hex)
+        return file.read_text(encoding="ascii").strip()
+
+    def rewind(self, step: int | None) -> None:
+        """Forget what came after ``step``, the step of the checkpoint that a resumed run goes on from, or all if None.
+
+        Rows of metrics.jsonl and files of completions that belong to later steps would otherwise be there twice.
+
+        Raises:
+            ConfigError: The run has ended after a later step than ``step``, and its results would be lost. Or its
+                summary cannot be read.
+        """
+        try:
+            ended = int(json.loads(self.summary_path.read_bytes())["steps"]) if self.summary_path.exists() else 0
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            raise ConfigError(f"{self.summary_path} is not the summary of a run: move it away to resume") from None
+        if ended > (step or 0):
+            there = "no checkpoint is left" if step is None else f"its latest checkpoint is of step {step}"
+            raise ConfigError(
+                f"{self.path} ended after step {ended}, and {there}: resuming there would delete the metrics and "
+                f"completions of later steps. Choose another run.name, or first move {self.summary_path} away if they "
+                "may be deleted"
+            )
+        step = -1 if step is None else step
+        if self.metrics_path.exists():
+            kept = itertools.takewhile(lambda row: row.get("step", 0) <= step, read_rows(self.metrics_path))
+            write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+        for file in (*self.completions.glob("step-*.parquet"), *self.evaluations.rglob("step-*.parquet")):
+            if (step_of(file.stem) or 0) > step:
+                file.unlink()
+
+    def close(self) -> None:
+        """Let another process write here. A second call does nothing.
+
+        A start that failed leaves neither the directory, nor those above it that it made, unless a worker has written
+        to its log.
+        """
+        remove(self._journals)
+        if self._made and not self.config_path.exists() and not any(self._said()):
+            remove(self.path)
+            with suppress(OSError):  # one of these holds something else by now
+                for folder in self._made[1:]:
+                    folder.rmdir()
+        self._lock.close()
+
+    def _said(self) -> Iterator[Path]:
+        """The logs in which a worker has written something."""
+        logs = (file for file in self.logs.glob("*") if file.name != CONTROLLER_LOG)
+        return (file for file in logs if file.is_file() and file.stat().st_size)
+
+
+def scores_by_set(metrics_path: Path, names: Sequence[str], done: int) -> dict[str, dict[str, float | None]]:
+    """What the evaluation sets ``names`` scored before the first step and after step ``done``, for the summary."""
+    rows = {row["step"]: row for row in read_rows(metrics_path) if row["kind"] == "eval"}
+    before, after = rows.get(0, {}), rows.get(done if done else -1, {})
+    return {
+        name: {
+            "accuracy_before": before.get(f"accuracy/{name}"),
+            "accuracy_after": after.get(f"accuracy/{name}"),
+            "items": after.get(f"items/{name}", before.get(f"items/{name}")),
+        }
+        for name in names
+    }
+
+
+def read_rows(metrics_path: Path) -> Iterator[dict[str, Any]]:
+    """Give the rows of a metrics.jsonl in order; none if there is no such file."""
+    for line in metrics_path.read_bytes().splitlines() if metrics_path.exists() else ():
+        with suppress(ValueError, RecursionError):  # the half line that a killed run left
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
+                yield row
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _json(entry) for name, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

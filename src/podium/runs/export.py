@@ -1,0 +1,268 @@
+"""Models of runs: found by ``RUN``, ``RUN@STEP`` or ``RUN@best``, and written for those who know nothing of Podium."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from podium.config import build_config, read_values
+from podium.errors import CheckpointError, ConfigError
+from podium.models.config import ModelConfig
+from podium.runs.comparison import RunRecord
+from podium.runs.config import InferenceConfig
+from podium.runs.files import STATE_FILE, remove, step_of
+from podium.runs.named_files import as_given, found_values, is_needed, remarks
+from podium.telemetry.formatting import percent
+
+if TYPE_CHECKING:
+    from podium.runs.evaluation import Evaluation
+
+__all__ = ["StoredModel", "export_model", "find_model", "opened_model"]
+
+_CARD: Final = "README.md"
+_MAKES_MODEL: Final = ("model", "data.chat_template")  # what a checkpoint is exported with
+_POLICY: Final = "policy"
+_TOLD: Final = (
+    *("algorithm.advantage", "algorithm.loss", "algorithm.kl_coef", "optim.lr", "batch.prompts", "batch.examples"),
+    *("sampling.n", "sampling.max_new_tokens", "model.lora.rank", "environment.name", "reward.name"),
+    *("run.schedule", "run.seed"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model in the directory ``run``: a checkpoint, or the final model where ``checkpoint`` is None.
+
+    ``overrides`` replace settings of the run, as on a command line.
+    """
+
+    run: Path
+    checkpoint: Path | None
+    overrides: Sequence[str] = ()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The run's configuration, as it was written."""
+        return read_values(InferenceConfig, self.run / "config.yaml", self.overrides)
+
+    @property
+    def config(self) -> InferenceConfig:
+        """The run's model and data, at the places where they are now.
+
+        Raises:
+            ConfigError: The base model, the tokenizer or the chat template is gone.
+        """
+        values, missing = found_values(self._sections, self.run)
+        if gone := [line for key, line in missing.items() if is_needed(key, _MAKES_MODEL)]:
+            raise ConfigError("\n".join([*gone, f"podium export {self.run} --KEY PLACE writes the model by another"]))
+        return build_config(InferenceConfig, values)
+
+    @property
+    def _sections(self) -> dict[str, Any]:
+        known = {field.name for field in fields(InferenceConfig)}
+        return {name: one for name, one in self.values.items() if name in known}
+
+    def remarks(self) -> list[str]:
+        """What to say of the files of which the model is made: those that are elsewhere, or others, than they were."""
+        values, _ = found_values(self._sections, self.run)
+        return remarks(build_config(InferenceConfig, values), self.run, _MAKES_MODEL)
+
+    def check(self) -> None:
+        """Check the settings, files apart. Raises ConfigError."""
+        build_config(InferenceConfig, self._sections)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters were trained."""
+        return bool(self.values.get("model", {}).get("lora"))
+
+
+def find_model(name: str, *, final: bool = True) -> StoredModel | None:
+    """Return the model that ``name`` means; None if it is neither a run's nor a checkpoint's.
+
+    Args:
+        name: The directory of a run or of a checkpoint, or ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``.
+        final: Whether a run means its final model, where it has one. Otherwise it means the latest checkpoint.
+
+    Raises:
+        ConfigError: The run has no such checkpoint, or nothing at all yet. The message lists the checkpoints.
+    """
+    path, run, which = Path(name), *_parts(name)
+    if (path / STATE_FILE).is_file():
+        path = path.resolve()  # `latest` is a link
+        return StoredModel(run=path.parent.parent, checkpoint=path)
+    if not (run / "config.yaml").is_file():
+        return None
+    if final and not which and (run / "model").is_dir() and not _is_old(RunRecord(run)):
+        return StoredModel(run=run, checkpoint=None)
+    from podium.runs.checkpoints import (
+        StoredCheckpoints,  # only here: a wrong key is answered without transformers
+    )
+
+    stored = StoredCheckpoints(run / "checkpoints")
+    there = f"{run} has {', '.join(path.name for path in stored.all()) or 'no checkpoint yet'}"
+    if which.isdecimal():
+        found = next((path for path in stored.all() if step_of(path.name) == int(which)), None)
+    elif which in ("best", "latest"):
+        found = stored.best() if which == "best" else stored.latest()
+        if found is None and stored.all():
+            raise ConfigError(f"{name}: no step of these was evaluated: {there}; set eval.every as save.every")
+    elif which:
+        raise ConfigError(f"{name}: expected RUN@STEP with a number, RUN@best or RUN@latest")
+    else:
+        found = stored.latest()
+        if found is None:
+            raise ConfigError(
+                f"{name} has no final model and no checkpoint yet: resume the run (podium train … --resume {name}), or "
+                "name a model's directory"
+            )
+    if found is None:
+        raise ConfigError(f"{name}: there is no such checkpoint; {there}")
+    return StoredModel(run=run, checkpoint=found)
+
+
+def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
+    """Write the model into the directory ``to``, with tokenizer, chat template and a model card.
+
+    What transformers and vLLM load is written, or, where adapters were trained and ``merge`` is False, what peft loads.
+
+    Raises:
+        ConfigError: ``to`` holds other files, or only the merged model is there and ``merge`` is False.
+        CheckpointError: The checkpoint is damaged, or the directory cannot be written.
+    """
+    if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
+        raise ConfigError(f"{to} is there already: choose a directory that is empty, or none yet")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    aside = to.with_name(f".{to.name}.tmp")
+    remove(aside)
+    try:
+        if found.checkpoint is not None:
+            _write_checkpoint(found, aside, merge=merge)
+        elif found.adapted and not merge:
+            raise ConfigError(f"{found.run} has no checkpoint with its adapters: --merge exports the merged model")
+        else:
+            shutil.copytree(found.run / "model", aside)
+        (aside / _CARD).write_text(_card(found, adapters=found.adapted and not merge), encoding="utf-8")
+        if to.is_dir():
+            to.rmdir()
+        aside.rename(to)
+    finally:
+        remove(aside)
+
+
+@contextmanager
+def opened_model(found: StoredModel) -> Iterator[Path]:
+    """Give a directory that holds the whole model during the block: the checkpoint's own, or a merged one beside the
+    run where adapters were trained.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+    if found.checkpoint is None:
+        yield found.run / "model"
+        return
+    if _is_model(found.checkpoint / _POLICY):
+        from podium.models.manifest import check_manifest
+
+        check_manifest(found.checkpoint / _POLICY)
+        yield found.checkpoint / _POLICY
+        return
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=found.run) as folder:  # other nodes see it there too
+        _write_checkpoint(found, Path(folder) / "model", merge=True)
+        yield Path(folder) / "model"
+
+
+def _parts(name: str) -> tuple[Path, str]:
+    """The run and what stands after the last ``@``. A directory of that very name is a run itself."""
+    run, sign, which = name.rpartition("@")
+    return (Path(run), which) if sign and not Path(name).exists() else (Path(name), "")
+
+
+def _is_old(run: RunRecord) -> bool:
+    """Whether the final model is of an earlier end of the run, which was resumed and has not written a model since."""
+    return run.went_on or not run.summary.get("model_path", True)
+
+
+def _is_model(policy: Path) -> bool:
+    """Whether the directory of a checkpoint's policy is itself what transformers loads."""
+    return (policy / "config.json").is_file()
+
+
+def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
+    from transformers.utils.hub import CHAT_TEMPLATE_FILE
+
+    from podium.models.manifest import MANIFEST, check_manifest
+    from podium.models.model_files import RESUME
+    from podium.models.stored_policy import load_stored, write_adapters, write_whole
+    from podium.models.tokenizers import load_tokenizer
+    from podium.rollout.tasks.writer import chat_template
+
+    assert found.checkpoint is not None
+    policy = found.checkpoint / _POLICY
+    if _is_model(policy):
+        check_manifest(policy)
+        shutil.copytree(policy, to, ignore=shutil.ignore_patterns(MANIFEST, RESUME))
+        return
+    config: ModelConfig = found.config.model
+    model = load_stored(policy, config)  # which checks that the base of adapters is still the same
+    (write_adapters if found.adapted and not merge else write_whole)(model, config, to)
+    template = chat_template(load_tokenizer(config.tokenizer_source), found.config.data)
+    if template is not None:
+        (to / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
+
+
+def _card(found: StoredModel, *, adapters: bool) -> str:
+    """Return the text of the model card, from the run's own figures."""
+    values = as_given(found.values, found.run)
+    base = values.get("model", {}).get("path", "")
+    first, last, step = _figures(found)
+    head = [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation"]
+    stored = Path(found.values.get("model", {}).get("path", "")).expanduser()
+    if base and not stored.is_absolute() and not stored.exists():  # the hub knows no directories
+        head.append(f"base_model: {json.dumps(base)}")
+    origin = f"`{base}`" if base else "random weights"
+    what = "Adapters (LoRA) of" if adapters else "A model that began as"
+    lines = ["---", *head, "tags: [podium]", "---", "", f"# {found.run.absolute().name}", ""]
+    lines.append(f"{what} {origin}, trained by Podium for {step} steps.")
+    if last is not None:
+        lines += ["", "| held-out prompts | accuracy | 95 % interval | mean reward |", "|---|---|---|---|"]
+        for name, one in (("before training", first), (f"after step {last.step}", last)):
+            if one is not None and (one is last or one.step == 0):
+                low, high = one.interval()
+                figures = f"{percent(one.accuracy)} of {one.items} | {percent(low)} to {percent(high)}"
+                lines.append(f"| {name} | {figures} | {one.reward_mean:.4f} |")
+    lines += ["", "| setting | value |", "|---|---|"]
+    for path in ("data.train", *_TOLD):
+        if (value := _at(values, path)) not in (None, ""):
+            lines.append(f"| `{path}` | `{value}` |")
+    return "\n".join(lines) + "\n"
+
+
+def _figures(found: StoredModel) -> tuple[Evaluation | None, Evaluation | None, int]:
+    """The first evaluation, the last one, and the step of the model."""
+    from podium.runs.checkpoints import StoredCheckpoints, TrainerState
+
+    checkpoint = found.checkpoint
+    if checkpoint is None:
+        checkpoint = StoredCheckpoints(found.run / "checkpoints").latest()
+    try:
+        state = TrainerState.read(checkpoint / STATE_FILE) if checkpoint is not None else TrainerState()
+    except CheckpointError:
+        state = TrainerState()
+    step = state.step
+    if found.checkpoint is None and (found.run / "summary.json").is_file():
+        step = int(json.loads((found.run / "summary.json").read_bytes())["steps"])
+    return (state.first, state.last, step) if step == state.step else (None, None, step)
+
+
+def _at(values: Mapping[str, Any], path: str) -> object:
+    found: Any = values
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

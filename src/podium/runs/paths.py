@@ -1,0 +1,81 @@
+"""Where the directory of a run is, from its configuration alone."""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from podium.config import config_to_dict, load_config
+from podium.errors import ConfigError
+from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.files import free_name
+from podium.runs.named_files import aligned, find_again
+
+__all__ = ["resolve_resume", "run_path"]
+
+C = TypeVar("C", bound=PPOConfig | SFTConfig)
+
+_FREE: Final = frozenset({"run", "save", "eval", "placement", "engine", "parallel"})  # they do not say what is learned
+
+
+def run_path(config: PPOConfig | SFTConfig, recipe: str) -> Path:
+    """Return the directory of the run that ``config`` resumes or names. A run without a name has one that is free.
+
+    Raises:
+        ConfigError: The name leads out of ``run.dir``.
+    """
+    if config.run.resume:
+        return Path(config.run.resume)
+    if name := config.run.name:
+        if ".." in Path(name).parts or not Path(name).parts or Path(name).is_absolute():
+            raise ConfigError(
+                f"run.name = {name!r} names no directory inside run.dir = {config.run.dir!r}: choose a plain name, and "
+                "set run.dir to store the run elsewhere"
+            )
+        return Path(config.run.dir) / name
+    stamp = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-{recipe}"
+    return free_name(Path(config.run.dir) / stamp)
+
+
+def resolve_resume(config: C) -> C:
+    """Return ``config`` with the directory of the run in place of ``run.resume = auto``, or with "" for a new run.
+
+    Files that the run was begun with are found again where they or the run have moved.
+
+    Raises:
+        ConfigError: ``run.name`` is empty; the run there learns by other settings, which the message lists; or a file
+            that the run was begun with is gone.
+    """
+    if config.run.resume != "auto":
+        return find_again(config, Path(config.run.resume)) if config.run.resume else config
+    if not config.run.name:
+        raise ConfigError("run.resume = 'auto' resumes the run of run.name, if it is there: set run.name")
+    config = replace(config, run=replace(config.run, resume=""))
+    path = run_path(config, "")
+    file = path / "config.yaml"
+    if not file.exists():
+        return config
+    values = config_to_dict(load_config(type(config), file))
+    given, own = _flat(aligned(config_to_dict(config), values, path)), _flat(values)
+    others = [
+        f"{key} = {given.get(key)!r}, and the run has {own.get(key)!r}"
+        for key in sorted(given.keys() | own.keys())
+        if given.get(key) != own.get(key) and (key == "run.seed" or key.partition(".")[0] not in _FREE)
+    ]
+    if others:
+        raise ConfigError(
+            f"{path} cannot be resumed with other settings:\n  " + "\n  ".join(others) + "\nGive it the settings of "
+            f"{file}, or choose another run.name for a new run"
+        )
+    return replace(config, run=replace(config.run, resume=str(path)))
+
+
+def _flat(values: Any, key: str = "") -> dict[str, Any]:
+    """Nested values by the dotted paths of their keys."""
+    if not isinstance(values, Mapping) or not values:
+        return {key: values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{key}.{name}" if key else str(name))
+    return found

@@ -1,0 +1,110 @@
+"""What a dry run shows of the data: notes of reading them, lengths, epochs, and the first example as the model has it.
+
+The data are read, checked and encoded as for the run, which finds the tokens kept on the disk.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from podium.rollout.tasks import EncodedPairs
+from podium.runs.config import SFTConfig
+from podium.runs.named_files import remarks
+from podium.telemetry import Event, Note, subscribe
+from podium.telemetry.formatting import visible
+from podium.trainer.prompts import Prompts
+from podium.trainer.tasks import Tasks
+
+if TYPE_CHECKING:
+    from podium.trainer.trainer import Trainer
+
+__all__ = ["describe_data"]
+
+_SHOWN_CHARACTERS: Final = 1200
+_SHOWN_TOKENS: Final = 48
+_INDENT: Final = " " * 13
+
+
+def describe_data(trainer: Trainer[Any, Any, Any]) -> str:
+    """Read the data of a run that was not begun, and return what is worth a look, as text.
+
+    Raises:
+        ConfigError, DataError: The run would be refused for its data. The message names the place and the remedy.
+    """
+    resume = trainer.config.run.resume
+    notes = [] if resume in ("", "auto") else remarks(trainer.config, Path(resume))
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    unsubscribe = subscribe(hear)
+    try:
+        trainer.read_data()
+    finally:
+        unsubscribe()
+    lines = ["# data", *(f"note         {visible(note)}" for note in notes)]
+    return "\n".join([*lines, *_lengths(trainer), *_first(trainer)])
+
+
+def _lengths(trainer: Trainer[Any, Any, Any]) -> Iterator[str]:
+    config, examples = trainer.config, _examples(trainer)
+    what, batch, count = "examples" if isinstance(config, SFTConfig) else "prompts", config.taken, len(examples)
+    if isinstance(examples, Tasks):
+        what = "tasks"
+        yield f"training     {count:,} tasks"
+    else:
+        lengths = examples.token_ids.lengths
+        place = max(range(count), key=lengths.__getitem__)
+        longest = f"; the longest is number {place}" if lengths[place] > min(lengths) else ""
+        yield f"training     {count:,} {what} of {_span(lengths)}{longest}"
+    taken = config.run.steps * batch
+    epochs = taken / count
+    yield (
+        f"epochs       {config.run.steps:,} steps x {batch:,} {what} = {taken:,} of {count:,} = "
+        f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
+    )
+    if trainer.held_out is not None:
+        own = [len(prompt.token_ids) for prompts in trainer.held_out.values() for prompt in prompts]
+        yield f"held-out     {len(own):,} " + ("tasks" if what == "tasks" else f"prompts of {_span(own)}")
+
+
+def _examples(trainer: Trainer[Any, Any, Any]) -> Prompts | EncodedPairs | Tasks:
+    return cast("Prompts | EncodedPairs | Tasks", trainer.stream.examples)
+
+
+def _span(lengths: Sequence[int]) -> str:
+    if min(lengths) == max(lengths):
+        return f"{lengths[0]:,} tokens each"
+    return f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths) / len(lengths):,.0f} on average"
+
+
+def _first(trainer: Trainer[Any, Any, Any]) -> Iterator[str]:
+    examples, tokenizer = _examples(trainer), trainer.tokenizer
+    if isinstance(examples, Tasks):
+        yield "number 0     the task; the environment makes of it what the model reads:"
+        yield textwrap.indent(visible(str(examples.examples[0].row), _SHOWN_CHARACTERS), _INDENT, lambda line: True)
+        return
+    ids = [*examples.token_ids[0]]
+    if isinstance(examples, EncodedPairs):
+        learned = [token for token, counts in zip(ids, examples.loss_mask[0], strict=True) if counts]
+        yield from _text("number 0", f"{len(ids)} tokens, with the answer:", tokenizer, ids)
+        yield from _text("to learn", f"{len(learned)} of these tokens:", tokenizer, learned)
+    else:
+        yield from _text("number 0", f"{len(ids)} tokens, as the model reads them:", tokenizer, ids)
+        answer = examples.examples[0].answer
+        yield f"answer       {'none' if answer is None else repr(visible(answer, _SHOWN_CHARACTERS))}"
+
+
+def _text(name: str, title: str, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Iterator[str]:
+    """The text of ``ids`` under a title, and its tokens one by one."""
+    yield f"{name:<12} {title}"
+    yield textwrap.indent(visible(str(tokenizer.decode(ids)), _SHOWN_CHARACTERS), _INDENT, lambda line: True)
+    pieces = " ".join(repr(tokenizer.decode([token])) for token in ids[:_SHOWN_TOKENS])
+    more = f" and {len(ids) - _SHOWN_TOKENS:,} more" if len(ids) > _SHOWN_TOKENS else ""
+    yield textwrap.fill(f"{pieces}{more}", 110, initial_indent="tokens       ", subsequent_indent=_INDENT)

@@ -1,0 +1,191 @@
+"""Where the roles of a run stand: checks, shared accelerators, and what a run says of its places.
+
+    2 accelerators, 5 processes     process       0  1  2  3  4
+                                    accelerator   0  1  0  1  0     the processes 0, 2 and 4 hold a third each
+
+Process number ``i`` stands on accelerator ``i`` modulo their number, counted node by node. So two ranks of one role
+share an accelerator only where the role has more ranks than there are accelerators.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final, TypeVar
+
+from podium.errors import ConfigError, PlacementError
+from podium.runs.config import InferenceConfig, PlacementConfig, PPOConfig, SFTConfig
+from podium.runtime import Capabilities, Cluster, Node, ResourcePool, Worker
+from podium.runtime.pool import Slot
+
+__all__ = ["Sharing", "bfloat16_keys", "check_placement", "reserved", "sharing", "standing", "warn_of_bfloat16"]
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+_WITHOUT_COLLECTIVES: Final = frozenset({"generator", "reward", "estimator", "rollout"})
+_TRAINING: Final = frozenset({"policy", "critic", "reference"})
+_BFLOAT16: Final = "bfloat16"
+
+
+def check_placement(config: PPOConfig | SFTConfig, backend: str, can: Capabilities, nodes: Sequence[Node] = ()) -> None:
+    """Check that a backend called ``backend`` can hold the worker processes, on ``nodes`` as far as they are known.
+
+    Raises:
+        ConfigError: The backend has no collectives over several ranks, or its nodes have too few cores.
+    """
+    placement, processes = config.placement, sum(count for _, count in config.processes)
+    for roles, ranks in config.processes:
+        if ranks > 1 and not can.collectives and not {*roles} <= _WITHOUT_COLLECTIVES:
+            raise ConfigError(
+                f"{placement.key_of(roles[0])} = {ranks}: {backend} has no collectives over several ranks; set it to "
+                "1, or use the backend local"
+            )
+    cores = [int(node.resources.get("cpu", 0)) for node in nodes]
+    if nodes and placement.cpus and sum(count // placement.cpus for count in cores) < processes:
+        raise ConfigError(
+            f"placement.cpus = {placement.cpus}: {processes} worker process(es) of so many cores do not fit "
+            f"into {' + '.join(map(str, cores))} cores; lower it, or leave it out for an equal share"
+        )
+
+
+# -- shared accelerators ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How worker processes share accelerators.
+
+    Attributes:
+        loads: For each node that has accelerators, the number of processes on each of these.
+    """
+
+    loads: tuple[tuple[int, ...], ...]
+
+    @property
+    def slots(self) -> list[int]:
+        """Number of processes on each node."""
+        return [sum(node) for node in self.loads]
+
+    @property
+    def gpus(self) -> list[float]:
+        """The share of each slot, node by node: those of one accelerator side by side."""
+        return [1 / load for node in self.loads for load in node for _ in range(load)]
+
+    def in_turns(self, slots: Sequence[T]) -> list[T]:
+        """Order what belongs to ``gpus`` for the processes: one of each accelerator, then a second one of each."""
+        turns = [turn for node in self.loads for load in node for turn in range(load)]
+        return [slots[at] for at in sorted(range(len(turns)), key=turns.__getitem__)]
+
+
+def sharing(nodes: Sequence[Node], processes: int) -> Sharing | None:
+    """Return how ``processes`` share the accelerators of ``nodes``; None where they need not, or there are none."""
+    counts = [int(node.resources.get("gpu", 0)) for node in nodes]
+    total = sum(counts)
+    if not 0 < total < processes:
+        return None
+    each, more = divmod(processes, total)
+    loads = iter([each + (number < more) for number in range(total)])
+    return Sharing(tuple(tuple(next(loads) for _ in range(count)) for count in counts if count))
+
+
+@contextmanager
+def reserved(cluster: Cluster, processes: int, placement: PlacementConfig) -> Iterator[ResourcePool]:
+    """Give a slot for each worker process during the block: with cores as configured, and an accelerator of its own or
+    an equal share of one, where the cluster has any.
+
+    Raises:
+        PlacementError: There is no room. The message names the keys.
+    """
+    shares, how = sharing(cluster.nodes, processes), {"cpus": placement.cpus or 0, "wait_s": placement.wait_s}
+    try:
+        if shares is not None:
+            pool = ResourcePool(shares.in_turns([*cluster.pool(shares.slots, gpus=shares.gpus, **how)]))
+        else:
+            gpus = int(any(node.resources.get("gpu", 0) >= 1 for node in cluster.nodes))
+            pool = cluster.pool(spread=processes, gpus=gpus, **how)
+    except PlacementError as error:
+        keys = "pools" if placement.pools else "ranks"
+        raise PlacementError(f"placement of {processes} ranks (placement.{keys}, placement.cpus): {error}") from error
+    try:
+        yield pool
+    finally:
+        cluster.release(pool)
+
+
+# -- what a run says of its places -----------------------------------------------------------------------------------
+
+
+def standing(parts: Iterable[tuple[Sequence[str], Sequence[Slot]]]) -> str:
+    """Say in one line which roles stand where. ``parts`` are the roles that share processes, and their slots."""
+    parts = [*parts]
+    named = len({slot.node for _, slots in parts for slot in slots}) > 1
+    said = [
+        f"{', '.join(roles)}: {len(slots)} process{'es' * (len(slots) != 1)} on {_places(slots, named=named)}"
+        for roles, slots in parts
+    ]
+    return f"placement  {'; '.join(said)}"
+
+
+def _places(slots: Sequence[Slot], *, named: bool) -> str:
+    """The devices of slots: "gpu 0-3" or "cpu", with their nodes where ``named``, and by how many they are shared."""
+    devices: dict[str, set[int]] = {}
+    for slot in slots:
+        devices.setdefault(slot.node, set()).update(slot.devices)
+    places = [f"{node} " * named + (f"gpu {_ranges(own)}" if own else "cpu") for node, own in devices.items()]
+    loads = {round(1 / slot.resources["gpu"]) for slot in slots if 0 < slot.resources.get("gpu", 0) <= 1}
+    most = max(loads, default=1)
+    shared = f" (shared by {'up to ' * (len(loads) > 1)}{most})" if most > 1 else ""
+    return (", ".join(places) or "cpu") + shared
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers as text: "0-3, 6"."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def bfloat16_keys(config: InferenceConfig, roles: Sequence[str]) -> list[str]:
+    """Return the keys by which processes with these roles compute in bfloat16 on a CPU, where the default is not to."""
+    generates, trains = "generator" in roles, bool(_TRAINING & {*roles})
+    parallel = config.parallel if isinstance(config, PPOConfig | SFTConfig) else None
+    found = {
+        "model.dtype": config.model.dtype == _BFLOAT16 and (trains or (generates and config.engine.dtype is None)),
+        "parallel.precision": trains and parallel is not None and parallel.precision == _BFLOAT16,
+        "engine.dtype": generates and config.engine.dtype == _BFLOAT16,
+    }
+    return [key for key, asks in found.items() if asks]
+
+
+def warn_of_bfloat16(config: InferenceConfig, started: Mapping[tuple[str, ...], Sequence[Any]]) -> None:
+    """Say in one line which keys ask for bfloat16 on processors that have no instructions for it.
+
+    Args:
+        started: A handle of each set of worker processes, by the roles that share these.
+    """
+    keys: dict[str, None] = {}
+    has: dict[str, bool] = {}  # by node, whether its processor has instructions
+    for roles, handles in started.items():
+        asking = bfloat16_keys(config, roles)
+        for group in (handle.group for handle in handles if asking):
+            for rank, node in ((rank, slot.node) for rank, slot in enumerate(group.processes.pool) if not slot.devices):
+                if node not in has:
+                    has[node] = group.run_on(rank, _has_bfloat16)
+                keys |= {} if has[node] else dict.fromkeys(asking)
+    if keys:
+        _logger.warning(
+            "%s = bfloat16 on the CPU of %s, which has no instructions for bfloat16 (avx512_bf16, amx_bf16): matrix "
+            "products and generation are many times slower than in float32",
+            ", ".join(keys),
+            ", ".join(node for node, own in has.items() if not own),
+        )
+
+
+def _has_bfloat16(worker: Worker) -> bool:
+    """Whether the processor of a worker has instructions for bfloat16."""
+    from podium.devices import has_bfloat16
+
+    del worker
+    return has_bfloat16()

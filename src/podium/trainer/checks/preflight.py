@@ -1,0 +1,402 @@
+"""Checks before a run starts. They start no worker and load no weights.
+
+Only what needs a model or a tokenizer imports torch, where it needs it. A wrong setting is answered without torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from podium.algorithms import check_functions
+from podium.annotations import signature_of
+from podium.errors import ConfigError, DataError
+from podium.functions import load_function
+from podium.models import ModelConfig
+from podium.models.weight_files import stored_tensors
+from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
+from podium.rewards.text import answer_of
+from podium.rollout.engines import check_engine
+from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig
+from podium.rollout.environments.resolve import resolve_environment
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import DataConfig, Example, check_data
+from podium.runs.config import SCHEDULES, InferenceConfig, PPOConfig, SFTConfig
+from podium.runtime import Bound
+from podium.telemetry import Note, emit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from podium.trainer.roles import RoleWorkers
+    from podium.trainer.schedules import Schedule
+
+__all__ = [
+    "check_answers",
+    "check_columns",
+    "check_environment",
+    "check_examples",
+    "check_given",
+    "check_lengths",
+    "check_reward",
+    "check_settings",
+    "check_tokens",
+    "load_schedule",
+    "names_of_given",
+    "refuse_code_of",
+    "unused_settings",
+    "with_stop_tokens",
+]
+
+_NO_SCHEDULES: Final = {
+    inspect.iscoroutinefunction: "a coroutine function",
+    inspect.isgeneratorfunction: "a generator function",
+    inspect.isasyncgenfunction: "an asynchronous generator function",
+    inspect.isclass: "a class",
+}
+_REWARD, _REWARD_NAME = "reward", "reward.name"
+
+
+# -- settings, against what is installed and what this machine has ---------------------------------------------------
+
+
+def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> None:
+    """Check that the files, functions and packages that ``config`` names are there.
+
+    A reward that is named by its module is not loaded: the run imports it in a process of its own. ``reward`` is False
+    where a script gives a function in its place.
+
+    Raises:
+        ConfigError: A function, a package or a model's directory is missing, or a file of its weights cannot be read.
+            The message says what to do.
+        DataError: A file of the data is missing.
+    """
+    if config.run.resume:
+        refuse_code_of(Path(config.run.resume), config)
+    if config.environment.name:
+        check_environment(config.environment, config.data)
+    else:
+        check_data(config.data)
+    name = config.reward.name
+    if reward and name not in NAMED_REWARDS and (":" not in name or name.rpartition(":")[0].endswith(".py")):
+        resolve_reward(name)
+    check_reward(config.reward, given=not reward)
+    load_schedule(config.run.schedule)
+    check_engine(config.engine)
+    for tracker in config.run.trackers:
+        if find_spec(tracker) is None:
+            raise ConfigError(f"run.trackers names {tracker}, which is not installed: pip install 'podium[trackers]'")
+    paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    paths["reward.path"] = config.reward.path
+    if isinstance(config, PPOConfig):
+        check_functions(config.algorithm)
+        config.check_roles(load=True)
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        if path.startswith(("/", "./", "../", "~")) and not os.path.exists(path):
+            raise ConfigError(f"{key} = {path!r}: there is no such directory")
+        if path and key != "model.tokenizer":
+            stored_tensors(path, key)
+
+
+def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
+    """Check that the environment is there and takes its options, and that there are tasks for it.
+
+    Raises:
+        ConfigError: There is no such environment, an option does not fit, or neither it nor the data have tasks.
+        DataError: A file of the data is missing.
+    """
+    found = resolve_environment(environment)
+    if data.train:
+        check_data(data)
+    elif found.tasks is None:
+        raise ConfigError(
+            f"data.train is not set, and environment.name = {environment.name!r} has no tasks of its own: set "
+            "data.train"
+        )
+
+
+def unused_settings(config: InferenceConfig) -> list[str]:
+    """Say which settings of a run have no use, because it trains in sessions of an environment, a sentence for each."""
+    if not config.environment.name or isinstance(config, SFTConfig):
+        return []
+    plain = DataConfig()
+    return [
+        f"data.{name} = {value!r} has no use with environment.name: no prompt is cut or left out, and a session ends "
+        "when the model's context is full"
+        for name in ("max_prompt_tokens", "overlong")
+        if (value := getattr(config.data, name)) != getattr(plain, name)
+    ]
+
+
+def refuse_code_of(run: Path, config: InferenceConfig) -> None:
+    """Refuse functions in files of ``run``: a user who resumes or evaluates the run of a stranger takes only data from
+    there. Refuse those of Python's own library too, such as ``builtins:exec``, which runs as code what it should grade.
+
+    Raises:
+        ConfigError: A function is there. The message says what to do.
+    """
+    names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
+    names |= {"environment.name": NAMED_ENVIRONMENTS.get(config.environment.name, config.environment.name)}
+    options = config.environment.options
+    if config.environment.name == "textarena":
+        names["environment.options.opponent"] = str(options.get("opponent", ""))
+    if isinstance(config, PPOConfig):
+        names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
+    for key, name in names.items():
+        file = _file_of(name.rpartition(":")[0])
+        path = Path(file).expanduser().resolve()
+        own = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
+        if own or file in ("built-in", "frozen"):
+            raise ConfigError(
+                f"{key} = {name!r} is a function of Python's own library, which runs as no part of a run that is "
+                f"there already: give another one with --{key}"
+            )
+        if file and path.is_relative_to(run.resolve()):
+            raise ConfigError(
+                f"{key} = {name!r} is code in the directory of the run itself, and nothing there is run as "
+                f"code: read {file}, move it elsewhere, and give its new place with --{key}"
+            )
+    for key, text in _texts(options, "environment.options"):
+        if _is_code_of(run, text):
+            raise ConfigError(
+                f"{key} = {text!r} is code in the directory of the run itself, and nothing there is run as code: read "
+                f"it, move it elsewhere, and give its new place with --{key}"
+            )
+
+
+def _is_code_of(run: Path, text: str) -> bool:
+    """Whether an option, which may be any text, is a program in the directory of a run, or a function of one."""
+    path = Path(text.rpartition(":")[0] if ".py:" in text else text).expanduser()
+    try:
+        if not path.is_file() or not (path.suffix == ".py" or os.access(path, os.X_OK)):
+            return False
+        return path.resolve().is_relative_to(run.resolve()) or path.absolute().is_relative_to(run.absolute())
+    except (OSError, ValueError):  # no text of a path
+        return False
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """The texts in nested values, each with its key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _texts(one, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one, key)
+
+
+def _file_of(place: str) -> str:
+    """The file that ``place`` of a function is, or that holds the module or package; "" for one that is not found."""
+    if not place or place.endswith(".py"):
+        return place
+    try:
+        spec = find_spec(place.partition(".")[0])
+    except ValueError:  # a module without a specification, such as __main__
+        return ""
+    return "" if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+
+
+def check_reward(reward: RewardConfig, *, given: bool) -> None:
+    """Check that the reward reads the score of the reward model, where there is one. ``given`` is True where a script
+    gives a function in place of ``reward.name``.
+
+    Raises:
+        ConfigError: The reward model would be of no use, or is missing.
+    """
+    if reward.path and not given and reward.name in NAMED_REWARDS and reward.name != "model":
+        raise ConfigError(
+            f"reward.path = {reward.path!r} with reward.name = {reward.name!r}, which does not read the model's score: "
+            "set reward.name to model, or to a function of your own that reads row['model_score']"
+        )
+    if reward.name == "model" and not given and not reward.path:
+        raise ConfigError("reward.name = 'model' is the score of a reward model: set reward.path to one")
+
+
+def load_schedule(name: str) -> Schedule:
+    """Return the schedule that ``run.schedule`` names: ``sync``, ``module:function`` or ``path/file.py:function``.
+
+    Raises:
+        ConfigError: There is no such function, and the message has the nearest name that exists; or the name is not
+            that of a plain function that can be called with one argument.
+    """
+    found = load_function(name, key="run.schedule", known=SCHEDULES)
+    subject = f"run.schedule = {name!r}: {name.rpartition(':')[2]!r}"
+    for is_kind, kind in _NO_SCHEDULES.items():
+        if is_kind(found):
+            raise ConfigError(f"{subject} is {kind}; write a plain function")
+    try:
+        signature_of(found).bind(None)
+    except (TypeError, ValueError):  # ValueError: a built-in function without a signature
+        raise ConfigError(f"{subject} must take exactly one argument, the steps") from None
+    return found
+
+
+# -- data, model and functions, once they are loaded -----------------------------------------------------------------
+
+
+def check_lengths(model: ModelConfig, max_new_tokens: int, what: str, longest: int) -> None:
+    """Check that a completion and the longest of the ``what`` prompts, in tokens, fit into the model's positions.
+
+    Raises:
+        ConfigError: They do not fit. The message names the settings that would make them fit.
+    """
+    from podium.models.loading import longest_text
+
+    most = longest_text(model, generated=True)
+    if most is not None and longest + max_new_tokens > most:
+        room = most - max_new_tokens
+        longer = longest_text(model) != most
+        why = ", beyond which longrope rotates the whole text anew, also what was generated before" if longer else ""
+        shorter = f", or data.max_prompt_tokens to {room} (data.overlong says what becomes of longer ones)"
+        raise ConfigError(
+            f"the longest {what} prompt has {longest} tokens, which with sampling.max_new_tokens = {max_new_tokens} is "
+            f"more than the model's {most} positions{why}: lower sampling.max_new_tokens"
+            + (shorter if room > 0 else "")
+        )
+
+
+def check_tokens(model: ModelConfig, what: str, largest: int) -> None:
+    """Check that the model knows the tokens of the ``what`` data, of which ``largest`` is the largest.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    from podium.models.loading import vocabulary_size
+
+    if largest >= (known := vocabulary_size(model)):
+        raise ConfigError(
+            f"the {what} data have the token {largest}, and the model has a vocabulary of {known} tokens: the "
+            "tokenizer is not the model's own; set model.tokenizer"
+        )
+
+
+def check_examples(model: ModelConfig, lengths: Sequence[int]) -> None:
+    """Check that each example, whose prompt and answer have a length in tokens, fits into the model's positions.
+
+    Raises:
+        ConfigError: One does not fit. The message says how many do not.
+    """
+    from podium.models.loading import longest_text
+
+    most = longest_text(model)
+    if most is not None and (beyond := sum(length > most for length in lengths)):
+        raise ConfigError(
+            f"{beyond} of the {len(lengths)} training examples are longer than the model's {most} positions; the "
+            f"longest has {max(lengths)} tokens, its answer included: take them out of the data, shorten their "
+            "answers, or lower data.max_prompt_tokens (data.overlong says what becomes of longer prompts)"
+        )
+
+
+def check_answers(examples: Iterable[Example], reward: RewardConfig) -> None:
+    """Check that every example has an answer which the reward can read, if the reward is one of Podium's that read it.
+
+    A note says how many answers are empty.
+
+    Raises:
+        DataError: An example has no answer, or one that is neither text nor messages, and such rewards end the run.
+    """
+    if reward.name not in READS_ANSWER or reward.on_error == "score":
+        return
+    count = empty = 0
+    for example in examples:
+        try:
+            count, empty = count + 1, empty + (not answer_of(example.row).strip())
+        except ValueError as error:
+            raise DataError(f"reward.name = {reward.name!r}, prompt {str(example.prompt)[:60]!r}: {error}") from None
+    if empty:
+        emit(Note(f"{empty} of {count} answers are empty: the reward {reward.name!r} compares with nothing there"))
+
+
+def check_columns(examples: Iterable[Example], columns: Iterable[str], advantage: str) -> None:
+    """Check that every example has the ``columns`` of the data that the advantage estimator declares.
+
+    Raises:
+        ConfigError: An example lacks a column. The message names the columns that it has.
+    """
+    for row in (example.row for example in examples):
+        if missing := [name for name in columns if name not in row]:
+            raise ConfigError(
+                f"algorithm.advantage = {advantage!r} reads the column {missing[0]!r} of the data, and a training "
+                f"prompt has {', '.join(row)}"
+            )
+
+
+def with_stop_tokens(
+    sampling: SamplingParams, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> SamplingParams:
+    """Return ``sampling`` with stop tokens. A note says so where there are none.
+
+    Where the configuration names none, they are those of the tokenizer, of the model's own generation_config.json, and
+    the token with which the chat template ends a turn.
+    """
+    if sampling.stop_token_ids:
+        return sampling
+    from transformers import GenerationConfig
+
+    from podium.rollout.tasks import end_of_turn
+
+    own = None
+    if model.path:
+        try:
+            own = GenerationConfig.from_pretrained(model.path).eos_token_id
+            if not all(isinstance(one, int) for one in (own if isinstance(own, list) else [own or 0])):
+                raise TypeError(f"eos_token_id = {own!r}")
+        except OSError:  # a model need not have the file
+            pass
+        except Exception as error:
+            raise ConfigError(f"{model.path}: its generation_config.json cannot be read: {error}") from error
+    found: list[int] = []
+    for ids in (tokenizer.eos_token_id, own, end_of_turn(tokenizer, data)):
+        found += [ids] if isinstance(ids, int) else cast("list[int]", ids or [])
+    if not found:
+        emit(
+            Note(
+                "the tokenizer has no end-of-sequence token, so every completion has sampling.max_new_tokens = "
+                f"{sampling.max_new_tokens} tokens: set eos_token in the tokenizer, or sampling.stop_token_ids"
+            )
+        )
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys(found)))
+
+
+def names_of_given(reward: RewardFn | None, reward_name: str, workers: RoleWorkers | None) -> dict[str, str]:
+    """Return names of the functions and classes that a script gives a run beside its configuration, by role.
+
+    A configuration file cannot hold them, so a resume from it would go on with others and say nothing. Each checkpoint
+    keeps their names instead. "reward" is the function, "reward.name" the configured name that it replaced.
+    """
+    given = {
+        "reward model" if role == _REWARD else role: _name(worker.cls if isinstance(worker, Bound) else worker)
+        for role, worker in (workers or {}).items()
+    }
+    return given if reward is None else {**given, _REWARD: _name(reward), _REWARD_NAME: reward_name}
+
+
+def check_given(before: Mapping[str, str], now: Mapping[str, str], reward_name: str) -> None:
+    """Check that a resumed run is given what a script gave the run ``before``.
+
+    Raises:
+        ConfigError: A role's class is missing; or the reward function is, and ``reward.name`` is the one from before.
+    """
+    missing = [name for name in before if name not in now and name not in (_REWARD, _REWARD_NAME)]
+    if _REWARD in before and _REWARD not in now and before.get(_REWARD_NAME) == reward_name:
+        missing.append(_REWARD)
+    if missing:
+        what = ", ".join(f"{name} ({before[name]})" for name in missing)
+        remedy = ", or name a reward with reward.name" if missing == [_REWARD] else ""
+        raise ConfigError(
+            f"this run was given its own {what} from Python, which its config.yaml cannot hold: resume it from the "
+            f"script that gave it, with run.resume{remedy}"
+        )
+
+
+def _name(given: object) -> str:
+    return f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', type(given).__name__)}"

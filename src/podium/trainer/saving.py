@@ -1,0 +1,149 @@
+"""The checkpoints of a run that goes on: how its workers write them, and how a resumed run loads one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from podium.errors import CheckpointError, EndpointError, PodiumError
+from podium.models.manifest import check_manifest, explain, file_sums, write_manifest
+from podium.runs.checkpoints import Checkpoints, TrainerState
+from podium.runs.config import SaveConfig
+from podium.runs.files import STATE_FILE
+from podium.trainer.schedules.steps import named_stage
+
+if TYPE_CHECKING:
+    from podium.runtime import Call
+    from podium.trainer.roles import Roles
+
+__all__ = ["Saver", "load_checkpoint"]
+
+
+def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
+    """Restore the roles from the checkpoint at ``path``, and return the controller's own state.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, does not fit the roles, or belongs to another kind of run.
+    """
+    check_manifest(path, others=[entry.name for entry in path.iterdir() if entry.is_dir()])
+    state = TrainerState.read(path / STATE_FILE)
+    for name, worker in roles.learners.items():
+        if not (path / name).is_dir():
+            raise CheckpointError(f"{path} holds no {name}, and this configuration has one")
+        worker.load(str(path.absolute() / name))
+    return state
+
+
+class Saver:
+    """Writes the checkpoints of one run.
+
+    Args:
+        checkpoints: Where they go.
+        config: Which of them are kept.
+        texts: Files that belong into the directory of the policy beside those of its workers, by name.
+        beside: Whether they are written beside the next steps; otherwise a save returns when it is complete.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, config: SaveConfig, texts: Mapping[str, str] | None = None, *, beside: bool
+    ) -> None:
+        self._texts = texts or {}
+        self._checkpoints, self._config, self._beside = checkpoints, config, beside
+        self._thread = ThreadPoolExecutor(1, "save")
+        self._writing: Future[None] | None = None
+
+    def save(self, state: TrainerState, roles: Roles) -> None:
+        """Copy what the learners hold, and begin to write it with ``state``. First wait for the checkpoint before.
+
+        Raises:
+            CheckpointError: The checkpoint before could not be written, or this one where it is not written beside.
+        """
+        self.wait()
+        text = json.dumps(asdict(state), indent=1)
+        folder = self._checkpoints.folder.absolute()  # a later start removes there what a worker that was killed left
+        with self._telling(state.step):
+            folder.mkdir(parents=True, exist_ok=True)
+            for copied in [worker.copy_state.submit(str(folder)) for worker in roles.learners.values()]:
+                copied.result()
+        if self._beside:
+            self._writing = self._thread.submit(self._write, state.step, text, roles)
+        else:
+            self._write(state.step, text, roles)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, if there is one. It does not wait."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            CheckpointError: It cannot be written. The one before is still the latest.
+            PodiumError: A worker was lost that wrote it, or passed its deadline.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """End the thread, and remove what a rank went on writing after another one had failed. The workers are closed
+        before, which ends what the thread still waits for."""
+        self._thread.shutdown()
+        with suppress(OSError):  # a later start tries again
+            self._checkpoints.tidy()
+
+    def _write(self, step: int, text: str, roles: Roles) -> None:
+        config = self._config
+        with (
+            self._telling(step),
+            named_stage("save", step),
+            self._checkpoints.writing(step, keep=config.keep, keep_best=config.keep_best) as folder,
+        ):
+            _write_learners(folder.absolute(), roles, self._texts)  # a worker has a working directory of its own
+            (folder / STATE_FILE).write_text(text, encoding="utf-8")
+            write_manifest(folder, [file_sums([folder / STATE_FILE])])
+
+    @contextmanager
+    def _telling(self, step: int) -> Iterator[None]:
+        """Say what went wrong, and from which checkpoint to resume."""
+        try:
+            yield
+        except (OSError, CheckpointError, EndpointError) as error:
+            cause = error.__cause__ if isinstance(error, EndpointError) and error.__cause__ is not None else error
+            reason = f"{cause.filename}: {explain(cause)}" if isinstance(cause, OSError) else str(cause)
+            if not isinstance(cause, OSError | PodiumError):
+                reason = f"{type(cause).__name__}: {reason}"
+            run, latest = self._checkpoints.folder.parent, self._checkpoints.latest()
+            raise CheckpointError(
+                f"the checkpoint of step {step} is not written: {reason}. "
+                + (f"{latest} is whole: resume with --resume {run}" if latest else f"{run} has no checkpoint yet")
+            ) from error
+
+
+def _write_learners(folder: Path, roles: Roles, texts: Mapping[str, str]) -> None:
+    """Have all learners write what they copied into ``folder``. All have ended when this returns or raises."""
+    calls: dict[str, Call[list[dict[str, Any]]]] = {}
+    failed: PodiumError | None = None
+    for name, worker in roles.learners.items():
+        try:
+            calls[name] = worker.write_state.submit(str(folder / name))
+        except PodiumError as error:
+            failed = failed or error
+    for name, call in calls.items():
+        try:
+            sums = call.result()
+            if name == "policy":
+                for file, text in texts.items():
+                    (folder / name / file).write_text(text, encoding="utf-8")
+                sums = [*sums, file_sums(folder / name / file for file in texts)]
+            write_manifest(folder / name, sums)
+        except PodiumError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed

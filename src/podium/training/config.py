@@ -1,0 +1,135 @@
+"""Settings of the optimizer and of the ranks that train. This module imports no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from podium.algorithms.config import AlgorithmConfig
+from podium.config import section
+from podium.errors import ConfigError
+from podium.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EndingOptim", "OptimConfig", "ParallelConfig", "Strategy", "check_dropout"]
+
+Strategy = Literal["replicate", "fsdp2"]
+Offload = Literal["none", "optimizer", "all"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def check_dropout(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
+    """Check that no dropout of adapters moves the probability ratios of reinforcement learning.
+
+    Raises:
+        ConfigError: It would. The message names the keys and the remedy.
+    """
+    if model.lora is not None and model.lora.dropout and algorithm.reinforces and algorithm.updates > 1:
+        raise ConfigError(
+            f"model.lora.dropout = {model.lora.dropout} with algorithm.epochs x algorithm.minibatches = "
+            f"{algorithm.updates} updates a step: the old log-probabilities are computed without dropout, so that it "
+            "would count as a change of the policy; set model.lora.dropout to 0, or make one update a step"
+        )
+
+
+@section("optim")
+class OptimConfig:
+    """AdamW (Loshchilov & Hutter 2019) and the learning rate over the run."""
+
+    lr: float = Field(default=1e-5, ge=0, le=10)
+    """The learning rate rises to this value and then follows optim.lr_schedule."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW averages the gradient and its square over time with these two decay rates."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """AdamW adds this value to the divisor of each update, so that it never divides by zero."""
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
+    """AdamW shrinks matrices by lr * weight_decay at each step. Norms and biases do not decay."""
+    master_weights: bool = True
+    """Parameters in bfloat16 have copies in float32, which take the updates. false saves their memory and rounds each
+    updated parameter up or down at random, so that updates count on average."""
+    grad_clip: float = Field(default=1.0, ge=0, le=1e9)
+    """Gradients with a larger global norm are scaled down to this norm. 0 turns clipping off."""
+    warmup_steps: int = Field(default=0, ge=0, le=10**9)
+    """The learning rate rises linearly over this number of optimizer steps."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up the learning rate stays constant, or falls to 0 at the run's end on a line or a half cosine."""
+    non_finite: Literal["skip", "error"] = "skip"
+    """A step with a NaN or infinite loss or gradient is skipped and counted, or raises an error that ends the run."""
+
+    @property
+    def end(self) -> int | None:
+        """The optimizer step at which the learning rate reaches 0; None where it is not known."""
+        return None
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step ``step``, counted from 0.
+
+        Raises:
+            ConfigError: The rate falls, and nobody says where it ends.
+        """
+        end = self.warmup_steps + 1 if self.lr_schedule == "constant" else self._known_end()
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.lr_schedule == "constant":
+            return self.lr
+        done = min(1.0, (step - self.warmup_steps) / (end - self.warmup_steps))
+        return self.lr * (1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
+
+    def _known_end(self) -> int:
+        if self.end is None:
+            raise ConfigError(
+                f"optim.lr_schedule={self.lr_schedule!r} falls to 0 at the end of a run: give its optimizer steps by "
+                "podium.training.config.EndingOptim(total_steps=...)"
+            )
+        return self.end
+
+
+@section()
+class EndingOptim(OptimConfig):
+    """The optimizer of a run whose number of optimizer steps is known."""
+
+    total_steps: int = Field(ge=1)
+    """The learning rate reaches 0 at this optimizer step, unless it is constant."""
+
+    def __post_init__(self) -> None:
+        if self.lr_schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"optim.warmup_steps = {self.warmup_steps} is not below the {self.total_steps} optimizer steps of the "
+                f"run, over which optim.lr_schedule = {self.lr_schedule!r} falls to 0: lower it, or raise run.steps"
+            )
+
+    @property
+    def end(self) -> int | None:
+        """The optimizer step at which the learning rate reaches 0."""
+        return self.total_steps
+
+
+@section("parallel")
+class ParallelConfig:
+    """How training uses ranks, memory and precision. Results change by rounding errors only."""
+
+    strategy: Strategy = "replicate"
+    """Each rank holds the whole model (replicate) or a shard of it (fsdp2). replicate is faster where the model
+    fits."""
+    micro_batch_tokens: int = Field(default=4096, ge=1, le=10**9)
+    """A forward pass takes at most this many tokens, padding included."""
+    batching: Literal["auto", "padded", "packed"] = "auto"
+    """Rows of similar length are padded (padded), or rows are put end to end with variable-length attention (packed).
+    auto packs on accelerators, where a test of the model shows that packed rows stay apart, and pads on the CPU, where
+    padding is faster. With auto, rows with the same prompt have it once in a forward pass, where a test of the model
+    shows that this changes nothing."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Matrix products are computed in this data type. auto means bfloat16 on accelerators and float32 on the CPU."""
+    offload: Offload = "none"
+    """This part of a role leaves its device for the host while the role is idle: nothing, the optimizer's state and the
+    gradients (optimizer), or the weights too (all). Roles that share a device then fit into less of its memory."""
+    compile: bool = False
+    """torch.compile compiles the decoder layers. Compilation takes minutes and pays off in long runs only."""
+
+    def packed(self, device: torch.device) -> bool:
+        """Whether rows are packed on this device."""
+        return self.batching == "packed" or (self.batching == "auto" and device.type != "cpu")

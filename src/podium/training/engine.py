@@ -1,0 +1,257 @@
+"""The training loop of one rank: forward and backward passes, one optimizer step, metrics of the whole minibatch.
+
+One step over a global minibatch that is spread over ranks and cut into micro-batches::
+
+    each rank, each micro-batch:   loss = sum(weights * per-token loss);  loss.backward()
+    all ranks:                     add gradients -> global norm -> clip -> AdamW
+
+The weights are normalized over the whole minibatch, so that the sum is the loss, however the minibatch was cut.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from podium.algorithms import PartialMetrics, TokenLoss, partial_metrics
+from podium.data import Batch, Jagged, fields
+from podium.devices import autocast, compute_dtype
+from podium.errors import DataError, PodiumError
+from podium.models.loading import plain_model, rotary_turn
+from podium.training.config import OptimConfig, ParallelConfig
+from podium.training.micro_batches import MicroBatch, cut, empty_micro_batch
+from podium.training.offload import Offload
+from podium.training.optimizer import Optimizer
+from podium.training.output_layer import logits_tail
+from podium.training.parallel import make_parallel
+from podium.training.row_isolation import choose_batching, may_share_prompts
+from podium.training.scoring import run_model
+
+__all__ = ["StepResult", "TrainEngine"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, equal on all ranks.
+
+    Attributes:
+        loss: The loss of the global minibatch.
+        grad_norm: The global norm before clipping.
+        learning_rate: The learning rate of this step.
+        skipped: Whether the loss or its gradient was not finite, so that the parameters stayed as they were.
+        metrics: Means and maxima over the global minibatch, by name.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    metrics: Mapping[str, float]
+
+
+class TrainEngine:
+    """A model with its optimizer on one rank.
+
+    Args:
+        model: The model on its device. Parameters that are trained require gradients.
+        optim: The optimizer. None makes an engine that only evaluates.
+        world_size: Number of ranks in the default process group. All of them make an engine and call it together.
+        dropout: Whether the model's own dropout and router noise act in :meth:`step`. Dropout of adapters always does.
+
+    Attributes:
+        batching: How rows share a forward pass.
+        note: Why it is not as ``parallel.batching`` prefers it; "" where it is.
+        shares_prompts: Whether rows with the same prompt have it once in a forward pass.
+
+    Raises:
+        ConfigError: see :func:`.choose_batching` and :func:`.make_parallel`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optim: OptimConfig | None,
+        parallel: ParallelConfig,
+        device: torch.device,
+        world_size: int = 1,
+        dropout: bool = False,
+    ) -> None:
+        self.device = device
+        self.dropout = dropout
+        self.config = parallel
+        self.precision = compute_dtype(device, parallel.precision)
+        self.batching, self.note = choose_batching(model, parallel, device, self.precision)
+        self.shares_prompts = may_share_prompts(model, parallel, self.batching, device, self.precision)
+        logits_tail(model)  # is found now, as all ranks are here
+        self.parallel = make_parallel(model, parallel, world_size=world_size, device=device, precision=self.precision)
+        self.model = self.parallel.model
+        self._adapter_dropouts = [m for name, m in self.model.named_modules() if name.endswith(".lora_dropout")]
+        adapters = (one for module in self._adapter_dropouts for one in module.modules())
+        self._noisy = dropout or any(isinstance(one, nn.Dropout) for one in adapters)
+        self.optim = optim
+        self.optimizer = None
+        if optim is not None:
+            optim.learning_rate(0)  # a schedule without an end fails here, not at the first step
+            self.optimizer = Optimizer(self.model, optim, self.parallel.sums)
+        self._weights = Offload(lambda: (*self.model.parameters(), *self.model.buffers()))
+        self._state = Offload(self._optimizer_state, self.parallel.gradients)
+        self.step_count = 0
+        self.skipped_count = 0
+        self.rest()  # so that roles that are made one after the other do not all stand on the device
+
+    def rest(self, *, weights: bool = True) -> None:
+        """Let what ``parallel.offload`` names leave the device. Later calls of this engine bring back what they need.
+
+        Args:
+            weights: Whether the weights may leave, because nobody else reads them.
+        """
+        if self.config.offload != "none":
+            self._state.sleep()
+        if self.config.offload == "all" and weights:
+            self._weights.sleep()
+
+    def wake(self) -> None:
+        """Bring the weights back to the device."""
+        self._weights.wake()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Have weights and optimizer on the device during the block, and where they were afterwards."""
+        asleep = [part for part in (self._weights, self._state) if not part.awake]
+        try:
+            for part in asleep:
+                part.wake()
+            yield
+        finally:
+            for part in asleep:
+                part.sleep()
+
+    def _optimizer_state(self) -> list[Tensor]:
+        states = () if self.optimizer is None else self.optimizer.state.values()
+        return [value for state in states for value in state.values()]
+
+    def evaluate(
+        self, batch: Batch, compute: Callable[[MicroBatch], Mapping[str, Tensor]], outputs: Sequence[str]
+    ) -> dict[str, Jagged]:
+        """Compute token columns of ``batch`` without gradients.
+
+        Args:
+            batch: Has tokens and loss mask.
+            compute: Returns float32 ``[K]`` by name for one micro-batch.
+            outputs: The names.
+
+        Returns:
+            A float32 token column for each name, on the CPU, 0 where there is no loss.
+        """
+        self._weights.wake()
+        tokens = batch.jagged(fields.TOKENS)
+        results = {name: torch.zeros(len(tokens.values), device=self.device) for name in outputs}
+        self.model.eval()
+        with torch.no_grad():
+            for micro in self._micro_batches(batch, ()):
+                with autocast(self.device, self.precision):
+                    if len(micro.index) == 0:
+                        run_model(self.model, micro)
+                        continue
+                    for name, values in compute(micro).items():
+                        results[name][micro.index] = values.float()
+        return {name: tokens.like(values).to("cpu") for name, values in results.items()}
+
+    def step(
+        self, batch: Batch, compute: Callable[[MicroBatch], TokenLoss], *, columns: Sequence[str] = ()
+    ) -> StepResult:
+        """Make one optimizer step over this rank's rows of a global minibatch.
+
+        Args:
+            batch: Has tokens, loss mask, loss weights and ``columns``; may be empty on some ranks.
+            compute: Returns the loss of each token of one micro-batch, with gradients.
+            columns: Token columns that ``compute`` finds in ``micro.columns``.
+
+        Raises:
+            DataError: The loss reports other metrics in one micro-batch than in another.
+            PodiumError: Loss or gradient is not finite and ``optim.non_finite`` is "error"; or the engine has no
+                optimizer.
+        """
+        if self.optim is None or self.optimizer is None:
+            raise PodiumError("this engine was made without an optimizer and only evaluates")
+        self._weights.wake()
+        self._state.wake()
+        self.model.train(self.dropout)
+        for module in self._adapter_dropouts:
+            module.train()
+        self.parallel.prepare()
+        parts: list[tuple[Tensor, PartialMetrics]] = []
+        for micro in self._micro_batches(batch, (*columns, fields.LOSS_WEIGHTS), noisy=self._noisy):
+            with autocast(self.device, self.precision):
+                if len(micro.index) == 0:
+                    (run_model(self.model, micro).logits.sum() * 0.0).backward()
+                    continue
+                token_loss, weights = compute(micro), micro.columns[fields.LOSS_WEIGHTS]
+                loss = (weights * token_loss.loss_N).sum()
+            loss.backward()
+            parts.append((loss.detach(), partial_metrics(token_loss, weights)))
+        self.model.eval()
+        norm = float(self.parallel.reduce())
+        rate = self.optim.learning_rate(self.step_count)
+        total, metrics = self._gather(parts)
+        skipped = not (math.isfinite(norm) and math.isfinite(total))
+        if skipped and self.optim.non_finite == "error":
+            what = f"the loss of step {self.step_count} is not finite ({total})"
+            if not math.isfinite(norm):
+                what = f"the gradients of step {self.step_count} are not finite (norm {norm})"
+            raise PodiumError(what)
+        if not skipped:
+            if self.optim.grad_clip and norm > self.optim.grad_clip:
+                for gradient in self.parallel.gradients():
+                    gradient.mul_(self.optim.grad_clip / norm)
+            self.optimizer.update(rate, self.step_count)
+        self.step_count += 1
+        self.skipped_count += skipped
+        return StepResult(total, norm, rate, skipped, metrics)
+
+    def _micro_batches(self, batch: Batch, columns: Sequence[str], *, noisy: bool = False) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches. Where all ranks must make as many passes, empty ones follow them.
+
+        Rows share no prompt in ``noisy`` passes, in which dropout would do the same to all of them.
+        """
+        needed = batch.select(fields.TOKENS, fields.LOSS_MASK, *columns).to(self.device)
+        packed, equal = self.batching == "packed", self.batching == "equal"
+        most, turn = self.config.micro_batch_tokens, rotary_turn(plain_model(self.model).config)
+        share = self.shares_prompts and not noisy
+        micros = cut(needed, most, packed=packed, equal=equal, turn=turn, share=share, columns=columns)
+        if not self.parallel.equal_passes:
+            yield from micros
+            return
+        own = list(micros)
+        passes = int(self.parallel.gather(torch.tensor([len(own)], device=self.device)).max())
+        yield from own
+        for _ in range(passes - len(own)):
+            yield empty_micro_batch(self.device)
+
+    def _gather(self, parts: Sequence[tuple[Tensor, PartialMetrics]]) -> tuple[float, dict[str, float]]:
+        """Return the loss and the metrics over micro-batches and ranks; a rank without rows has neither."""
+        own: tuple[list[str], list[str], Tensor] | None = None
+        if parts:
+            loss = sum((loss for loss, _ in parts), torch.zeros((), device=self.device))
+            whole = functools.reduce(operator.add, (metrics for _, metrics in parts))
+            values = (loss, whole.weight, *whole.sums.values(), *whole.maxima.values())
+            stacked = torch.stack([value.to(self.device, torch.float64) for value in values])
+            own = list(whole.sums), list(whole.maxima), stacked.cpu()
+        every = [one for one in self.parallel.gather_objects(own) if one is not None]
+        if not every:
+            return 0.0, {}
+        sums, maxima, _ = every[0]
+        if any(one[:2] != (sums, maxima) for one in every):
+            names = "; ".join(", ".join(ours + theirs) for ours, theirs, _ in every)
+            raise DataError(f"the loss reports other metrics on one rank than on another: {names}")
+        table = torch.stack([values for _, _, values in every])
+        loss, weight, *added = table[:, : 2 + len(sums)].sum(0)
+        largest = table[:, 2 + len(sums) :].amax(0)
+        joined = PartialMetrics(weight, dict(zip(sums, added, strict=True)), dict(zip(maxima, largest, strict=True)))
+        return float(loss), joined.means()

@@ -1,0 +1,90 @@
+"""AdamW, which updates parameters of bfloat16 in float32.
+
+A bfloat16 number has 8 significant bits. An update of less than about 1/512 of a parameter would round to nothing, and
+the averages of AdamW would stand still. So updates go to copies of the parameters in float32 that are kept, or the
+parameters are rounded up or down at random, with the probability at which they keep the update on average.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from podium.training.config import OptimConfig
+
+__all__ = ["Optimizer", "round_stochastically"]
+
+
+class Optimizer(torch.optim.AdamW):
+    """AdamW with its state, so that a checkpoint can be read into it before the first step.
+
+    Args:
+        model: Its parameters that require gradients are trained.
+        sums: The float32 gradients of parameters that cannot hold float32 themselves.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, sums: Mapping[nn.Parameter, Tensor]) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        super().__init__(
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+        self._sums = sums
+        for parameter in trained:
+            self.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+            }
+            if parameter in sums and config.master_weights:
+                self.state[parameter]["master"] = parameter.detach().float()
+
+    @torch.no_grad()
+    def update(self, lr: float, step: int) -> None:
+        """Update all parameters. The rounding at random depends on ``step`` and is the same on ranks that hold the same
+        parameters."""
+        for group in self.param_groups:
+            group["lr"] = lr
+        self.step()  # of parameters that hold their gradients themselves
+        low = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for place, (parameter, group) in enumerate(low):
+            if parameter not in self._sums:
+                continue
+            state = {name: _local(tensor) for name, tensor in self.state[parameter].items()}
+            target = _local(parameter)
+            exact = state["master"] if "master" in state else target.float()
+            adamw(
+                [exact],
+                [_local(self._sums[parameter])],
+                [state["exp_avg"]],
+                [state["exp_avg_sq"]],
+                [],
+                [state["step"]],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=lr,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            target.copy_(exact if "master" in state else round_stochastically(exact, step * len(low) + place))
+
+
+def round_stochastically(values: Tensor, seed: int) -> Tensor:
+    """Round float32 to bfloat16, up or down with the probability that keeps the value on average."""
+    generator = torch.Generator(values.device).manual_seed(seed)
+    noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    # bfloat16 is the upper half of float32, so that the sum carries into it as often as the lower half asks for.
+    return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 shards."""
+    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return part.detach()

@@ -1,0 +1,378 @@
+"""The output layer of a language model together with what is read off its logits, a few tokens at a time.
+
+Logits ``[K, V]`` in float32 are the largest tensor of a forward pass: 18 GB for 32k tokens and 152k words. Nobody needs
+more of them than log-probabilities and entropies ``[K]``. So they exist for a chunk of tokens only, and the backward
+pass computes them again::
+
+    hidden [C, H] ─▶ output layer ─▶ scale ─▶ soft cap ─▶ 1 / temperature ─▶ logits [C, V] ─▶ log-probability, entropy
+
+Legend: K tokens with loss, C tokens of a chunk, H hidden size, V vocabulary, S kept ids over all K tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from podium.errors import DataError
+from podium.models.loading import plain_model
+
+__all__ = ["KeptTokens", "LogitsTail", "TokenScores", "logits_at_once", "logits_tail", "output_scores", "replaced"]
+
+_CHUNK: Final = 1 << 24  # elements of the logits that exist at the same time, 64 MiB in float32
+_KEPT: Final = 1 << 25  # log-probabilities that are kept for the backward pass, 128 MiB; it makes more of them again
+_FEWEST: Final = 256  # tokens of a chunk, as each chunk reads the layer's weight once
+
+
+def logits_at_once(tokens: int, vocabulary: int) -> int:
+    """The most logits of so many tokens that exist at the same time, in each of up to three tensors."""
+    return min(tokens * vocabulary, max(_KEPT, _FEWEST * vocabulary))
+
+
+class KeptTokens(NamedTuple):
+    """The ids that top-k or top-p left, for each of K tokens.
+
+    Attributes:
+        ids: int64 ``[S]``.
+        token: int64 ``[S]``, ascending: the place among the K tokens of the token that each id belongs to.
+    """
+
+    ids: Tensor
+    token: Tensor
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities and, where asked for, entropies of K tokens, float32 ``[K]``, in nats."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+class LogitsTail(NamedTuple):
+    """What a model does to the values of its output layer.
+
+    Attributes:
+        scale: The factor of the values.
+        cap: The values x become ``cap * tanh(x / cap)``; None where they stay as they are.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The logits of the output layer's ``values``."""
+        scaled = values if self.scale == 1.0 else values * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of the logits."""
+
+    targets_K: Tensor
+    kept: KeptTokens | None
+    tail: LogitsTail
+    temperature: float
+    entropy: bool
+    entropy_grad: bool
+
+    def slope(self, logits_CV: Tensor | None) -> Tensor | float | None:
+        """The derivative of the logits by the layer's values; None for 1. Without a cap it is the same for all."""
+        factor = self.tail.scale / self.temperature
+        if self.tail.cap is None or logits_CV is None:
+            return None if factor == 1.0 else factor
+        return (logits_CV * (self.temperature / self.tail.cap)).square_().neg_().add_(1.0).mul_(factor)
+
+    def chunks(self, vocabulary: int) -> Iterator[tuple[slice, KeptTokens | None]]:
+        """Each chunk's tokens, and its kept ids."""
+        size = max(_FEWEST, _CHUNK // vocabulary)
+        for start in range(0, max(len(self.targets_K), 1), size):  # no tokens are one empty chunk
+            here = slice(start, min(start + size, len(self.targets_K)))
+            if self.kept is None:
+                yield here, None
+                continue
+            bounds = torch.tensor([here.start, here.stop], device=self.kept.token.device)
+            first, last = torch.searchsorted(self.kept.token, bounds).tolist()
+            yield here, KeptTokens(self.kept.ids[first:last], self.kept.token[first:last] - here.start)
+
+
+_tails = WeakKeyDictionary[nn.Module, LogitsTail | None]()
+
+
+def logits_tail(model: nn.Module) -> LogitsTail | None:
+    """Return what ``model``, a causal language model, does to the values of its output layer; None for anything else
+    than a scale and a soft cap.
+
+    Passes over two tokens with given values in the layer's place show it, the first time that a model is asked about.
+    All ranks that share a sharded model ask together for the first time.
+    """
+    if model not in _tails:
+        _tails[model] = _find_tail(model)
+    return _tails[model]
+
+
+def _find_tail(model: nn.Module) -> LogitsTail | None:
+    inner: Any = plain_model(model)
+    layer, device = inner.get_output_embeddings(), next(inner.parameters()).device
+    modes = {module: module.training for module in model.modules()}
+    probe_12V, passes = torch.empty(0), list[Tensor]()
+
+    def answer(hidden_12H: Tensor) -> Tensor:
+        nonlocal probe_12V
+        probe_12V = _probe(own(hidden_12H).shape[-1], device)
+        return probe_12V.clone()
+
+    try:
+        for training in (False, True):  # dropout acts in training alone
+            model.train(training)
+            random = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+            with random, torch.enable_grad(), replaced(layer, answer) as own:
+                passes.append(inner(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False).logits)
+    except RuntimeError:  # the model needs more of its values than these give it, such as their dtype
+        return None
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    # What is trained after the layer changes, and needs gradients.
+    if any(found.shape != probe_12V.shape or found.requires_grad for found in passes):
+        return None
+    # A cap changes small values least; zero, the middle of an odd vocabulary, shows no scale.
+    place = int(probe_12V[0, 0].abs().log().abs().argmin())
+    value, found = float(probe_12V[0, 0, place]), float(passes[0][0, 0, place])
+    for cap in {None, getattr(inner.config.get_text_config(), "final_logit_softcapping", None)}:
+        if cap is not None and abs(found) >= cap:
+            continue
+        scale = found / value if cap is None else math.atanh(found / cap) * cap / value
+        tail = LogitsTail(1.0 if math.isclose(scale, 1.0, rel_tol=1e-6) else scale, cap)
+        if all(torch.allclose(tail(probe_12V), found.float(), rtol=1e-5, atol=1e-5) for found in passes):
+            return tail
+    return None
+
+
+def _probe(vocabulary: int, device: torch.device) -> Tensor:
+    """Values ``[1, 2, V]`` of two tokens that stand for those of an output layer.
+
+    They cover all words, so that a change of a few words shows, and the two tokens differ in mean and spread, so that
+    normalization shows. Some of the first token's are small, even in a small vocabulary, so that what follows a cap
+    can be told. bfloat16 holds them exactly.
+    """
+    small = torch.linspace(-1.0, 1.0, vocabulary, device=device).pow(3).mul(80.0)
+    large = torch.linspace(1000.0, -250.0, vocabulary, device=device)
+    return torch.stack([small, large])[None].bfloat16().float()
+
+
+@contextmanager
+def replaced(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Let ``forward`` stand for a layer's own forward function during the block. Yields the layer's own one."""
+    own, was_set = layer.forward, "forward" in vars(layer)
+    layer.forward = forward
+    try:
+        yield own
+    finally:
+        if was_set:  # a library has replaced it before
+            layer.forward = own
+        else:
+            del layer.forward
+
+
+def output_scores(
+    hidden_KH: Tensor,
+    layer: nn.Module,
+    targets_K: Tensor,
+    *,
+    tail: LogitsTail,
+    temperature: float = 1.0,
+    kept: KeptTokens | None = None,
+    entropy: bool = False,
+    entropy_grad: bool = False,
+    forward: Callable[[Tensor], Tensor] | None = None,
+) -> TokenScores:
+    """Return log-probabilities of ``targets_K``, and entropies, under the distributions that ``layer`` gives.
+
+    Args:
+        hidden_KH: What the layer reads for each token.
+        layer: An ``nn.Linear``, or another module from ``[C, H]`` to ``[C, V]``, such as a layer with adapters.
+        targets_K: int64 ``[K]``.
+        tail: What the model does to the layer's values.
+        temperature: The logits are divided by it.
+        kept: Distributions are those over these ids, if given.
+        entropy: Whether entropies are computed, without gradients unless ``entropy_grad``.
+        forward: Runs the layer, where that is not by its call.
+
+    Raises:
+        DataError: There are not as many targets as tokens.
+    """
+    if len(hidden_KH) != len(targets_K):
+        raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
+    asked = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad)
+    own = forward or layer.forward
+    if isinstance(layer, nn.Linear) and getattr(own, "__func__", None) is nn.Linear.forward:
+        found = cast("tuple[Tensor, Tensor]", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, asked))
+    else:
+        found = _by_checkpoints(hidden_KH, forward or layer, asked)
+    return TokenScores(found[0], found[1] if entropy else None)
+
+
+def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], asked: _Asked) -> tuple[Tensor, Tensor]:
+    """The same for any layer, by autograd. The backward pass runs the layer again."""
+
+    def score(hidden_CH: Tensor, here: slice, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
+        logits_CV = asked.tail(forward(hidden_CH).float()) / asked.temperature
+        logprobs_C, log_p = _read(logits_CV, asked.targets_K[here], kept)
+        with torch.set_grad_enabled(asked.entropy_grad and torch.is_grad_enabled()):
+            return logprobs_C, _entropies(log_p, kept, len(logprobs_C))
+
+    with torch.no_grad():
+        vocabulary = forward(hidden_KH[:1]).shape[-1]
+    parts = [
+        cast("tuple[Tensor, Tensor]", checkpoint(score, hidden_KH[here], here, kept, use_reentrant=False))
+        for here, kept in asked.chunks(vocabulary)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+class _LinearScores(torch.autograd.Function):
+    """Log-probabilities and entropies ``[K]`` of a linear layer. Gradients are summed over chunks in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_KH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, asked: _Asked
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden_KH.device
+        ctx.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_VH.dtype
+        ctx.asked = asked
+        logprobs_K = torch.empty(len(hidden_KH), device=device)
+        entropy_K = torch.zeros_like(logprobs_K)
+        hidden, weight = hidden_KH.to(ctx.dtype), weight_VH.to(ctx.dtype)
+        size = len(hidden) * len(weight) if asked.kept is None else len(asked.kept.ids)
+        keeps = any(ctx.needs_input_grad) and asked.tail.cap is None and size <= _KEPT
+        log_ps: list[Tensor] = []
+        for here, kept in asked.chunks(len(weight)):
+            logits_CV = _logits(hidden[here], weight, bias_V, asked)
+            logprobs_K[here], log_p = _read(logits_CV, asked.targets_K[here], kept)
+            if asked.entropy:
+                entropy_K[here] = _entropies(log_p, kept, len(logits_CV))
+            if keeps:
+                log_ps.append(log_p)
+        ctx.save_for_backward(hidden_KH, weight_VH, bias_V, entropy_K, *log_ps)
+        if not asked.entropy_grad:
+            ctx.mark_non_differentiable(entropy_K)
+        return logprobs_K, entropy_K
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - as the decorator names no parameters
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        hidden_KH, weight_VH, bias_V, entropy_K, *log_ps = ctx.saved_tensors
+        asked: _Asked = ctx.asked
+        for_hidden, for_weight, for_bias, _ = ctx.needs_input_grad
+        weight, hidden = weight_VH.to(ctx.dtype), hidden_KH.to(ctx.dtype)
+        grad_hidden = torch.empty_like(hidden_KH) if for_hidden else None
+        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if for_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if for_bias else None
+        for place, (here, kept) in enumerate(asked.chunks(len(weight))):
+            if log_ps:
+                log_p, slope = log_ps[place], asked.slope(None)
+            else:
+                logits_CV = _logits(hidden[here], weight, bias_V, asked)
+                log_p, slope = _read(logits_CV, asked.targets_K[here], kept)[1], asked.slope(logits_CV)
+                del logits_CV
+            own = (gradients[0][here], gradients[1][here], entropy_K[here])
+            grad_CV = _gradient(
+                log_p,
+                len(weight),
+                asked.targets_K[here],
+                kept,
+                *own,
+                with_entropy=asked.entropy_grad,
+                keeps=bool(log_ps),
+            )
+            if slope is not None:
+                grad_CV.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += grad_CV.sum(0)
+            grad_CV = grad_CV.to(ctx.dtype)
+            if grad_hidden is not None:
+                grad_hidden[here] = grad_CV @ weight
+            if grad_weight is not None and ctx.dtype == torch.float32:
+                grad_weight.addmm_(grad_CV.T, hidden[here])
+            elif grad_weight is not None:
+                grad_weight += grad_CV.T @ hidden[here]
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VH.dtype),
+            None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
+            None,
+        )
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, asked: _Asked) -> Tensor:
+    """The logits in float32, in a tensor of their own."""
+    with torch.autocast(hidden_CH.device.type, enabled=False):
+        values = F.linear(hidden_CH, weight_VH, None if bias_V is None else bias_V.to(weight_VH.dtype)).float()
+    tail, factor = asked.tail, asked.tail.scale / asked.temperature
+    if tail.cap is not None:
+        return values.mul_(tail.scale / tail.cap).tanh_().mul_(tail.cap / asked.temperature)
+    return values if factor == 1.0 else values.mul_(factor)
+
+
+def _read(logits_CV: Tensor, targets_C: Tensor, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
+    """The targets' log-probabilities ``[C]``, and those of all ids ``[C, V]`` or of the kept ones ``[S]``."""
+    if kept is None:
+        log_p = torch.log_softmax(logits_CV, -1)
+        return log_p.gather(1, targets_C[:, None])[:, 0], log_p
+    # By flat places, since the gradient of indexing by pairs is slow.
+    chosen = logits_CV.flatten().index_select(0, kept.token * logits_CV.shape[1] + kept.ids)
+    top = torch.full_like(logits_CV[:, 0], -torch.inf).scatter_reduce(0, kept.token, chosen.detach(), "amax")
+    mass = torch.zeros_like(top).index_add(0, kept.token, torch.exp(chosen - top[kept.token]))
+    normalizer = top + mass.log()
+    return logits_CV.gather(1, targets_C[:, None])[:, 0] - normalizer, chosen - normalizer[kept.token]
+
+
+def _entropies(log_p: Tensor, kept: KeptTokens | None, count: int) -> Tensor:
+    """The entropies ``[C]`` of distributions over all ids ``[C, V]`` or over kept ones ``[S]``."""
+    if kept is None:
+        return -torch.linalg.vecdot(log_p.exp(), log_p)
+    return torch.zeros(count, device=log_p.device).index_add(0, kept.token, -(log_p.exp() * log_p))
+
+
+def _gradient(
+    log_p: Tensor,
+    vocabulary: int,
+    targets_C: Tensor,
+    kept: KeptTokens | None,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor,
+    entropy_C: Tensor,
+    *,
+    with_entropy: bool,
+    keeps: bool,
+) -> Tensor:
+    """The gradient of ``[C, V]`` logits, from log-probabilities as of :func:`_read`, which are lost unless ``keeps``.
+
+    For the log-probability of target t: d/dz_j = [j = t] - p_j. For the entropy h: d/dz_j = -p_j (log p_j + h).
+    """
+    token = slice(None) if kept is None else kept.token
+    column = (slice(None), None) if kept is None else slice(None)
+    if with_entropy:
+        weight = (log_p + entropy_C[token][column]).mul_(grad_entropy_C[token][column])
+        found = log_p.exp().mul_(weight.add_(grad_logprobs_C[token][column])).neg_()
+    else:
+        found = (log_p.exp() if keeps else log_p.exp_()).mul_(-grad_logprobs_C[token][column])
+    if kept is not None:
+        places = kept.token * vocabulary + kept.ids
+        whole = found.new_zeros(len(targets_C) * vocabulary)
+        found = whole.index_add_(0, places, found).view(len(targets_C), vocabulary)
+    return found.scatter_add_(1, targets_C[:, None], grad_logprobs_C[:, None])

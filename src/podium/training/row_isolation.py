@@ -1,0 +1,163 @@
+"""Whether rows that share a forward pass leave one another alone, tried on the model itself with a few short rows.
+
+The rows go through the model together and each alone. Together they must give the output layer the same hidden states
+within rounding, and the gradient of the last row's states with respect to all inputs that are not its own must be
+zero. A leak between rows that small weights hide in rounding shows in this gradient, which is exactly zero where there
+is no path.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from podium.data import Batch, Jagged, fields
+from podium.devices import autocast, same_within_rounding
+from podium.errors import ConfigError
+from podium.models.loading import plain_model, rotary_turn
+from podium.training.config import ParallelConfig
+from podium.training.micro_batches import SharedPrompts, cut
+from podium.training.scoring import run_model
+
+__all__ = ["Batching", "choose_batching", "interference", "may_share_prompts"]
+
+Batching = Literal["packed", "padded", "equal"]
+"""Rows share a forward pass end to end, or padded, or only with rows of their own length."""
+
+_LONGEST: Final = 14  # of the rows, in tokens
+_SHORTEST: Final = 8  # that share a prompt
+_MOST_IDS: Final = 1000  # a vocabulary begins with text; ids of images and the like come late
+
+
+def choose_batching(
+    model: nn.Module, config: ParallelConfig, device: torch.device, precision: torch.dtype
+) -> tuple[Batching, str]:
+    """Return how rows share a forward pass of this model, and a sentence where it is not what ``config`` prefers.
+
+    Raises:
+        ConfigError: ``config.batching`` is "packed", and the model mixes packed rows; or the model mixes even rows of
+            one length.
+    """
+    name, note = type(plain_model(model)).__name__, ""
+    if config.packed(device):
+        reason = interference(model, device, precision, packed=True)
+        if not reason:
+            return "packed", ""
+        if config.batching == "packed":
+            raise ConfigError(f"parallel.batching=packed: {name} cannot take packed rows: {reason}; use auto or padded")
+        note = f"{name} gets padded rows, because it cannot take packed ones: {reason}"
+    reason = interference(model, device, precision)
+    if not reason:
+        return "padded", note
+    if other := interference(model, device, precision, equal=True):
+        raise ConfigError(f"{name} cannot take several rows in a forward pass: {other}")
+    return "equal", f"{name} gets rows of one length at a time, because it cannot take padded ones: {reason}"
+
+
+def may_share_prompts(
+    model: nn.Module, config: ParallelConfig, batching: Batching, device: torch.device, precision: torch.dtype
+) -> bool:
+    """Return whether rows with the same prompt may share it in a forward pass of this model, which gets ``batching``.
+
+    They may not where a layer would be compiled for each shape anew, or rotates by the length of the row.
+    """
+    turns = rotary_turn(plain_model(model).config) is not None
+    if config.batching != "auto" or batching == "equal" or config.compile or turns:
+        return False
+    return not interference(model, device, precision, share=True)
+
+
+def interference(
+    model: nn.Module,
+    device: torch.device,
+    precision: torch.dtype,
+    *,
+    packed: bool = False,
+    equal: bool = False,
+    share: bool = False,
+) -> str:
+    """Return why rows that share a forward pass change one another; "" where they do not.
+
+    Random state, gradients and mode of the model stay as they were.
+
+    Args:
+        precision: The data type of matrix products.
+        equal: Whether the rows are of one length, so that neither gets padding.
+        share: Whether there are three rows, of which two share their prompt.
+    """
+    inner: Any = plain_model(model)
+    positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    longest = min(_LONGEST, positions or _LONGEST)
+    lengths, prompts = [longest, longest if equal else longest * 2 // 3], [1, 1]
+    if share:
+        lengths, prompts = [longest, longest - 1, longest - 3], [longest // 3, longest // 2, longest // 2]
+        if longest < _SHORTEST:
+            return f"the model has {longest} positions"
+    rows = _rows(inner.get_input_embeddings().weight.shape[0], lengths, prompts, share=share).to(device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad(), autocast(device, precision):
+            alone = [_pass(model, rows.slice(row, row + 1))[0] for row in range(len(rows))]
+            if not all(bool(states.isfinite().all()) for states in alone):
+                raise ConfigError(f"{type(inner).__name__} computes NaN or infinity for usual text{_not_finite(inner)}")
+            try:
+                together, foreign = _pass(model, rows, packed=packed, share=share)
+            except ConfigError as error:
+                return str(error)
+            except Exception as error:  # noqa: BLE001 - whatever an architecture raises, rows cannot share a pass
+                return " ".join(f"{type(error).__name__}: {error}".split())
+    finally:
+        model.train(training)
+    if not bool((foreign == 0).all()):  # NaN is no zero
+        return "what it computes for one row depends on the other row or on padding"
+    if not same_within_rounding(together, torch.cat(alone), precision, next(inner.parameters()).dtype):
+        return "what it computes for a row is not what the row gives alone"
+    return ""
+
+
+def _not_finite(model: nn.Module) -> str:
+    wrong = next((name for name, parameter in model.named_parameters() if not parameter.isfinite().all()), None)
+    return "" if wrong is None else f": its parameter {wrong} is not finite; copy its files again"
+
+
+def _rows(vocabulary: int, lengths: Sequence[int], prompts: Sequence[int], *, share: bool) -> Batch:
+    """Rows of random text, in which loss begins after ``prompts`` tokens. With ``share``, the last two have the same
+    prompt."""
+    generator = torch.Generator().manual_seed(0)
+    first, last = min(3, vocabulary - 1), min(vocabulary, _MOST_IDS)
+    rows = [torch.randint(first, last, (length,), generator=generator) for length in lengths]
+    if share:
+        rows[-1][: prompts[-1]] = rows[-2][: prompts[-1]]
+    tokens = Jagged.from_rows(rows)
+    mask = torch.cat([torch.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)])
+    return Batch({fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like(mask)})
+
+
+def _pass(model: nn.Module, rows: Batch, *, packed: bool = False, share: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the hidden states ``[K, H]`` of all rows, and the gradient of the last row's at the inputs of others."""
+    (micro,) = cut(rows, 10**9, packed=packed, share=share)
+    inner: Any = plain_model(model)
+    inputs: list[Tensor] = []
+    hidden: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1].clone()  # some models write into it
+
+    with (
+        inner.get_input_embeddings().register_forward_hook(keep),
+        inner.get_output_embeddings().register_forward_hook(lambda module, args, output: hidden.append(args[0][0])),
+    ):
+        logits = run_model(model, micro).logits
+    own = slice(*micro.offsets[-2:].tolist())
+    directions = torch.arange(hidden[0][own].numel(), device=hidden[0].device).cos().view_as(hidden[0][own])
+    # FSDP2 gathers the parameters of the backward pass when the gradient reaches what the whole model returned.
+    value = (hidden[0][own].float() * directions).sum() + 0 * logits.sum()
+    (gradient,) = torch.autograd.grad(value, inputs[:1])
+    foreign = torch.ones(gradient.shape[:2], dtype=torch.bool, device=gradient.device).flatten()
+    foreign[micro.select[own]] = False
+    if isinstance(micro.packed, SharedPrompts):  # its prompt too
+        foreign[micro.packed.key_places[int(micro.packed.key_offsets[-2]) :]] = False
+    return hidden[0].detach(), gradient.flatten(0, 1)[foreign]

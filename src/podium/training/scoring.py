@@ -1,0 +1,107 @@
+"""Log-probabilities and entropies of a micro-batch's tokens under a causal language model.
+
+Legend: K tokens with loss, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from podium.data import Batch, fields
+from podium.errors import ConfigError, DataError
+from podium.models.loading import plain_model
+from podium.training.micro_batches import MicroBatch
+from podium.training.output_layer import KeptTokens, LogitsTail, TokenScores, logits_tail, output_scores, replaced
+from podium.training.varlen import packed_attention
+
+__all__ = ["KeptTokens", "TokenScores", "kept_tokens", "output_layer", "run_model", "score_tokens"]
+
+
+def kept_tokens(batch: Batch, micro: MicroBatch) -> KeptTokens | None:
+    """Return the kept sets of the micro-batch's tokens; None where the batch records none.
+
+    Raises:
+        DataError: A token with loss has no set, or the sets are not those of this batch.
+    """
+    if fields.KEPT_SIZES not in batch:
+        return None
+    sizes_N, ids = batch.jagged(fields.KEPT_SIZES).values, batch.jagged(fields.KEPT_IDS).values
+    ends_N = sizes_N.cumsum(0)
+    index_K = micro.index.to(sizes_N.device)
+    sizes_K = sizes_N[index_K]
+    if len(ids) != int(sizes_N.sum()) or bool((sizes_K == 0).any()):
+        raise DataError(
+            f"{int((sizes_K == 0).sum())} of {len(sizes_K)} tokens with loss have no kept set, and the {len(ids)} "
+            f"{fields.KEPT_IDS} stand for {int(sizes_N.sum())}: only a token that was sampled has a set, so set no "
+            f"{fields.LOSS_MASK} where none was, and change both columns together"
+        )
+    token_S = torch.repeat_interleave(torch.arange(len(sizes_K), device=sizes_N.device), sizes_K)
+    within_S = torch.arange(len(token_S), device=sizes_N.device) - (sizes_K.cumsum(0) - sizes_K)[token_S]
+    ids_S = ids[(ends_N[index_K] - sizes_K)[token_S] + within_S]
+    device = micro.targets.device
+    return KeptTokens(ids_S.to(device), token_S.to(device))
+
+
+def score_tokens(
+    model: nn.Module, batch: Batch, micro: MicroBatch, *, entropy: bool = False, entropy_grad: bool = False
+) -> TokenScores:
+    """Make one forward pass over a micro-batch of ``batch``. Logits exist for a few tokens at a time.
+
+    The scores are those of the distribution that was sampled from: at ``batch.meta["temperature"]`` (1 if not given; 0,
+    greedy sampling, counts as 1) and, where the batch has kept sets (``kept_sizes``), over those.
+
+    Args:
+        entropy: Whether the entropy is computed too, without gradients unless ``entropy_grad``.
+
+    Raises:
+        DataError: see :func:`kept_tokens`.
+    """
+    temperature = float(batch.meta.get("temperature", 1.0)) or 1.0
+    kept = kept_tokens(batch, micro)
+    tail = logits_tail(model)
+    asked = {"temperature": temperature, "kept": kept, "entropy": entropy, "entropy_grad": entropy_grad}
+    if tail is None:  # the model changes the layer's values in a way of its own, so that it has to see them all
+        logits = run_model(model, micro).logits[0]
+        return output_scores(logits, nn.Identity(), micro.targets, tail=LogitsTail(), **asked)
+    layer = output_layer(model)
+    found = list[TokenScores]()
+
+    def score(hidden_1KH: Tensor) -> Tensor:
+        """Score the tokens in the layer's place, and return no logits."""
+        found.append(output_scores(hidden_1KH[0], layer, micro.targets, tail=tail, forward=own, **asked))
+        return hidden_1KH[..., :0].clone()  # FSDP warns of views
+
+    with replaced(layer, score) as own:
+        nothing = run_model(model, micro).logits.sum()  # 0, which depends on the model's output: FSDP waits for that
+    (scores,) = found
+    entropies = scores.entropy
+    if entropies is not None and entropies.requires_grad:
+        entropies = entropies + nothing
+    return TokenScores(scores.logprobs + nothing, entropies)
+
+
+def run_model(model: nn.Module, micro: MicroBatch) -> Any:
+    """Return the model's output for the micro-batch. Its logits are ``[1, K, V]``."""
+    head = output_layer(model)
+
+    def choose(module: nn.Module, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Give the head the hidden states at the K chosen places: ``[B, T, H] -> [1, K, H]``."""
+        hidden = cast(Tensor, args[0])
+        return (hidden.flatten(0, 1).index_select(0, micro.select)[None], *args[1:])
+
+    # The model itself runs its head, because models scale or cap their logits afterwards in ways of their own.
+    with head.register_forward_pre_hook(choose):
+        if micro.packed is None:
+            return model(input_ids=micro.input_ids, use_cache=False)
+        with packed_attention(model, micro.packed) as bounds:
+            return model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **bounds)
+
+
+def output_layer(model: nn.Module) -> nn.Module:
+    """Return the layer that gives logits. Raises ConfigError if there is none."""
+    layer = plain_model(model).get_output_embeddings()
+    if layer is None:
+        raise ConfigError(f"{type(plain_model(model)).__name__} has no output layer: it is no causal language model")
+    return layer

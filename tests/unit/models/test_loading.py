@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from podium.errors import ConfigError
+from podium.models import LoraConfig, ModelConfig, load_model
+from podium.models.loading import load_scorer, longest_text, save_pretrained
+from podium.models.tokenizers import load_tokenizer
+from podium.models.whole_weights import WholeWeights, full_weights
+from podium.trainer.checks.plan import model_size
+from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY
+
+IDS = torch.tensor([[4, 9, 15, 7, 7, 12]])
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_from_scratch_follows_the_seed_alone_and_leaves_torchs_generator() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = load_model(TINY)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert same(first, load_model(TINY))
+    assert not same(first, load_model(replace(TINY, seed=4)))
+
+
+def test_from_scratch_takes_vocabulary_and_special_tokens_from_the_tokenizer() -> None:
+    config = load_model(TINY).config
+    assert (config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id) == (16, 0, 1, 2)
+    assert load_model(replace(TINY, config={**SHAPE, "vocab_size": 40})).config.vocab_size == 40
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "qwen33"}, "did you mean 'qwen3'"),
+        ({**SHAPE, "hiden_size": 8}, r"model\.config\.hiden_size.*did you mean 'hidden_size'"),
+        ({**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 3}, r"num_key_value_heads = 3: expected a divisor"),
+        ({"model_type": "qwen3", "num_attention_heads": 2}, r"num_key_value_heads = 32, the default of 'qwen3': exp"),
+    ],
+)
+def test_wrong_architectures_name_the_key_and_the_nearest(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model(replace(TINY, config=config))
+
+
+def test_wrong_settings_fail_where_they_are_built(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"either model\.path"):
+        ModelConfig()
+    with pytest.raises(ConfigError, match=r"needs model\.tokenizer"):
+        ModelConfig(config=SHAPE)
+    with pytest.raises(ConfigError, match="nothing-here"):
+        load_model(ModelConfig(path=str(tmp_path / "nothing-here")))
+    with pytest.raises(ConfigError, match=r"model\.lora"):
+        load_model(replace(TINY, lora=LoraConfig(targets=("no_such_layer",))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_models_load_with_transformers_in_the_dtype_they_had(tmp_path: Path, dtype: Any) -> None:
+    model = load_model(replace(TINY, dtype=dtype))
+    save_pretrained(model, dict(full_weights(model)), tmp_path, load_tokenizer(TINY.tokenizer))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == getattr(torch, dtype)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("1+2") == [5, 14, 6]
+    again = load_model(ModelConfig(path=str(tmp_path), dtype=dtype))
+    assert same(again, model)
+
+
+UNTIED = {**SHAPE, "tie_word_embeddings": False}
+EXPERTS = {name: value for name, value in UNTIED.items() if name != "head_dim"}
+EXPERTS |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets"),
+    [
+        (SHAPE, ()),
+        (UNTIED, ("lm_head",)),
+        (UNTIED, ("embed_tokens",)),
+        (UNTIED, ("embed_tokens", "lm_head", "q_proj")),
+        (EXPERTS, ()),
+    ],
+    ids=["all-linear", "head", "embedding", "both", "experts"],
+)
+def test_adapters_train_alone_and_merge_into_the_weights(
+    tmp_path: Path, shape: dict[str, Any], targets: tuple[str, ...]
+) -> None:
+    config = replace(ADAPTED, config=shape, lora=LoraConfig(rank=4, alpha=8.0, targets=targets))
+    model = load_model(config)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if "lora_" in name
+    }
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "lora_embedding" in name:
+            torch.nn.init.normal_(parameter)
+    merged = load_model(config.plain)
+    plain = merged(IDS).logits
+    assert not merged.load_state_dict(dict(full_weights(model)), strict=False).unexpected_keys
+    assert torch.allclose(merged(IDS).logits, model(IDS).logits, atol=1e-4)
+    assert not torch.allclose(merged(IDS).logits, plain, atol=1e-2)
+    assert WholeWeights(merged).is_plain
+    assert not WholeWeights(model).is_plain
+    save_pretrained(model, dict(full_weights(model)), tmp_path, None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.allclose(loaded(IDS).logits, merged(IDS).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_one_tensor_in_two_places_are_refused(target: str) -> None:
+    adapted = replace(TINY, lora=LoraConfig(targets=("q_proj", target)))
+    message = rf"model\.lora\.targets: .*{target} shares its weight with .*; leave {target} out"
+    with pytest.raises(ConfigError, match=message):
+        load_model(adapted)
+    with pytest.raises(ConfigError, match=message):
+        model_size(adapted)  # in a dry run
+
+
+def test_adapters_of_a_convolution_are_refused() -> None:
+    shape = {"model_type": "mamba", "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets: .*conv1d is a Conv1d.*leave conv1d out"):
+        load_model(replace(TINY, config=shape, attention="eager", lora=LoraConfig(targets=("conv1d",))))
+
+
+@pytest.mark.parametrize("targets", [(), ("embed_tokens", "lm_head"), ("q_proj",)])
+def test_a_dry_run_counts_the_parameters_of_adapters(targets: tuple[str, ...]) -> None:
+    config = replace(TINY, config=UNTIED, lora=LoraConfig(rank=4, targets=targets))
+    assert model_size(config).trained == sum(p.numel() for p in load_model(config).parameters() if p.requires_grad)
+
+
+def test_code_in_a_models_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask on the terminal, where somebody may say yes."""
+    mark = tmp_path / "code was run"
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "stranger", "auto_map": {"AutoConfig": "code.Settings", "AutoModelForCausalLM": "code.Model"}}'
+    )
+    (tmp_path / "code.py").write_text(f"open({str(mark)!r}, 'w')\nclass Settings: pass\nclass Model: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    config = ModelConfig(path=str(tmp_path), tokenizer="chars:01")
+    for load in (load_model, longest_text, model_size, lambda config: load_scorer(config.path)):
+        with pytest.raises(ConfigError, match="Python code of its own, which Podium does not run"):
+            load(config)
+    assert not mark.exists()
+
+
+def test_a_reward_model_that_is_no_directory_is_looked_for_on_the_hub_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would try again for half a minute, in silence, where there is no hub."""
+    asked: list[str] = []
+    monkeypatch.setattr("podium.models.loading.look_for_hub", asked.append)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"reward\.path = 'nobody/nothing' cannot be loaded"):
+        load_scorer("nobody/nothing")
+    assert asked == ["nobody/nothing"]
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("value", ["someone/kernel", {"text_config": "someone/kernel@v1"}])
+def test_a_kernel_of_the_hub_is_not_fetched(tmp_path: Path, name: str, value: Any) -> None:
+    load_model(TINY).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, name: value}))
+    with pytest.raises(ConfigError, match=rf"config\.json: {name} = .* names a kernel of the hub"):
+        load_model(ModelConfig(path=str(tmp_path), tokenizer="chars:0123"))
+    with pytest.raises(ConfigError, match="names a kernel of the hub"):
+        load_scorer(str(tmp_path))
+
+
+def test_a_configuration_that_is_read_without_docstrings_leaves_transformers_as_it_was() -> None:
+    writer: Any = sys.modules["transformers.utils.auto_docstring"]  # whose function has the module's name
+    usual = writer.auto_class_docstring
+    assert longest_text(TINY) == TINY.config["max_position_embeddings"]
+    assert writer.auto_class_docstring is usual
+    with pytest.raises(ConfigError, match="model_type='none'"):
+        longest_text(replace(TINY, config={"model_type": "none"}))
+    assert writer.auto_class_docstring is usual

@@ -1,0 +1,229 @@
+"""A checkpoint is complete or not there, at whatever moment its writer is killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import CheckpointError
+from podium.models.manifest import file_sums, write_manifest
+from podium.runs.checkpoints import Checkpoints, TrainerState
+from podium.runs.evaluation import Evaluation
+from podium.runtime import endpoint
+from podium.telemetry import CheckpointSaved, Event, subscribe
+from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer.saving import load_checkpoint
+from podium.workers import Policy
+from tests.integration.training import tiny
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def save(checkpoints: Checkpoints, step: int, keep: int = 0, text: str = "weights") -> Path:
+    with checkpoints.writing(step, keep=keep) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.bin").write_text(text)
+    return checkpoints.folder / f"step-{step:06d}"
+
+
+def test_a_checkpoint_is_complete_before_latest_moves(checkpoints: Checkpoints) -> None:
+    events: list[Event] = []
+    leave = subscribe(events.append)
+    try:
+        first = save(checkpoints, 10)
+        with checkpoints.writing(20) as folder:
+            (folder / "weights.bin").write_text("half")
+            assert checkpoints.latest() == first
+    finally:
+        leave()
+    assert (checkpoints.folder / "latest" / "weights.bin").read_text() == "half"
+    assert [one.name for one in checkpoints.all()] == ["step-000010", "step-000020"]
+    assert events == [CheckpointSaved(10, str(first)), CheckpointSaved(20, str(checkpoints.folder / "step-000020"))]
+
+
+def test_the_best_are_kept_beside_the_newest(checkpoints: Checkpoints) -> None:
+    for step, correct in ((1, 3), (2, 5), (3, 5), (4, None), (5, 1)):
+        with checkpoints.writing(step, keep=1, keep_best=1) as folder:
+            last = Evaluation(step=step if correct else 3, correct=correct or 9, items=9, reward_mean=0.0)
+            (folder / "trainer.json").write_text(json.dumps(asdict(TrainerState(step=step, last=last))))
+    assert [path.name for path in checkpoints.all()] == ["step-000003", "step-000005"]
+    assert checkpoints.best() == checkpoints.folder / "step-000003"
+
+
+def test_a_checkpoint_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10)
+    with pytest.raises(KeyboardInterrupt), checkpoints.writing(20) as folder:
+        (folder / "weights.bin").write_text("half")
+        raise KeyboardInterrupt
+    assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["latest", "step-000010"]
+
+
+def test_an_empty_checkpoint_is_refused(checkpoints: Checkpoints) -> None:
+    with pytest.raises(CheckpointError, match="nothing was written"), checkpoints.writing(10):
+        pass
+    assert checkpoints.latest() is None
+
+
+def test_only_the_newest_are_kept(checkpoints: Checkpoints) -> None:
+    for step in (10, 20, 30, 1_000_000):
+        save(checkpoints, step, keep=2)
+    assert [one.name for one in checkpoints.all()] == ["step-000030", "step-1000000"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 10, text="old")
+    final = save(checkpoints, 10, text="new")
+    assert (final / "model" / "weights.bin").read_text() == "new"
+    assert sorted(entry.name for entry in checkpoints.folder.iterdir()) == ["latest", "step-000010"]
+
+
+def test_a_folder_in_place_of_latest_is_replaced(checkpoints: Checkpoints) -> None:
+    """As in a run that was copied by ``cp -rL``, or through a store that knows no links."""
+    first = save(checkpoints, 5)
+    (checkpoints.folder / "latest").unlink()
+    shutil.copytree(first, checkpoints.folder / "latest")
+    assert checkpoints.latest() == first
+    assert save(checkpoints, 10) == checkpoints.latest()
+    assert (checkpoints.folder / "latest").is_symlink()
+
+
+def test_latest_survives_its_deletion(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    first = save(checkpoints, 10)
+    second = save(checkpoints, 20)
+    (second / "model" / "weights.bin").unlink()
+    (second / "model").rmdir()
+    second.rmdir()
+    assert checkpoints.latest() == first
+    assert "which is gone" in caplog.text
+
+
+KILLED_IN = {
+    # The call inside _commit at which the process is killed, and the text that must be there afterwards.
+    "first file's fsync": ("os.fsync", 1, "old"),
+    "first rename": ("Path.rename", 1, "old"),
+    "second rename": ("Path.rename", 2, "old"),
+    "symlink": ("Path.symlink_to", 1, "new"),
+    "replacing latest": ("Path.replace", 1, "new"),
+    "last fsync": ("os.fsync", 5, "new"),
+}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from podium.runs.checkpoints import Checkpoints
+
+def write(folder, function, count):
+    checkpoints = Checkpoints(Path(folder))
+    owner, name = function.split(".")
+    owner = {"os": os, "Path": Path}[owner]
+    real, calls = getattr(owner, name), []
+    def deadly(*args):
+        calls.append(args)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+    with checkpoints.writing(10) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.bin").write_text("new")
+        setattr(owner, name, deadly)
+
+for folder, function, count in eval(sys.argv[1]):
+    if not (child := os.fork()):
+        write(folder, function, count)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, function
+"""
+"""Each writer is a fork of one process, which has imported what takes long."""
+
+
+def test_killed_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    written = {moment: Checkpoints(tmp_path / moment / "checkpoints") for moment in KILLED_IN}
+    for checkpoints in written.values():
+        save(checkpoints, 5, text="older")
+        save(checkpoints, 10, text="old")
+    work = [(str(written[moment].folder), *KILLED_IN[moment][:2]) for moment in KILLED_IN]
+    done = subprocess.run([sys.executable, "-c", KILLED, repr(work)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for moment, (_, _, expected) in KILLED_IN.items():
+        again = Checkpoints(written[moment].folder)
+        latest = again.latest()
+        assert latest is not None, moment
+        assert latest.name == "step-000010", moment
+        assert (latest / "model" / "weights.bin").read_text() == expected, moment
+        assert {entry.name for entry in again.folder.iterdir()} == {"latest", "step-000005", "step-000010"}, moment
+
+
+@pytest.mark.parametrize("text", ["{", '{"step": 1}', '{"stepp": 1, "first": null, "last": null}'])
+def test_a_state_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trainer.json").write_text(text)
+    write_manifest(tmp_path, [file_sums([tmp_path / "trainer.json"])])
+    with pytest.raises(CheckpointError, match=r"trainer\.json is not the state of a training run"):
+        load_checkpoint(tmp_path, None)  # pyright: ignore[reportArgumentType] - fails before it is used
+
+
+def test_a_state_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trainer.json"
+    file.write_text('{"step": 12}')
+    write_manifest(tmp_path, [file_sums([file])])
+    file.write_text('{"step": 13}')
+    with pytest.raises(CheckpointError, match=r"trainer\.json is damaged.* resume from another checkpoint"):
+        load_checkpoint(tmp_path, None)  # pyright: ignore[reportArgumentType] - fails before it is used
+
+
+class Elsewhere(Policy):
+    """Writes as a worker on another machine does, whose disk is not the controller's."""
+
+    @endpoint(concurrent=True)
+    def write_state(self, path: str) -> dict[str, Any]:
+        return super().write_state(path.replace("checkpoints", "elsewhere"))
+
+
+def test_a_checkpoint_on_a_disk_that_is_not_shared_is_no_checkpoint(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    expected = r"step 1 is not written: \S+ lacks config\.json, .*, written on another machine.* set run\.dir to one"
+    with pytest.raises(CheckpointError, match=expected):
+        PPOTrainer(config, cluster="inline", workers={"policy": Elsewhere}, show=False).fit()
+    assert not list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))
+
+
+def test_what_a_rank_writes_after_another_one_has_failed_is_removed_with_the_workers(tmp_path: Path) -> None:
+    class Late(Policy):
+        @endpoint(concurrent=True)
+        def write_state(self, path: str) -> dict[str, Any]:
+            raise CheckpointError("no room")
+
+        def close(self) -> None:
+            half = tmp_path / "runs" / "run" / "checkpoints" / ".step-000001.tmp" / "policy"
+            half.mkdir(parents=True)
+            (half / "shard-00001.safetensors").write_text("late")
+
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint of step 1 is not written: no room\. \S+ has no checkpoint"
+    ):
+        PPOTrainer(config, cluster="inline", workers={"policy": Late}, show=False).fit()
+    assert not list((tmp_path / "runs" / "run" / "checkpoints").iterdir())
+
+
+def test_the_best_evaluation_is_remembered_and_how_many_followed_it(tmp_path: Path) -> None:
+    state = TrainerState()
+    for step, correct in enumerate((3, 5, 5, 4)):
+        state = state.after(Evaluation(step=step, correct=correct, items=9, reward_mean=0.0))
+    assert (state.first and state.first.step, state.last and state.last.step) == (0, 3)
+    assert (state.best and state.best.step, state.waited) == (1, 2)
+    (tmp_path / "trainer.json").write_text(json.dumps(asdict(state)))
+    assert TrainerState.read(tmp_path / "trainer.json") == state
+    before = {name: value for name, value in asdict(state).items() if name not in ("best", "waited")}
+    (tmp_path / "trainer.json").write_text(json.dumps(before))  # a checkpoint from before there was a best one
+    assert TrainerState.read(tmp_path / "trainer.json").last == state.last

@@ -1,0 +1,298 @@
+"""A run's directory stays whole, whoever is killed and whoever else wants to write there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.data import fields
+from podium.errors import ConfigError
+from podium.rewards import Grade
+from podium.runs.directory import RunDirectory, Summary, library_versions
+from podium.runs.paths import resolve_resume, run_path
+from podium.telemetry import EvalFinished, Event, PhaseStarted, StepFinished, emit, metrics
+from podium.telemetry.sinks import JsonlSink, Sink
+from podium.trainer import GRPOConfig, config_to_yaml
+from podium.trainer.completion_files import CompletionsLog
+from tests.integration.training import tiny
+from tests.unit.trainer.test_completions import rollouts, scored
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    with closing(RunDirectory(tmp_path / "runs" / "one")) as run:
+        run.write_config("seed: 1\n")
+        yield run
+
+
+# Whose directory it is
+
+
+def test_a_new_run_has_its_folders(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "a" / "b")
+    assert {entry.name for entry in run.path.iterdir() if entry.is_dir()} == {"completions", "logs", "checkpoints"}
+    assert run.trace_path == run.path / "trace.json"
+    run.close()
+    assert not (tmp_path / "a").exists(), "no run came of it"
+
+
+def test_another_run_is_not_overwritten(run: RunDirectory) -> None:
+    run.write_config("run: {}")
+    with pytest.raises(ConfigError, match=f"is being written to by process {os.getpid()}: "):
+        RunDirectory(run.path)
+    run.close()
+    with JsonlSink(run.metrics_path) as sink:
+        sink.handle(EvalFinished(step=0, accuracy=0.5, items=2, reward_mean=0.5))
+    with pytest.raises(ConfigError, match=r"an unfinished run: resume it \(--resume .*\), or choose another"):
+        RunDirectory(run.path)
+    run.write_summary(Summary(task="copy", seed=0, steps=1, wall_s=1.0))
+    with pytest.raises(ConfigError, match="a finished run"):
+        RunDirectory(run.path)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/../../x", "."])
+def test_a_name_that_leads_out_of_the_runs_is_refused(tmp_path: Path, name: str) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"name": name})
+    with pytest.raises(ConfigError, match=r"run\.name = .* names no directory inside run\.dir"):
+        run_path(config, "grpo")
+
+
+def test_auto_resumes_the_run_that_is_there_with_the_settings_that_it_learns_by(tmp_path: Path) -> None:
+    asked = {"resume": "auto", "name": "one", "steps": 7}
+    config = tiny(GRPOConfig, tmp_path, run=asked, save={"every": 3})
+    assert resolve_resume(config).run.resume == ""
+    path = tmp_path / "runs" / "one"
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(config_to_yaml(tiny(GRPOConfig, tmp_path, run={"name": "one"})))
+    assert resolve_resume(config).run.resume == str(path)
+    other = tiny(GRPOConfig, tmp_path, run={**asked, "seed": 1}, optim={"lr": 0.5})
+    with pytest.raises(
+        ConfigError, match=r"other settings:\n  optim\.lr = 0\.5, and the run has 0\.01\n  run\.seed = 1, "
+    ):
+        resolve_resume(other)
+    with pytest.raises(ConfigError, match=r"run\.resume = 'auto' .*: set run\.name"):
+        resolve_resume(tiny(GRPOConfig, tmp_path, run={**asked, "name": ""}))
+
+
+def test_resuming_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no run to resume at .*typo"):
+        RunDirectory(tmp_path / "typo", resume=True)
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("name", ["logs/controller.log", "logs/policy-0.log", "metrics.jsonl"])
+def test_a_link_in_place_of_a_file_that_grows_is_refused(run: RunDirectory, tmp_path: Path, name: str) -> None:
+    """A stranger's run would add lines to any file of the user's, such as one that a shell reads at its start."""
+    run.config_path.write_text("")
+    run.close()
+    mine = tmp_path / "mine"
+    (run.path / name).symlink_to(mine)
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} is a link, or no regular file: remove it to resume"):
+        RunDirectory(run.path, resume=True)
+    assert not mine.exists()
+
+
+def test_foreign_files_and_files_in_the_way_are_named(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"holds other files \(thesis\.tex\)"):
+        RunDirectory(tmp_path)
+    with pytest.raises(ConfigError, match=r"thesis\.tex is a file"):
+        RunDirectory(tmp_path / "thesis.tex")
+
+
+def test_what_a_failed_start_left_is_no_obstacle(tmp_path: Path) -> None:
+    first = RunDirectory(tmp_path / "run")
+    (first.logs / "policy-0.log").write_text("CUDA error")
+    first.close()
+    RunDirectory(tmp_path / "run").close()
+
+
+OTHER_WRITER = """
+import sys
+from podium.errors import ConfigError
+from podium.runs.directory import RunDirectory
+try:
+    RunDirectory(sys.argv[1], resume=True)
+except ConfigError as error:
+    print(error, flush=True)
+sys.stdin.readline()
+RunDirectory(sys.argv[1], resume=True)
+print("opened")
+"""
+
+
+def test_two_processes_cannot_write_to_one_run(run: RunDirectory) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER_WRITER, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None
+        assert f"being written to by process {os.getpid()}" in other.stdout.readline()
+        run.close()
+        assert other.communicate("go on\n")[0] == "opened\n"
+    assert other.returncode == 0
+
+
+def test_a_resumed_run_keeps_the_older_configuration_and_trace(run: RunDirectory) -> None:
+    run.trace_path.write_text("[")
+    run.close()
+    again = RunDirectory(run.path, resume=True)
+    again.close()
+    assert again.trace_path.name == "trace-1.json"
+    again.write_config("seed: 1\n")
+    assert not (run.path / "config.1.yaml").exists()
+    again.write_config("seed: 2\n")
+    again.write_config("seed: 3\n")
+    texts = {path.name: path.read_text() for path in run.path.glob("config*.yaml")}
+    assert texts == {"config.yaml": "seed: 3\n", "config.1.yaml": "seed: 1\n", "config.2.yaml": "seed: 2\n"}
+
+
+# Going on
+
+
+def test_rewinding_forgets_later_steps(run: RunDirectory) -> None:
+    with JsonlSink(run.metrics_path):
+        emit(PhaseStarted("grpo", 3))
+        for step in (1, 2, 3):
+            emit(StepFinished(step, {"reward/mean": 0.5}))
+            (run.completions / f"step-{step:06d}.parquet").touch()
+    with run.metrics_path.open("a") as file:
+        file.write('{"kind": "st')
+    run.rewind(2)
+    rows = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    assert [(row["phase"], row["step"]) for row in rows] == [("grpo", 1), ("grpo", 2)]
+    assert sorted(path.name for path in run.completions.iterdir()) == ["step-000001.parquet", "step-000002.parquet"]
+    run.rewind(1)
+    assert len(run.metrics_path.read_text().splitlines()) == 1
+
+
+def test_a_file_that_is_no_summary_is_named(run: RunDirectory) -> None:
+    for text in ("", "[]", '{"steps": null}'):
+        run.summary_path.write_text(text)
+        with pytest.raises(ConfigError, match=r"summary\.json is not the summary of a run"):
+            run.rewind(3)
+
+
+def test_rewinding_a_run_that_wrote_nothing(run: RunDirectory) -> None:
+    run.rewind(0)
+    assert not run.metrics_path.exists()
+
+
+# What it writes
+
+
+def test_the_summary_is_valid_json_with_versions(run: RunDirectory) -> None:
+    run.write_summary(
+        Summary(
+            task="copy",
+            seed=3,
+            steps=160,
+            wall_s=math.inf,
+            accuracy_before=0.25,
+            accuracy_after=0.75,
+            items=500,
+            tokens_per_s={"generate": 1000.0, "update": math.nan},
+        )
+    )
+    read = json.loads(run.summary_path.read_text())
+    assert read["tokens_per_s"] == {"generate": 1000.0, "update": None}
+    assert (read["accuracy_before"], read["accuracy_after"], read["wall_s"]) == (0.25, 0.75, None)
+    assert read["versions"] == library_versions()
+    assert {"python", "torch", "transformers"} <= set(read["versions"])
+
+
+def test_the_controllers_log_is_kept(run: RunDirectory) -> None:
+    before = (list(logging.getLogger().handlers), logging.getLogger("podium").level)
+    with run.controller_log() as path:
+        logging.getLogger("podium.trainer").info("step 1 took long")
+        run.log("a row of the terminal")
+    run.log("too late")
+    logging.getLogger("podium.trainer").info("afterwards")
+    assert "INFO podium.trainer: step 1 took long" in path.read_text()
+    assert "afterwards" not in path.read_text()
+    first, *_, last = path.read_text().splitlines()
+    assert shlex.join(sys.orig_argv) in first
+    assert last.endswith("a row of the terminal")
+    assert (list(logging.getLogger().handlers), logging.getLogger("podium").level) == before
+
+
+# The page about it
+
+
+def test_the_examples_of_the_documentation_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    run.write_summary(Summary(task="copy", seed=0, steps=2, wall_s=1.0, tokens_per_s={"generate": 1000.0}))
+    with JsonlSink(run.metrics_path):
+        for step in (1, 2):
+            emit(StepFinished(step, {"reward/mean": 0.5, "policy/entropy": 1.0, "tokens_per_s/step": 1000.0}))
+        emit(EvalFinished(2, 0.5, 500, 0.5))
+    batch = rollouts().with_columns({fields.FINISH_REASON: ["length", "length", "stop", "stop"]})
+    with CompletionsLog(run.completions) as log:
+        log.write(scored([Grade(0.5)] * 4, batch), None)
+    monkeypatch.chdir(run.path)
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 4
+    for example in examples:
+        exec(example, {"__name__": "example"})
+    assert capsys.readouterr().out == "step 40: accuracy 5%\n"
+
+
+def test_every_metric_of_the_documentation_exists_and_the_other_way_round() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    table = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.strip().splitlines()]
+    documented = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    named = {value for name, value in vars(metrics).items() if name.isupper()}
+    prefixes = {metrics.TIME_PREFIX: "STAGE", metrics.TOKENS_PER_S_PREFIX: "STAGE"}
+    prefixes |= {metrics.REWARD_PART_PREFIX: "NAME", metrics.AGENT_REWARD_PREFIX: "NAME"}
+    stages = {metrics.STEP_S, metrics.TOKENS_PER_S}
+    assert documented == named - {*prefixes} - stages | {prefix + what for prefix, what in prefixes.items()}
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wandb.init is given; tests/unit/telemetry/test_trackers.py runs W&B itself where it is installed."""
+    given: list[dict[str, Any]] = []
+
+    class Recorded(Sink):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            given.append(options)
+
+        def handle(self, event: Event) -> None:
+            pass
+
+    monkeypatch.setattr("podium.runs.directory.WandbSink", Recorded)
+    asked = {"trackers": {"wandb": {"project": "sums", "group": "a", "tags": ["x"]}}}
+    config = tiny(GRPOConfig, tmp_path, run=asked)
+    for resume in (False, True):
+        run = RunDirectory(tmp_path / "run", resume=resume)
+        for sink in list(run.sinks(config, None)):
+            sink.close()
+        run.write_config("")
+        run.close()
+    first, second = given
+    assert (first["project"], first["group"], first["tags"]) == ("sums", "a", ["x"])
+    assert "entity" not in first
+    assert first["id"] == second["id"]
+    assert second["resume"] == "allow"
+
+
+def test_an_unknown_option_of_trackers_is_named_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"run\.trackers\.wandb\.projekt .*did you mean run\.trackers\.wandb\.project"
+    ):
+        tiny(GRPOConfig, tmp_path, run={"trackers": {"wandb": {"projekt": "x"}}})

@@ -1,0 +1,162 @@
+"""Where roles stand: accelerators that are shared, the line that says so, and bfloat16 on a processor without it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import podium
+from podium import Worker, devices
+from podium.errors import PlacementError, WorkerStartError
+from podium.runtime import Node
+from podium.runtime.pool import Inventory, ResourcePool
+from podium.telemetry import Note, subscribe
+from podium.trainer import GRPOConfig, InferenceConfig, PlacementConfig, PPOTrainer, build_config
+from podium.trainer.checks.placement import bfloat16_keys, reserved, sharing, standing
+from podium.trainer.roles import started_generator
+from tests.integration.training import MODEL, tiny
+from tests.unit.runtime.test_pool import Machines
+
+
+def machines(*gpus: int) -> list[Node]:
+    return [Node(f"node-{at}", {"cpu": 4.0, "gpu": float(count)}) for at, count in enumerate(gpus)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "loads"),
+    [
+        ((1,), 2, ((2,),)),
+        ((8,), 9, ((2, 1, 1, 1, 1, 1, 1, 1),)),
+        ((2, 0, 1), 5, ((2, 2), (1,))),
+        ((2, 2), 49, ((13, 12), (12, 12))),
+        ((2,), 2, None),
+        ((0,), 3, None),
+        ((), 3, None),
+    ],
+)
+def test_accelerators_are_shared_evenly_where_they_are_too_few(gpus: Any, processes: int, loads: Any) -> None:
+    shares = sharing(machines(*gpus), processes)
+    assert (shares and shares.loads) == loads
+    if shares is None:
+        return
+    pool = Inventory(Machines(*machines(*gpus))).reserve(shares.slots, [{"gpu": gpu} for gpu in shares.gpus])
+    slots = [(slot.node, slot.devices) for slot in shares.in_turns(pool.slots)]
+    assert len({*slots}) == sum(gpus), "every accelerator has work"
+    for first in range(processes - sum(gpus) + 1):
+        assert len({*slots[first : first + sum(gpus)]}) == sum(gpus), "ranks of one role are apart"
+
+
+def test_worker_processes_are_given_the_accelerator_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sees(worker: Worker) -> tuple[tuple[int, ...], str]:  # by value: this module would import torch there
+        return worker.ctx.devices, os.environ["CUDA_VISIBLE_DEVICES"]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    cases: tuple[tuple[str, dict[str, Any], object], ...] = (
+        ("local", {"preload": ()}, [((0,), "4"), ((0,), "6"), ((0,), "4"), ((0,), "6"), ((0,), "4")]),
+        ("inline", {"nodes": 2}, [((0,), "4,6"), ((1,), "4,6")] * 2 + [((0,), "4,6")]),
+    )
+    for backend, options, seen in cases:
+        with podium.connect(backend, **options) as cluster:
+            with reserved(cluster, 5, PlacementConfig()) as pool:
+                worker = cluster.start(Worker.bind(), pool, distributed=False)
+                assert worker.group.run(sees) == seen
+                worker.group.close()
+            with reserved(cluster, 2, PlacementConfig(cpus=1)) as pool:
+                assert [dict(slot.resources) for slot in pool] == [{"cpu": 1, "gpu": 1}] * 2
+                with (
+                    pytest.raises(PlacementError, match=r"placement\.ranks.*0 gpu free"),
+                    reserved(cluster, 3, PlacementConfig()),
+                ):
+                    pass
+
+
+def test_a_worker_that_was_promised_an_accelerator_and_finds_none_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no run computes on the CPU in its place. The line that says where its roles stand comes first."""
+    if devices._accelerator() is not None:
+        pytest.skip("there is one to find")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    said: list[str] = []
+    unsubscribe = subscribe(lambda event: said.append(event.text) if isinstance(event, Note) else None)
+    split = tiny(GRPOConfig, tmp_path, placement={"layout": "split"})
+    try:
+        with pytest.raises(WorkerStartError, match=r"owns device 0.*hide the"):
+            PPOTrainer(split, cluster="inline", show=False).fit()
+    finally:
+        unsubscribe()
+    line = "placement  policy, estimator: 1 process on gpu 0 (shared by 2); generator: 1 process on gpu 0 (shared by 2)"
+    assert line in said
+    with podium.connect("inline") as cluster, pytest.raises(WorkerStartError, match="owns device 0"):
+        started_generator(cluster, build_config(InferenceConfig, {"model": MODEL})).__enter__()
+
+
+def test_the_line_names_devices_and_nodes() -> None:
+    nodes = [*machines(4, 2), Node("cores", {"cpu": 4.0})]
+    inventory = Inventory(Machines(*nodes))
+    apart = inventory.reserve([4, 2], {"gpu": 1})
+    cores = inventory.reserve([2], {"cpu": 1}, labels={})
+    assert standing([(("policy", "estimator"), apart.slots)]) == (
+        "placement  policy, estimator: 6 processes on node-0 gpu 0-3, node-1 gpu 0-1"
+    )
+    assert standing([(("policy",), apart[:1].slots), (("generator",), (apart[1], apart[3]))]) == (
+        "placement  policy: 1 process on gpu 0; generator: 2 processes on gpu 1, 3"
+    )
+    assert standing([(("policy",), cores.slots)]) == "placement  policy: 2 processes on cpu"
+    mixed = Inventory(Machines(*machines(2))).reserve([3], [{"gpu": 0.5}, {"gpu": 0.5}, {"gpu": 1}])
+    assert standing([(("policy",), ResourcePool(mixed.slots).slots)]).endswith("on gpu 0-1 (shared by up to 2)")
+
+
+def test_the_keys_that_ask_for_bfloat16(tmp_path: Path) -> None:
+    def keys(roles: tuple[str, ...] = ("policy", "estimator", "generator"), **sections: Any) -> list[str]:
+        return bfloat16_keys(tiny(GRPOConfig, tmp_path, **sections), roles)
+
+    assert keys() == []
+    half, exact = {"dtype": "bfloat16"}, {"dtype": "float32"}
+    assert keys(model=half) == ["model.dtype"]
+    assert keys(("generator",), model=half, engine=exact) == []
+    assert keys(("generator",), model=half) == ["model.dtype"]
+    assert keys(engine=half, parallel={"precision": "bfloat16"}) == ["parallel.precision", "engine.dtype"]
+    assert keys(("generator",), parallel={"precision": "bfloat16"}) == []
+    assert keys(("estimator",), model=half, engine=half) == []
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_bfloat16_on_a_processor_without_instructions_for_it_is_one_warning(
+    has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"flags\t: fpu sse2 avx2 {'avx512_bf16' if has else ''}\n")
+    values = {"model": MODEL, "placement": {"ranks": 2}}
+    for dtype, warned in (("bfloat16", not has), (None, False)):
+        config = build_config(InferenceConfig, {**values, "engine": {"dtype": dtype}})
+        caplog.clear()
+        with podium.connect("inline", nodes=2) as cluster, started_generator(cluster, config):
+            pass
+        assert len([text for text in caplog.messages if "engine.dtype = bfloat16 on the CPU of" in text]) == warned
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("processor : 0\nflags : fpu avx2\nbugs : x\n", False),
+        ("flags : avx512f avx512_bf16 avx512_fp16\n", True),
+        ("flags\t\t: amx_bf16 amx_tile\n", True),
+        ("Features : fp asimd bf16\n", True),
+        ("Features : fp asimd\nCPU implementer : 0x41\n", False),
+        ("processor : 0\n", True),
+        (None, True),
+    ],
+)
+def test_a_processor_says_whether_it_has_bfloat16(
+    text: str | None, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system does not say, nobody is warned."""
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert devices.has_bfloat16() is has

@@ -1,0 +1,210 @@
+"""The plan of a dry run: what each process holds, and the memory that it takes for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import ConfigError, DataError
+from podium.models import ModelConfig, load_model
+from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, describe_plan
+from podium.trainer.checks.plan import ModelSize, memory_gib, model_size
+from podium.trainer.roles import bind_roles
+from tests.integration.training import MODEL, tiny
+
+SIZE = ModelSize(parameters=2**28, trained=2**28, layers=1, hidden=1, key_value_width=1, vocabulary=1)
+
+
+def test_processes_hold_what_the_placement_puts_there(tmp_path: Path) -> None:
+    kl = {"kl_in": "loss"}
+    together = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, algorithm=kl)
+    assert together.processes == [(("policy", "reference", "estimator", "generator"), 2)]
+    apart = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 2, "generator_ranks": 3}, algorithm=kl)
+    assert apart.processes == [(("policy", "reference", "estimator"), 2), (("generator",), 3)]
+    no_generator = tiny(SFTConfig, tmp_path, placement={"layout": "split", "ranks": 1}, eval={"items": 0})
+    assert no_generator.processes == [(("policy",), 1)]
+
+
+def test_memory_is_that_of_a_processs_own_roles(tmp_path: Path) -> None:
+    config = tiny(PPOConfig, tmp_path, placement={"layout": "split", "ranks": 2}, parallel={"micro_batch_tokens": 1})
+    trains = memory_gib(config, SIZE, ("policy", "reference", "critic"))
+    assert {name: round(gib, 3) for name, gib in trains.items()} == {
+        "weights": 1.0,
+        "gradients": 1.0,
+        "optimizer (AdamW)": 2.0,
+        "activations": 0.0,
+        "critic with optimizer": 4.0,
+        "reference weights": 1.0,
+    }
+    generates = memory_gib(config, SIZE, ("generator",))
+    assert generates["generator's own weights"] == 1.0
+    assert set(generates) == {"generator's own weights", "key/value cache"}
+    half = memory_gib(config, SIZE, ("critic",), critic=replace(SIZE, parameters=2**27))
+    assert half == {"critic with optimizer": 2.0}
+
+
+def test_few_logits_exist_at_the_same_time(tmp_path: Path) -> None:
+    size, roles = replace(SIZE, layers=0, vocabulary=2**17), ("policy",)
+    few, many = (
+        memory_gib(tiny(GRPOConfig, tmp_path, parallel={"micro_batch_tokens": tokens}), size, roles)["activations"]
+        for tokens in (256, 16384)
+    )
+    assert few == many == 3 * 2**25 * 4 / 2**30
+
+
+def test_a_colocated_generator_reads_the_policys_weights_unless_they_are_sharded_adapted_or_of_another_type(
+    tmp_path: Path,
+) -> None:
+    roles = ("policy", "generator")
+    assert "generator's own weights" not in memory_gib(tiny(GRPOConfig, tmp_path), SIZE, roles)
+    sharded = tiny(GRPOConfig, tmp_path, placement={"ranks": 2}, parallel={"strategy": "fsdp2"})
+    assert memory_gib(sharded, SIZE, roles)["generator's own weights"] == 1.0
+    assert memory_gib(sharded, SIZE, roles)["weights"] == 0.5
+    adapted = tiny(GRPOConfig, tmp_path, model={"lora": {"rank": 2}})
+    assert memory_gib(adapted, SIZE, roles)["generator's own weights"] == 1.0
+    half = tiny(GRPOConfig, tmp_path, engine={"dtype": "bfloat16"})
+    assert memory_gib(half, SIZE, roles)["generator's own weights"] == 0.5
+
+
+def test_a_generator_on_an_accelerator_takes_the_memory_of_bfloat16(tmp_path: Path) -> None:
+    roles = ("policy", "generator")
+    config = tiny(GRPOConfig, tmp_path)
+    assert memory_gib(config, SIZE, roles, accelerated=True)["generator's own weights"] == 0.5
+    exact = tiny(GRPOConfig, tmp_path, parallel={"precision": "float32"})
+    assert exact.resolved_engine.dtype == "float32"
+    assert config.resolved_engine.dtype is None
+    assert "generator's own weights" not in memory_gib(exact, SIZE, roles, accelerated=True)
+
+
+def test_the_cache_is_at_most_what_the_engine_may_hold(tmp_path: Path) -> None:
+    size = replace(SIZE, key_value_width=2**20)
+    assert memory_gib(tiny(GRPOConfig, tmp_path), size, ("generator",))["key/value cache"] > 1.0
+    capped = tiny(GRPOConfig, tmp_path, engine={"cache_gib": 0.5})
+    assert memory_gib(capped, size, ("generator",))["key/value cache"] == 0.5
+
+
+def test_the_plan_shows_each_kind_of_process_and_all_together(tmp_path: Path) -> None:
+    split = tiny(GRPOConfig, tmp_path, placement={"layout": "split", "ranks": 3})
+    plan = describe_plan(split, "local").partition("# plan")[2]
+    assert "16 rows; 5.3 a rank" in plan
+    assert " each on processes 0-2 (estimate):\n  weights" in plan
+    assert " on process 3 (estimate):\n  generator's own weights" in plan
+    assert plan.rstrip().endswith("on all processes")
+    alone = describe_plan(tiny(GRPOConfig, tmp_path), "local")
+    assert " on process 0 (estimate):" in alone
+    assert "all processes" not in alone
+
+
+def test_a_critic_of_another_model_has_its_own_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = {**MODEL, "config": {**MODEL["config"], "intermediate_size": 128}}
+    policy, critic = ModelConfig(**MODEL), ModelConfig(**wide)
+    load_model(critic).save_pretrained(tmp_path / "critic")
+    monkeypatch.chdir(tmp_path)
+    config = tiny(PPOConfig, tmp_path, critic={"path": "critic"})
+    parameters = model_size(critic).parameters
+    assert parameters == model_size(policy).parameters + 3 * 32 * 64
+    assert f"critic with optimizer {4 * 4 * parameters / 2**20:10.1f} MiB" in describe_plan(config, "local")
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "message"),
+    [
+        ({"data": {"train": "absent.jsonl"}}, DataError, r"no file absent\.jsonl"),
+        ({"data": {"eval": "./absent/part-*"}}, DataError, r"no file \./absent/part-\*"),
+        ({"reward": {"name": "exat"}}, ConfigError, "did you mean 'exact'"),
+        ({"reward": {"name": "absent.py:score"}}, ConfigError, r"no file .*absent\.py"),
+    ],
+)
+def test_what_is_not_there_is_found_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, dict[str, str]],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        describe_plan(tiny(GRPOConfig, tmp_path, **sections), "local")
+
+
+def test_what_only_the_run_can_find_is_left_to_it(tmp_path: Path) -> None:
+    config = tiny(
+        GRPOConfig,
+        tmp_path,
+        data={"train": "an_owner/a_dataset", "eval": "reasoning_gym:chain_sum"},
+        reward={"name": "a_module.of_mine:score"},
+    )
+    assert "an_owner/a_dataset" in describe_plan(config, "local")
+
+
+@pytest.mark.parametrize("kl", [{}, {"kl_in": "loss", "kl_estimator": "k3"}])
+@pytest.mark.parametrize("root", [GRPOConfig, PPOConfig, SFTConfig])
+def test_the_roles_that_are_planned_are_those_that_start(
+    root: type[GRPOConfig | PPOConfig | SFTConfig], kl: dict[str, str], tmp_path: Path
+) -> None:
+    algorithm = {} if root is SFTConfig else {"algorithm": kl}
+    for items in (0, 4):
+        config = tiny(root, tmp_path, eval={"items": items}, **algorithm)
+        assert tuple(bind_roles(config)) == config.roles
+
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("sections", "backend", "message"),
+    [
+        (
+            {"placement": {"ranks": 2}},
+            "inline",
+            r"placement\.ranks = 2: inline .*use the backend local",
+        ),
+        ({"placement": {"cpus": 500}}, "local", r"placement\.cpus = 500: 1 worker process\(es\) .* leave it out"),
+        ({"placement": {"cpus": CORES, "ranks": 2}}, "local", r"placement\.cpus = \d+: 2 worker process\(es\)"),
+        ({"engine": {"name": "vllm"}}, "local", r"engine\.name = 'vllm': .* pip install 'podium\[vllm\]'"),
+        (
+            {"run": {"trackers": ["trackio"]}},
+            "local",
+            r"trackio, .*: pip install 'podium\[trackers\]'",
+        ),
+        ({"run": {"schedule": "absent.py:mine"}}, "local", r"run\.schedule = .*no file .*absent\.py"),
+        ({"run": {"schedule": "operator:add"}}, "local", r"run\.schedule = .*'add' must take exactly one argument"),
+        (
+            {"model": {"path": "./absent", "config": {}}},
+            "local",
+            r"model\.path = .*: there is no such dir",
+        ),
+        ({"algorithm": {"advantage": "absent.py:mine"}}, "local", r"algorithm\.advantage = .*no file .*absent\.py"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], backend: str, message: str
+) -> None:
+    for name in ("vllm", "trackio"):
+        if find_spec(name) is not None and name in message:
+            pytest.skip(f"{name} is installed here")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        describe_plan(tiny(GRPOConfig, tmp_path, **sections), backend)
+
+
+def test_a_refused_configuration_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    script = (
+        "import sys; from podium.cli import main\n"
+        "assert main(sys.argv[1:]) == 2\n"
+        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
+    )
+    words = ["train", "grpo", "--dry-run", "--data.train", "train.jsonl", "--placement.cpus", "500"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "placement.cpus = 500" in done.stderr
+    assert done.stdout == "[]\n"

@@ -1,0 +1,202 @@
+"""What is checked before a run starts: lengths, and what a script gave the run that it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.cli import main
+from podium.config import config_to_yaml
+from podium.errors import CheckpointError, ConfigError
+from podium.models import ModelConfig, load_model, load_tokenizer
+from podium.models.loading import longest_text
+from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.tasks import DataConfig
+from podium.runs.named_files import record
+from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from podium.trainer.checks.preflight import check_given, check_lengths, names_of_given, refuse_code_of, unused_settings
+from podium.workers import Policy
+from tests.integration.rewards import longer_is_better
+from tests.integration.training import MODEL, metrics_rows, tiny
+from tests.unit.training.families import LONGROPE
+
+
+def longer(completion: str, row: Mapping[str, Any]) -> float:
+    return float(len(completion))
+
+
+class Mine(Policy):
+    pass
+
+
+def test_names_are_those_of_functions_classes_and_bound_classes(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path)
+    here = f"{__name__}."
+    assert names_of_given(None, "exact", None) == {}
+    assert names_of_given(longer, "exact", {"policy": Mine}) == {
+        "policy": f"{here}Mine",
+        "reward": f"{here}longer",
+        "reward.name": "exact",
+    }
+    assert names_of_given(None, "exact", {"policy": Mine.bind(model=config.model)}) == {"policy": f"{here}Mine"}
+
+
+def test_what_is_missing_is_named_unless_something_else_was_said() -> None:
+    had = {"policy": "m.Mine", "reward": "m.longer", "reward.name": "exact"}
+    check_given({}, {}, "exact")
+    check_given(had, {**had, "reward": "m.another"}, "exact")
+    check_given(had, {"policy": "m.Mine"}, "my_rewards.py:longer")
+    with pytest.raises(ConfigError, match=r"its own policy \(m\.Mine\), reward \(m\.longer\) from Python"):
+        check_given(had, {}, "exact")
+    with pytest.raises(ConfigError, match=r"its own reward \(m\.longer\).*or name a reward with reward\.name"):
+        check_given(had, {"policy": "m.Other"}, "exact")
+
+
+def test_a_run_with_a_function_is_not_resumed_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    PPOTrainer(config, cluster="inline", reward=longer_is_better, show=False).fit()
+    run = tmp_path / "runs" / "run"
+    assert main(["train", "grpo", "--resume", str(run), "--run.steps", "2", "--backend", "inline"]) == 2
+    assert (
+        f"this run was given its own reward ({longer_is_better.__module__}.longer_is_better) from Python"
+        in capsys.readouterr().err
+    )
+    again = tiny(GRPOConfig, tmp_path, run={"steps": 2, "resume": str(run)}, eval={"items": 0})
+    PPOTrainer(again, cluster="inline", reward=longer_is_better, show=False).fit()
+    assert [row["step"] for row in metrics_rows(run)] == [1, 2]
+
+
+def test_a_start_that_is_refused_for_an_option_leaves_no_directory(tmp_path: Path) -> None:
+    trainer = PPOTrainer(tiny(GRPOConfig, tmp_path), cluster="inline", backend_options={"ecko": True}, show=False)
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'ecko'"):
+        trainer.fit()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "data", "message"),
+    [
+        (30, {}, r"longest training prompt has 3 tokens.*32 positions.*data\.max_prompt_tokens to 2 \("),
+        (40, {}, r"32 positions: lower sampling\.max_new_tokens$"),
+        (26, {"eval": "long.jsonl"}, r"longest held-out prompt has 8 tokens"),
+    ],
+)
+def test_a_prompt_that_the_model_has_no_room_for_is_found_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: int, data: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("long.jsonl").write_text('{"prompt": "1234567=", "answer": "1"}\n')
+    config = tiny(GRPOConfig, tmp_path, sampling={"max_new_tokens": sampling}, data=data)
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(config, cluster="inline", show=False).fit()
+    assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("recipe", [GRPOConfig, SFTConfig])
+def test_tokens_that_the_model_does_not_know_are_found_before_anything_starts(tmp_path: Path, recipe: Any) -> None:
+    config = tiny(recipe, tmp_path, model={**MODEL, "config": {**MODEL["config"], "vocab_size": 13}})  # type: ignore[dict-item]
+    trainer: Any = PPOTrainer if recipe is GRPOConfig else SFTTrainer
+    with pytest.raises(ConfigError, match=r"the training data have the token 14, and the model has a vocabulary of 13"):
+        trainer(config, cluster="inline", show=False).fit()
+    assert not (tmp_path / "runs" / "run" / "config.yaml").exists()
+
+
+def test_a_run_is_not_resumed_with_another_tokenizer(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
+    PPOTrainer(config, cluster="inline", show=False).fit()
+    resume = {"steps": 2, "resume": str(tmp_path / "runs" / "run")}
+    other = tiny(
+        GRPOConfig, tmp_path, run=resume, model={**MODEL, "tokenizer": "chars:9876543210= "}, eval={"items": 0}
+    )
+    with pytest.raises(CheckpointError, match="of other data, whose prompts have other tokens"):
+        PPOTrainer(other, cluster="inline", show=False).fit()
+
+
+def test_generation_beyond_a_turn_of_rotary_factors_is_refused() -> None:
+    model = ModelConfig(config=LONGROPE, tokenizer="chars:0123")
+    assert longest_text(model) == 64
+    check_lengths(model, 10, "training", 6)
+    with pytest.raises(ConfigError, match=r"16 positions, beyond which longrope rotates the whole text anew.*lower"):
+        check_lengths(model, 10, "training", 7)
+
+
+def test_the_longest_text_is_the_models_own(tmp_path: Path) -> None:
+    tiny_model = ModelConfig(**MODEL)
+    assert longest_text(tiny_model) == 32
+    load_model(tiny_model).save_pretrained(tmp_path)
+    load_tokenizer(tiny_model.tokenizer).save_pretrained(tmp_path)
+    assert longest_text(ModelConfig(path=str(tmp_path))) == 32
+    with pytest.raises(ConfigError, match="its configuration cannot be read"):
+        longest_text(ModelConfig(path=str(tmp_path / "absent")))
+
+
+def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "code.py").write_text(f"open({str(tmp_path / 'code was run')!r}, 'w')\ndef score(text, row): return 1.0\n")
+    for key in ("reward.name", "algorithm.loss", "algorithm.advantage", "run.schedule"):
+        section, _, field = key.partition(".")
+        named = {section: {field: f"{run}/../run/code.py:score"}}
+        config = tiny(GRPOConfig, tmp_path, **named)
+        (run / "config.yaml").write_text(config_to_yaml(config))
+        assert main(["train", "grpo", "--resume", str(run), "--backend", "inline"]) == 2
+        assert f"{key} = " in (said := capsys.readouterr().err)
+        assert "is code in the directory of the run itself" in " ".join(said.split())
+        assert main(["train", "grpo", "--resume", str(run), "--dry-run"]) == 2
+    monkeypatch.syspath_prepend(str(run))  # as for a user who works in that directory
+    (run / "code.py").rename(run / "sneaky.py")
+    own = "is a function of Python's own library"
+    whys = {"sneaky:score": "is code in the directory of the run", "builtins:exec": own, "runpy:run_path": own}
+    for name, why in whys.items():
+        (run / "config.yaml").write_text(config_to_yaml(tiny(GRPOConfig, tmp_path, reward={"name": name})))
+        for command in (["train", "grpo", "--resume", str(run), "--dry-run"], ["eval", str(run)]):
+            assert main(command) == 2
+            assert why in " ".join(capsys.readouterr().err.split())
+    config = tiny(GRPOConfig, tmp_path, reward={"name": f"{run}/sneaky.py:score"})
+    text, places = record(config, run)
+    (run / "config.yaml").write_text(text.replace(str(run), "/elsewhere"))
+    (run / "places.json").write_text(places.replace(f'"{run}', '"/elsewhere'))  # found again, beside the configuration
+    assert main(["eval", str(run)]) == 2
+    assert "is code in the directory of the run itself" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "code was run").exists()
+
+
+def test_programs_in_the_directory_of_a_run_are_not_run_as_options_of_an_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, mark = tmp_path / "runs" / "run", tmp_path / "code was run"
+    (run / "model").mkdir(parents=True)
+    (run / "python").write_text(f"#!/bin/sh\ntouch {str(mark)!r}\n")
+    (run / "python").chmod(0o755)
+    (run / "code.py").write_text(f"open({str(mark)!r}, 'w')\ndef play(text): return 'a'\n")
+    inside, own = "is code in the directory of the run itself", "is a function of Python's own library"
+    for name, options, why in (
+        ("verifiers", {"taskset": "gsm8k", "python": str(run / "python")}, inside),
+        ("verifiers", {"taskset": "gsm8k", "config": {"agent": {"python": [f"{run}/../run/python"]}}}, inside),
+        ("textarena", {"env": "TicTacToe-v0", "opponent": f"{run}/code.py:play"}, inside),
+        ("textarena", {"env": "TicTacToe-v0", "opponent": "os:system"}, own),
+    ):
+        config = tiny(GRPOConfig, tmp_path, environment={"name": name, "options": options}, data={"train": ""})
+        (run / "config.yaml").write_text(config_to_yaml(config))
+        for command in (["train", "grpo", "--resume", str(run), "--dry-run"], ["eval", str(run)]):
+            assert main(command) == 2
+            said = " ".join(capsys.readouterr().err.split())
+            assert "environment.options." in said
+            assert why in said
+    assert not mark.exists()
+    elsewhere = {"python": str(tmp_path / "python"), "notes": "a: b.py: c", "long": "x" * 5000}
+    refuse_code_of(run, tiny(GRPOConfig, tmp_path, environment={"name": "verifiers", "options": elsewhere}))
+
+
+def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:
+    environment, data = EnvironmentConfig(name="world:play"), DataConfig(max_prompt_tokens=7)
+    (said,) = unused_settings(GRPOConfig(environment=environment, data=data))
+    assert said.startswith("data.max_prompt_tokens = 7 has no use with environment.name")
+    assert (
+        unused_settings(SFTConfig(environment=environment, data=data)) == unused_settings(GRPOConfig(data=data)) == []
+    )

@@ -1,0 +1,301 @@
+"""Scores by chunks are those of whole logits, in their values and in every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from podium.data import Batch
+from podium.errors import DataError
+from podium.models import load_model
+from podium.rollout.sampling import KeptSet
+from podium.training import output_layer
+from podium.training.micro_batches import MicroBatch, cut
+from podium.training.output_layer import KeptTokens, LogitsTail, TokenScores, logits_tail
+from podium.training.scoring import kept_tokens, run_model, score_tokens
+from tests.unit.training.families import make
+from tests.unit.training.test_scoring import with_kept
+from tests.unit.workers.tiny import ADAPTED, recorded
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "gemma2": {"head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 3.0},
+    "gpt_neox": {"attention_bias": True},
+    "phi": {},  # its output layer has a bias
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_layer, "_CHUNK", 48 * 7)
+    monkeypatch.setattr(output_layer, "_FEWEST", 1)
+    monkeypatch.setattr(output_layer, "_KEPT", 0)  # the backward pass computes everything again
+
+
+def plain(model: nn.Module, batch: Batch, micro: MicroBatch, kept: KeptTokens | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies from whole logits in float64."""
+    logits = run_model(model, micro).logits[0].double() / batch.meta["temperature"]
+    if kept is not None:
+        inside = torch.zeros_like(logits, dtype=torch.bool)
+        inside[kept.token, kept.ids] = True
+        logits = logits.masked_fill(~inside, -torch.inf)
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    return log_p.gather(1, micro.targets[:, None])[:, 0], entropy
+
+
+def sets_of(batch: Batch) -> Batch:
+    """With sets that hold the sampled token and up to two others."""
+    kept, generator = list[KeptSet](), torch.Generator().manual_seed(5)
+    for row, chosen in zip(batch.jagged("tokens").unbind(), batch.jagged("loss_mask").unbind(), strict=True):
+        sets = [torch.cat([t[None], torch.randint(0, 4, (2,), generator=generator).unique()]) for t in row[chosen]]
+        kept.append(KeptSet(torch.cat(sets), torch.tensor([0, *map(len, sets)]).cumsum(0)))
+    return with_kept(batch, kept)
+
+
+def compare(model: nn.Module, *, with_sets: bool, entropy_grad: bool) -> None:
+    batch = recorded(temperature=0.7)
+    batch = sets_of(batch) if with_sets else batch
+    (micro,) = cut(batch, 1000, packed=False)
+    model = model.eval()
+    kept = kept_tokens(batch, micro)
+    directions = torch.randn(2, len(micro.targets), generator=torch.Generator().manual_seed(1))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients(logprobs: Tensor, entropy: Tensor) -> list[Tensor | None]:
+        loss = (directions[0] * logprobs).sum() + ((directions[1] * entropy).sum() if entropy_grad else 0.0)
+        return list(torch.autograd.grad(loss, trained, allow_unused=True))
+
+    expected = plain(model, batch, micro, kept)
+    found = score_tokens(model, batch, micro, entropy=True, entropy_grad=entropy_grad)
+    assert found.entropy is not None
+    assert found.entropy.requires_grad == entropy_grad
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert torch.allclose(
+            ours.double(), theirs, rtol=1e-5, atol=1e-6 * max(1.0, float(theirs.detach().abs().max()))
+        )
+    for ours, theirs in zip(gradients(found.logprobs, found.entropy), gradients(*expected), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert float((ours - theirs).norm()) <= 1e-6 * max(1.0, float(theirs.norm())) * 3
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_score_as_whole_logits(family: str, with_sets: bool, entropy_grad: bool) -> None:
+    compare(make(family, **FAMILIES[family]), with_sets=with_sets, entropy_grad=entropy_grad)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere"])
+def test_what_is_kept_of_small_ones_gives_the_same(
+    family: str, with_sets: bool, entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_layer, "_KEPT", 1 << 20)
+    compare(make(family, **FAMILIES[family]), with_sets=with_sets, entropy_grad=entropy_grad)
+
+
+@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
+def test_an_output_layer_with_adapters(with_sets: bool) -> None:
+    assert ADAPTED.lora is not None
+    untied = {**ADAPTED.config, "tie_word_embeddings": False}
+    config = replace(ADAPTED, config=untied, lora=replace(ADAPTED.lora, targets=("lm_head", "q_proj")))
+    model = load_model(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    compare(model, with_sets=with_sets, entropy_grad=True)
+
+
+@pytest.mark.parametrize("vocabulary", [16, 17, 48, 301])  # the values that are tried have a zero if it is odd
+@pytest.mark.parametrize(
+    ("family", "tail"),
+    [
+        ("qwen3", LogitsTail()),
+        ("gemma2", LogitsTail(1.0, 2.0)),
+        ("cohere", LogitsTail(0.25)),
+        ("granite", LogitsTail(1 / 3.0)),
+    ],
+)
+def test_what_follows_the_output_layer_is_found(family: str, tail: LogitsTail, vocabulary: int) -> None:
+    found = logits_tail(make(family, **FAMILIES[family], vocab_size=vocabulary))
+    assert found is not None
+    assert found.cap == tail.cap
+    assert found.scale == pytest.approx(tail.scale, rel=1e-6)
+
+
+def test_a_model_with_a_way_of_its_own_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("qwen3", **FAMILIES["qwen3"])
+    usual = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = out.logits + out.logits.square() * 0.1
+        return out
+
+    monkeypatch.setattr(model, "forward", forward)
+    assert logits_tail(model) is None
+    compare(model, with_sets=False, entropy_grad=True)
+
+
+def test_a_scale_that_is_trained_is_no_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("qwen3", **FAMILIES["qwen3"])
+    model.scale = nn.Parameter(torch.tensor(0.5))
+    usual = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = out.logits * model.scale
+        return out
+
+    monkeypatch.setattr(model, "forward", forward)
+    assert logits_tail(model) is None
+    compare(model, with_sets=False, entropy_grad=True)  # of all gradients, that of the scale too
+
+
+def test_a_model_that_looks_up_words_among_its_logits_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("qwen3", **FAMILIES["qwen3"])
+    usual = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = out.logits - out.logits[..., 47:]
+        out.logits[..., 47] += 1.0
+        return out
+
+    monkeypatch.setattr(model, "forward", forward)
+    assert logits_tail(model) is None
+    compare(model, with_sets=False, entropy_grad=True)
+
+
+def _padding_banned(logits: Tensor) -> Tensor:
+    logits[..., 40:] = -100.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_padding_banned, id="padding of the vocabulary"),
+        pytest.param(lambda logits: logits / logits.std(-1, keepdim=True), id="normalization"),
+        pytest.param(lambda logits: logits.clamp(-500.0, 500.0), id="limits"),
+    ],
+)
+def test_a_change_that_few_words_or_tokens_show_is_seen(change: Callable[[Tensor], Tensor]) -> None:
+    model = make("qwen3", **FAMILIES["qwen3"])
+    usual = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = change(out.logits)
+        return out
+
+    model.forward = forward
+    assert logits_tail(model) is None
+    compare(model, with_sets=False, entropy_grad=True)
+
+
+def test_dropout_of_logits_is_seen_and_the_search_leaves_no_trace() -> None:
+    model = make("qwen3", **FAMILIES["qwen3"]).eval()
+    usual = model.forward
+    model.get_submodule("model.layers.0").train()  # modes of a model's parts may differ
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = nn.functional.dropout(out.logits, 0.1, model.training)
+        return out
+
+    model.forward = forward
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    assert logits_tail(model) is None
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_forward_function_that_a_library_gave_the_output_layer_is_run_and_kept() -> None:
+    model = make("llama", **FAMILIES["llama"])
+    head: Any = model.get_output_embeddings()
+    usual = head.forward
+
+    def given(hidden: Tensor) -> Tensor:
+        return usual(hidden) + hidden.mean(-1, keepdim=True) * torch.arange(48.0)
+
+    head.forward = given
+    compare(model, with_sets=False, entropy_grad=True)
+    assert head.forward is given
+
+
+@pytest.mark.parametrize("with_sets", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 9))], ids=["linear", "other"])
+def test_no_tokens_give_gradients_of_zero(layer: nn.Module, with_sets: bool) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    kept = KeptTokens(none, none) if with_sets else None
+    hidden = torch.ones(0, 4, requires_grad=True)
+    scores = output_layer.output_scores(hidden, layer, none, tail=LogitsTail(), kept=kept, entropy=True)
+    assert scores.entropy is not None
+    assert scores.logprobs.shape == scores.entropy.shape == (0,)
+    scores.logprobs.sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+def test_second_derivatives_are_refused() -> None:
+    hidden, layer = torch.randn(5, 4), nn.Linear(4, 9)
+    scores = output_layer.output_scores(hidden, layer, torch.ones(5, dtype=torch.int64), tail=LogitsTail())
+    (gradient,) = torch.autograd.grad(scores.logprobs.sum(), layer.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        gradient.square().sum().backward()
+
+
+def test_as_many_targets_as_tokens() -> None:
+    with pytest.raises(DataError, match="1 hidden states stand for 0 tokens"):
+        output_layer.output_scores(
+            torch.ones(1, 4), nn.Linear(4, 9), torch.ones(0, dtype=torch.int64), tail=LogitsTail()
+        )
+
+
+@pytest.mark.parametrize(("kept", "times"), [(0, 2), (1 << 20, 1)])
+def test_logits_of_few_tokens_exist_at_a_time(kept: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_layer, "_KEPT", kept)
+    model, batch = make("llama", **FAMILIES["llama"]), recorded()
+    (micro,) = cut(batch, 1000, packed=False)
+    sizes = list[int]()
+    own = output_layer._logits
+
+    def watched(hidden_CH: Tensor, *others: Any) -> Tensor:
+        sizes.append(len(hidden_CH))
+        return own(hidden_CH, *others)
+
+    monkeypatch.setattr(output_layer, "_logits", watched)
+    scores: TokenScores = score_tokens(model, batch, micro)
+    scores.logprobs.sum().backward()
+    assert max(sizes) == 7
+    assert sum(sizes) == times * len(micro.targets), "once forward, and once again backward where none are kept"
+
+
+def test_half_precision_computes_and_learns_as_the_model_does() -> None:
+    model, batch = make("llama", **FAMILIES["llama"]), recorded(temperature=0.7)
+    (micro,) = cut(batch, 1000, packed=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = score_tokens(model, batch, micro)
+        expected = plain(model, batch, micro, None)[0]
+    head = model.get_output_embeddings()
+    assert head is not None
+    ours, theirs = (torch.autograd.grad(value.sum(), head.weight)[0] for value in (found.logprobs, expected))
+    assert torch.allclose(found.logprobs.double(), expected, atol=0.02)
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.02
+    assert ours.dtype == head.weight.dtype
