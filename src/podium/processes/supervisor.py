@@ -24,11 +24,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
+from podium.processes.channel import Channel
 from podium.processes.table import become_subreaper, children_of, descendants_of, kill, kill_with_parent
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "supervise"]
 
 _PARENT_CHECK_S: Final = 0.5  # a copy of the socket in a fork of the controller would hide the controller's end
 
@@ -132,6 +133,28 @@ class Supervisor:
                 while pid := os.waitpid(-1, os.WNOHANG)[0]:
                     self._children.discard(pid)
                 time.sleep(0.002)
+
+
+def supervise(work: Callable[[Supervisor, Channel], None]) -> NoReturn:
+    """Do the work of a supervisor, whose standard input is the channel to its controller, and then end with all
+    descendants. The work ends when the controller closes the channel."""
+    connection = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    supervisor = Supervisor(connection)
+    code = 1
+    try:
+        work(supervisor, Channel(connection, takes_descriptors=True))
+        code = 0
+    except ConnectionError:
+        code = 0  # the controller is gone
+    except BaseException:  # noqa: BLE001 - what is below this process ends in any case
+        traceback.print_exc()
+    finally:
+        supervisor.end()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _look_up(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""A grading process: it runs the reward on one item after another, and sends a line of JSON for each.
+"""A grading process: it runs the reward on one item after another, and sends a frame of JSON for each.
 
-A line is data alone, so that whoever reads it runs no code of the reward's.
+The JSON is data alone, so that whoever reads it runs no code of the reward's.
 """
 
 import faulthandler
@@ -8,26 +8,22 @@ import json
 import os
 import pickle
 import socket
-import struct
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from podium.processes import children_of
+from podium.processes import Channel, children_of, limit_memory
 from podium.rewards.resolve import ItemReward
 
-__all__ = ["ITEM", "REPLACE", "Result", "decode", "encode", "grade_items", "judge"]
+__all__ = ["REPLACE", "Result", "decode", "encode", "grade_items", "judge"]
 
-ITEM: Final = struct.Struct("<QQ")  # an item's number, and the length of the pickle that follows
 REPLACE: Final = 75  # exit code of a process that earlier items have filled with memory or processes
 
 _MOST_LEFT: Final = 32  # processes that a reward may leave behind in one grading process
 _CHECKED_ITEMS: Final = 64  # the processes left behind are counted after this many items
 _LARGEST: Final = 3.4028234663852886e38  # of float32, in which rewards train
-_PROBLEM: Final = 2_000  # characters; the line of a result stays under the dispatcher's limit
+_PROBLEM: Final = 2_000  # characters; a result stays under the dispatcher's limit
 _TRACEBACK: Final = 20_000
 _NO_PARTS: Final[Mapping[str, float]] = MappingProxyType({})
 
@@ -50,19 +46,19 @@ class Result(NamedTuple):
     limit: str = ""
 
 
-def encode(number: int, result: Result) -> bytes:
-    """Return one line: the item's number, and a score, its parts or a problem."""
+def encode(result: Result) -> bytes:
+    """Return a score, its parts or a problem, as JSON."""
     if result.score is None:
         text = json.dumps(result[2:])
     else:  # repr writes a finite float as JSON does, and faster
         text = json.dumps(dict(result.parts)) if result.parts else repr(result.score)
-    return b"%d %b\n" % (number, text.encode())
+    return text.encode()
 
 
 def decode(data: bytes) -> Result:
-    """Return the result in ``data``, a line without its number. Whatever is wrong with it becomes the result's problem.
+    """Return the result in ``data``. Whatever is wrong with it becomes the result's problem.
 
-    A reward may have written the line by itself. Each value's type is checked, and nothing else is believed.
+    A reward may have written the data by itself. Each value's type is checked, and nothing else is believed.
     """
     try:
         plain = json.loads(data.decode())
@@ -86,35 +82,21 @@ def _is_finite(value: object) -> bool:
 def grade_items(sock: socket.socket, reward: ItemReward, memory_bytes: int | None) -> int:
     """Answer items until ``sock`` closes. Returns the exit code of the process."""
     faulthandler.enable()
-    _limit_memory(memory_bytes)
-    stream = sock.makefile("rb")
-    answered, own = 0, os.getpid()
-    while header := stream.read(ITEM.size):
-        number, length = ITEM.unpack(header)
-        result = _judge_pickled(reward, stream.read(length))
-        if os.getpid() != own:  # the reward returned in a process that it forked, whose parent answers
+    limit_memory(memory_bytes)
+    channel = Channel(sock)
+    answered, grader = 0, os.getpid()
+    while (item := channel.receive()) is not None:
+        number, data = item
+        result = _judge_pickled(reward, data)
+        if os.getpid() != grader:  # the reward returned in a process that it forked, whose parent answers
             os._exit(0)
         full = memory_bytes is not None and result.limit == "memory"
         if not full or answered == 0:  # else earlier items may be the cause: this one has a second try elsewhere
-            sock.sendall(encode(number, result))
+            channel.send(number, encode(result))
             answered += 1
         if full or (answered % _CHECKED_ITEMS == 0 and len(children_of(os.getpid())) > _MOST_LEFT):
             return REPLACE
     return 0
-
-
-def _limit_memory(limit_bytes: int | None) -> None:
-    """Allow this process ``limit_bytes`` above what it has; on Linux only."""
-    if limit_bytes is None:
-        return
-    import resource
-
-    with suppress(FileNotFoundError):
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        most = pages * os.sysconf("SC_PAGE_SIZE") + limit_bytes
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _judge_pickled(reward: ItemReward, data: bytes) -> Result:

@@ -1,12 +1,12 @@
 """The process between a grader and its grading processes. It loads the reward, hands out items and keeps deadlines.
 
     grader ──pickled items──▶ dispatcher ──chunks──▶ grading process, a fork of the dispatcher
-           ◀─lines of JSON───            ◀─lines───
+           ◀─frames of JSON──            ◀─frames──
 
-A grading process has one chunk of items at a time. Each line that it sends gives it a new deadline. It is killed if it
-passes the deadline, ends, or writes anything but the line of the item that it is at, and this item has then failed. Its
-earlier lines are kept, and its later items go to another process. The dispatcher never waits for one party: one poll
-covers the grader, the grading processes, their ends and the nearest deadline.
+A grading process has one chunk of items at a time. Each result that it sends gives it a new deadline. It is killed if
+it passes the deadline, ends, or writes anything but the result of the item that it is at, and this item has then
+failed. Its earlier results are kept, and its later items go to another process. The dispatcher never waits for one
+party: one poll covers the grader, the grading processes, their ends and the nearest deadline.
 """
 
 import os
@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
-from podium.processes import Supervisor, describe_exit
-from podium.rewards.child import ITEM, REPLACE, Result, encode, grade_items
+from podium.processes import Channel, FrameError, FrameReader, Supervisor, describe_exit, make_frame, supervise
+from podium.rewards.child import REPLACE, Result, encode, grade_items
 from podium.rewards.lists import takes_lists
 from podium.rewards.resolve import ItemReward, RewardFn, item_reward, resolve_reward
 
-__all__ = ["MAX_LINE_BYTES", "Settings", "main"]
+__all__ = ["MOST_RESULT_BYTES", "Settings", "main"]
 
-MAX_LINE_BYTES: Final = 1 << 20
+MOST_RESULT_BYTES: Final = 1 << 20
 
 _MOST_ITEMS: Final = 64  # in a chunk: enough to make the cost of a message vanish, few enough to balance processes
 
@@ -43,25 +43,22 @@ class Settings(NamedTuple):
     processes: int
 
 
-def main(fd: int) -> None:
-    """Dispatch until the grader closes its end of the socket ``fd``. The result of item 0 is the reward's import."""
-    connection = socket.socket(fileno=fd)
-    connection.set_inheritable(False)
-    supervisor = Supervisor(connection)
+def main() -> None:
+    """Dispatch until the grader closes the channel. The result of item 0 is the reward's import."""
+    supervise(_dispatch)
+
+
+def _dispatch(supervisor: Supervisor, channel: Channel) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
-    try:
-        with connection.makefile("rb") as stream:
-            settings: Settings = pickle.loads(stream.read(ITEM.unpack(stream.read(ITEM.size))[1]))
-        reward, result = _load(settings.reward)
-        connection.sendall(encode(0, result))
-        if reward is not None:
-            supervisor.settle()
-            _Dispatcher(supervisor, connection, reward, settings).run()
-    except OSError:
-        pass  # the grader is gone
-    finally:
-        supervisor.end()
-        os._exit(0)
+    first = channel.receive()
+    if first is None:
+        return
+    settings: Settings = pickle.loads(first[1])
+    reward, result = _load(settings.reward)
+    channel.send(0, encode(result))
+    if reward is not None:
+        supervisor.settle()
+        _Dispatcher(supervisor, channel.connection, reward, settings).run()
 
 
 def _load(source: str | bytes) -> tuple[ItemReward | None, Result]:
@@ -75,13 +72,13 @@ def _load(source: str | bytes) -> tuple[ItemReward | None, Result]:
         return None, Result(problem=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
 
 
-class _Stream:
+class _Stream(FrameReader):
     """A socket that never blocks. Bytes that it does not take at once wait in memory."""
 
     def __init__(self, sock: socket.socket, poller: select.poll) -> None:
+        super().__init__()
         sock.setblocking(False)
         self.sock = sock
-        self.incoming = bytearray()
         self._outgoing = bytearray()
         self._poller = poller
         poller.register(sock, select.POLLIN)
@@ -105,7 +102,7 @@ class _Stream:
             data = b""
         if not data:
             self.stop_polling()
-        self.incoming += data
+        self.data += data
         return bool(data)
 
     def stop_polling(self) -> None:
@@ -141,7 +138,7 @@ class _Dispatcher:
         self._items: dict[int, bytes] = {}  # all items without a result, by number
         self._waiting: deque[int] = deque()  # numbers of items that no child has; dropped items may be among them
         self._children: dict[int, _Child] = {}  # by process id
-        self._lines = bytearray()
+        self._results = bytearray()
 
     def run(self) -> None:
         """Serve the grader until it closes its end of the socket."""
@@ -156,8 +153,8 @@ class _Dispatcher:
                     self._bury(self._children[pid], os.waitstatus_to_exitcode(status))
             self._expire()
             self._hand_out()
-            self._grader.send(self._lines)
-            self._lines.clear()
+            self._grader.send(self._results)
+            self._results.clear()
 
     def _patience(self) -> float:
         """Return the seconds until the first deadline."""
@@ -168,19 +165,13 @@ class _Dispatcher:
         """Read items, and orders to drop an item, which have no data. Returns False when the grader has closed."""
         if not self._grader.receive():
             return False
-        data, start, dropped = self._grader.incoming, 0, False
-        while len(data) - start >= ITEM.size:
-            number, length = ITEM.unpack_from(data, start)
-            stop = start + ITEM.size + length
-            if stop > len(data):
-                break
-            if length:
-                self._items[number] = bytes(data[start:stop])
+        dropped = False
+        for number, body in self._grader.take(sys.maxsize):
+            if body:
+                self._items[number] = make_frame(number, body)
                 self._waiting.append(number)
             else:
                 dropped |= self._items.pop(number, None) is not None
-            start = stop
-        del data[:start]
         if dropped:
             for child in list(self._children.values()):
                 if child.pending and not any(number in self._items for number in child.pending):
@@ -222,28 +213,38 @@ class _Dispatcher:
         return child
 
     def _hear(self, child: _Child) -> None:
-        """Read a child's lines, and end the child if it sent anything but the line of its item."""
+        """Read a child's results, and end the child if it sent anything but the result of its item."""
         if not child.stream.receive() and not child.pending:
             return self._end(child)
-        *lines, rest = child.stream.incoming.split(b"\n")
-        child.stream.incoming = rest
-        for line in lines:
-            if child.pending and line.startswith(b"%d " % child.pending[0]):
+        with suppress(FrameError):  # its head is looked at below
+            for number, body in child.stream.take(MOST_RESULT_BYTES):
+                if not self._expects(child, number):
+                    return self._blame(child, number, make_frame(number, body))
                 child.answered = child.pending.popleft()
                 child.deadline = time.monotonic() + self._settings.time_limit_s
                 if self._items.pop(child.answered, None) is not None:  # else it was dropped
-                    self._lines += line + b"\n"
-            elif child.answered and line.startswith(b"%d " % child.answered):
-                return self._end(child)  # the reward had answered by itself: no other item is to blame
-            else:
-                shown = bytes(line[:60])
-                return self._end(child, Result(problem=f"wrote {shown!r} to the channel of its results"))
-        if len(rest) > MAX_LINE_BYTES:
-            self._end(child, Result(problem=f"wrote over {MAX_LINE_BYTES:,} bytes to the channel of its results"))
+                    self._results += make_frame(number, body)
+        if (head := child.stream.head()) is None:
+            return None
+        number, length = head
+        if not self._expects(child, number):
+            return self._blame(child, number, child.stream.data)
+        if length > MOST_RESULT_BYTES:
+            problem = f"wrote over {MOST_RESULT_BYTES:,} bytes to the channel of its results"
+            self._end(child, Result(problem=problem))
         return None
 
+    def _expects(self, child: _Child, number: int) -> bool:
+        return bool(child.pending) and child.pending[0] == number
+
+    def _blame(self, child: _Child, number: int, data: bytes | bytearray) -> None:
+        """End a child that sent something else than the result of its item."""
+        if child.answered and number == child.answered:
+            return self._end(child)  # the reward had answered by itself: no other item is to blame
+        return self._end(child, Result(problem=f"wrote {bytes(data[:60])!r} to the channel of its results"))
+
     def _bury(self, child: _Child, code: int) -> None:
-        """Read the last lines of a child that has ended, and fail the item at which it ended."""
+        """Read the last results of a child that has ended, and fail the item at which it ended."""
         self._hear(child)
         if child.pid in self._children:
             replaced = code == REPLACE and child.answered
@@ -265,5 +266,5 @@ class _Dispatcher:
         if result is not None and child.pending:
             number = child.pending.popleft()
             if self._items.pop(number, None) is not None:
-                self._lines += encode(number, result)
+                self._results += make_frame(number, encode(result))
         self._waiting.extendleft(reversed(child.pending))

@@ -1,47 +1,41 @@
-"""The controller's side of a grader: start the dispatcher, send it items, settle each item when its line comes."""
+"""The controller's side of a grader: start the dispatcher, send it items, settle each item when its result comes."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import re
-import secrets
 import select
-import signal
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import cloudpickle
 
 from podium.errors import ConfigError, RewardError
-from podium.processes import describe_exit, kill_marked
-from podium.rewards.child import ITEM, Result, decode
+from podium.processes import (
+    START_LIMIT_S,
+    Frame,
+    FrameError,
+    Launched,
+    command,
+    describe_exit,
+    find_secrets,
+    make_frame,
+)
+from podium.rewards.child import Result, decode
 from podium.rewards.config import Grade, RewardConfig
-from podium.rewards.dispatcher import MAX_LINE_BYTES, Settings
+from podium.rewards.dispatcher import Settings
 from podium.rewards.resolve import RewardFn
 
-__all__ = ["START_LIMIT_S", "GradingProcesses", "Pending"]
-
-START_LIMIT_S: Final = 300.0  # for the dispatcher to import the reward
+__all__ = ["GradingProcesses", "Pending"]
 
 _MOST_PROCESSES: Final = 8
 _LOOKS_S: Final = 1.0  # after which a silent dispatcher is told to go on
 _SLICE: Final = 256  # items that are sent at once
-_BOOT: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from podium.rewards.dispatcher import main; main(int(sys.argv[1]))"
-)
-_SECRET: Final = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY|COOKIE|AUTH)S?(_|$)|_(PASS|PWD)$|^AWS_", re.IGNORECASE
-)
 
 
 class Pending(Future[Any]):
@@ -103,26 +97,22 @@ class GradingProcesses:
         loading = Pending(self, 0, [label], batch=False)
         self._pending = {0: loading}  # by the item's number; item 0 is the reward's import
         self._next = 1
-        self._sending = threading.Lock()
         self._stopping = False
         self._error: RewardError | None = None  # why no more items are graded
-        self._withheld = [name for name in os.environ if _SECRET.search(name) and name not in config.env]
+        self._withheld = find_secrets(config.env)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = config.processes or min(_MOST_PROCESSES, cores)
         reward = source if isinstance(source, str) else _pickled(source, label)
         memory_bytes = None if config.memory_gib is None else int(config.memory_gib * (1 << 30))
         settings = pickle.dumps(Settings(reward, config.time_limit_s, memory_bytes, processes))
-        self._mark = secrets.token_hex(8)
         environment = {
             "OMP_NUM_THREADS": str(max(1, cores // processes)),
             **{name: value for name, value in os.environ.items() if name not in self._withheld},
-            "PODIUM_GRADER": self._mark,
         }
-        self._connection, far = socket.socketpair()
-        self._process = _launch(far, log_path, environment)
+        self._launched = Launched(command("podium.rewards.dispatcher"), env=environment, log_path=log_path)
         self._reader = threading.Thread(target=self._read, name="podium-grader", daemon=True)
         self._reader.start()
-        self._write(ITEM.pack(0, len(settings)) + settings)
+        self._write(make_frame(0, settings))
         try:
             self.takes_lists = loading.result(START_LIMIT_S).parts["lists"] == 1.0
         except BaseException as error:
@@ -136,7 +126,7 @@ class GradingProcesses:
 
     def alive(self) -> bool:
         """Return whether the dispatcher runs."""
-        return self._process.poll() is None and self._reader.is_alive()
+        return self._launched.alive() and self._reader.is_alive()
 
     def send(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], *, batch: bool) -> Pending:
         """Send completions to be graded. Calls must not overlap. Raises RewardError if a row cannot be sent."""
@@ -155,7 +145,7 @@ class GradingProcesses:
                             f"{pending.name(number)} cannot be sent to a grading process with its row: "
                             f"{type(error).__name__}: {error}; rows hold plain values"
                         ) from error
-                    frames += ITEM.pack(number, len(data)), data
+                    frames.append(make_frame(number, data))
                 self._pending.update(dict.fromkeys(numbers, pending))
                 self._write(b"".join(frames))
         except BaseException:
@@ -170,7 +160,7 @@ class GradingProcesses:
     def drop(self, numbers: Sequence[int]) -> None:
         """Stop the work on those of these items that have no grade yet."""
         known = [number for number in numbers if self._pending.pop(number, None) is not None]
-        self._write(b"".join(ITEM.pack(number, 0) for number in known))
+        self._write(b"".join(map(make_frame, known)))
 
     def drop_all(self) -> None:
         """Cancel all items that have no grade yet."""
@@ -178,39 +168,33 @@ class GradingProcesses:
             pending.cancel()
 
     def _write(self, data: bytes) -> None:
-        with self._sending, suppress(OSError):  # after an end, which the reader tells
-            self._connection.sendall(data)
+        with suppress(OSError):  # after an end, which the reader tells
+            self._launched.channel.write(data)
 
     def _read(self) -> None:
-        """The reader thread: settle what a line comes for, and at the end all others."""
-        buffer = b""
+        """The reader thread: settle what a result comes for, and at the end all others."""
         error: RewardError | None = None
         try:
-            while data := self._received():
-                *lines, buffer = (buffer + data).split(b"\n")
-                for line in lines:
-                    digits, _, text = line.partition(b" ")
-                    number = int(digits)
+            while (frames := self._read_frames()) is not None:
+                for number, body in frames:
+                    if number >= self._next:
+                        raise FrameError(f"no item has the number {number}")
                     if (pending := self._pending.pop(number, None)) is not None:
-                        pending.settle(number, self._outcome(pending, number, decode(text)))
-                if len(buffer) > 2 * MAX_LINE_BYTES:
-                    raise ValueError
-        except ConnectionResetError:
-            pass
-        except ValueError:
+                        pending.settle(number, self._outcome(pending, number, decode(body)))
+        except FrameError:
             error = RewardError(f"the process that loaded the reward {self._label} sent what is not a result")
         self._error = error or self._ended()
-        self._connection.close()
+        self._launched.channel.close()
         self._settle_all(self._error)
 
-    def _received(self) -> bytes:
-        """The next bytes from the dispatcher; none at the end. If its reward has stopped the dispatcher, which runs as
-        the same user, the dispatcher goes on within a second."""
+    def _read_frames(self) -> list[Frame] | None:
+        """The next results from the dispatcher; None at the end. If its reward has stopped the dispatcher, which runs
+        as the same user, the dispatcher goes on within a second."""
         incoming = select.poll()  # select() cannot take a descriptor above 1023
-        incoming.register(self._connection, select.POLLIN)
+        incoming.register(self._launched.channel, select.POLLIN)
         while not incoming.poll(1000 * _LOOKS_S):
-            self._process.send_signal(signal.SIGCONT)
-        return self._connection.recv(1 << 18)
+            self._launched.resume()
+        return self._launched.channel.read()
 
     def _settle_all(self, error: RewardError) -> None:
         with suppress(KeyError):
@@ -251,9 +235,10 @@ class GradingProcesses:
         if self._stopping:
             return RewardError(f"the grader for the reward {self._label} was closed before this was graded")
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
-        self._kill_descendants()  # what grading processes had started in sessions of their own: nobody else ends it
-        status = self._process.returncode
+            self._launched.process.wait(5.0)
+        status = self._launched.process.returncode
+        self._launched.reap()
+        self._launched.kill_descendants()  # the reward's import may have ended the dispatcher as if all were well
         cause = "closed its socket" if status is None else f"ended ({describe_exit(status)})"
         return RewardError(
             f"the process that grades with the reward {self._label} {cause}; what it wrote to stderr says more. If it "
@@ -263,19 +248,9 @@ class GradingProcesses:
     def stop(self, limit_s: float = 10.0) -> None:
         """End all processes and wait for them, by force after ``limit_s``. Items without a result get an error."""
         self._stopping = True
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # the dispatcher's signal to end all processes and itself
-        try:
-            self._process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            self._kill_descendants()
+        self._launched.end(limit_s)
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(timeout=1)
-
-    def _kill_descendants(self) -> None:
-        kill_marked(f"PODIUM_GRADER={self._mark}")
 
 
 def _pickled(function: RewardFn, label: str) -> bytes:
@@ -286,20 +261,3 @@ def _pickled(function: RewardFn, label: str) -> bytes:
             f"the reward {label} cannot be sent to a grading process: {type(error).__name__}: {error}; let it load "
             "what it needs itself, or name it as module:function"
         ) from error
-
-
-def _launch(far: socket.socket, log_path: Path | None, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter with our sys.path and working directory, out of reach of the terminal's Ctrl-C."""
-    path = json.dumps([entry or os.getcwd() for entry in sys.path if isinstance(entry, str)])  # pyright: ignore[reportUnnecessaryIsInstance]
-    if log_path is not None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-    with far, log_path.open("ab") if log_path else nullcontext() as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, str(far.fileno()), path],
-            pass_fds=[far.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ConfigError, RewardError
+from podium.processes import HEADER, make_frame
 from podium.rewards import Grade, Grader, RewardConfig
 from podium.rewards.child import Result, decode, encode
 from tests.unit.rewards.deeds import Row, alive_with, family_of, has_variable, misbehave, wait_until
@@ -65,7 +66,7 @@ def frames_of(payload: bytes, number: int) -> list[bytes]:
     return [
         payload,
         struct.pack("<Q", len(payload)) + payload,
-        struct.pack("<QQ", number, len(payload)) + payload,
+        make_frame(number, payload),
         struct.pack("!i", len(payload)) + payload,
         b"%d " % number + payload + b"\n",
         b"%d %r\n" % (number, payload),
@@ -137,7 +138,7 @@ def test_an_import_that_answers_for_the_dispatcher_runs_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "line",
+    "data",
     [
         b"",
         b"\xff\xfe",
@@ -160,25 +161,23 @@ def test_an_import_that_answers_for_the_dispatcher_runs_nothing(tmp_path: Path) 
         b'{"part": 1.0}',
     ],
 )
-def test_a_line_that_is_no_result_is_a_problem_and_not_an_exception(line: bytes) -> None:
-    result = decode(line)
+def test_data_that_is_no_result_is_a_problem_and_not_an_exception(data: bytes) -> None:
+    result = decode(data)
     assert result.score is None
     assert "which is not a result" in result.problem
 
 
-def test_a_result_survives_its_line() -> None:
+def test_a_result_survives_its_way() -> None:
     for result in (Result(0.5), Result(1.0, {"score": 1.0, "\ud800 odd": -0.25}), Result(problem="p\n", limit="time")):
-        line = encode(7, result)
-        assert line.count(b"\n") == 1
-        number, _, data = line.partition(b" ")
-        assert (number, decode(data)) == (b"7", result)
+        assert decode(encode(result)) == result
 
 
 # -- garbage is the item's failure ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "data", [b"\n", b"garbage", b"garbage\n" * 3, b"\0" * 100_000, b"begin\n", b"3 1.0\n", os.urandom(1000)]
+    "data",
+    [b"\n", b"garbage", b"garbage\n" * 3, b"\0" * 100_000, b"begin\n", make_frame(3, b"1.0"), os.urandom(1000)],
 )
 def test_garbage_on_every_descriptor_is_that_items_failure(grader: Grader, data: bytes) -> None:
     grades = grader.grade(["ok", "write", "ok", "ok"], [{"data": data}] * 4)
@@ -188,7 +187,7 @@ def test_garbage_on_every_descriptor_is_that_items_failure(grader: Grader, data:
 
 
 def test_a_reward_that_answers_by_itself_harms_no_other_item(grader: Grader) -> None:
-    grades = grader.grade(["write", *["ok"] * 8], [{"data": b"1 0.25\n"}] * 9)
+    grades = grader.grade(["write", *["ok"] * 8], [{"data": make_frame(1, b"0.25")}] * 9)
     assert [grade.score for grade in grades] == [0.25, *[1.0] * 8]
 
 
@@ -197,9 +196,12 @@ def test_garbage_does_not_move_a_deadline(grader: Grader) -> None:
     assert [grade.timed_out for grade in grades] == [True, False]
 
 
-def test_a_line_without_an_end_is_cut(grader: Grader) -> None:
+def test_a_result_without_an_end_is_cut(grader: Grader) -> None:
+    head = HEADER.pack(1, 1 << 60)
+
     def flood(completion: str, row: Row) -> float:
         with socket.socket(fileno=max(fd for fd in map(int, os.listdir("/proc/self/fd")) if is_socket(fd))) as channel:
+            channel.sendall(head)
             while True:
                 channel.sendall(b"x" * 65536)
 

@@ -1,0 +1,75 @@
+"""A process that has imported something, and forks children that have it at once.
+
+    controller ──frame: number, pickled arguments, descriptors──▶ fork server ──fork──▶ child
+               ──frame: number─────────────────────────kill────▶
+               ◀─frame: number, wait status─────────────────────              ◀─SIGCHLD─
+
+The controller numbers the children. No process but a child's parent can know that a process id still means it.
+"""
+
+import contextlib
+import itertools
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from podium.processes.channel import Channel
+from podium.processes.launcher import Launched
+from podium.processes.supervisor import Supervisor
+
+__all__ = ["ForkServer", "serve_forks"]
+
+
+class ForkServer(Launched):
+    """The controller's side of a process whose ``main`` calls :func:`serve_forks`."""
+
+    def fork(self, number: int, arguments: tuple[Any, ...], *descriptors: int) -> None:
+        """Start a child, which gets copies of ``descriptors``. Raises OSError if the fork server is gone."""
+        self._tell(number, pickle.dumps(arguments), *descriptors)
+
+    def kill(self, number: int) -> None:
+        """Kill a child, unless it has ended. Raises OSError if the fork server is gone."""
+        self._tell(number)
+
+    def read_ends(self, *, wait: bool) -> list[tuple[int, int]] | None:
+        """Return the number and the wait status of children that have ended; None if the fork server has ended."""
+        frames = self.channel.read(wait=wait)
+        return None if frames is None else [(number, int(status)) for number, status in frames]
+
+    def _tell(self, number: int, body: bytes = b"", *descriptors: int) -> None:
+        self.resume()
+        self.channel.send(number, body, *descriptors)
+
+
+def serve_forks(supervisor: Supervisor, channel: Channel, run: Callable[..., int]) -> None:
+    """Serve until the controller is gone. A child calls ``run`` with its descriptors and arguments, and ends with the
+    exit code that this returns. It inherits no other child's descriptors."""
+    numbers: dict[int, int] = {}  # by process id
+    pids: dict[int, int] = {}  # by number
+
+    def live(descriptors: list[int], arguments: bytes) -> int:
+        for fd in itertools.chain.from_iterable(channel.descriptors):
+            os.close(fd)
+        return run(descriptors, *pickle.loads(arguments))
+
+    while (ready := supervisor.wait()) is not None:
+        for pid, status in supervisor.ended():
+            number = numbers.pop(pid)
+            del pids[number]
+            with contextlib.suppress(OSError):  # the controller is gone: the loop ends next
+                channel.send(number, b"%d" % status)
+        if channel.fileno() not in ready:
+            continue
+        frames = channel.read()
+        if frames is None:
+            return
+        for number, body in frames:
+            if not body:
+                supervisor.kill(pids.get(number, -1))
+                continue
+            descriptors = channel.descriptors.popleft()
+            pid = supervisor.fork(lambda: live(descriptors, body))  # noqa: B023 - it is called at once
+            numbers[pid], pids[number] = number, pid
+            for fd in descriptors:
+                os.close(fd)

@@ -1,0 +1,109 @@
+"""Start a process in an interpreter of its own, talk to it through a channel, and end it with all that it started."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from podium.errors import ConfigError
+from podium.processes.channel import Channel
+from podium.processes.table import kill_marked
+
+__all__ = ["Launched", "command", "import_path", "working_directory"]
+
+_MARK: Final = "PODIUM_LAUNCHED"
+
+
+class Launched:
+    """A process whose standard input is a channel. It ends when the channel is closed, and so when this process ends.
+
+    The process is in a session of its own, where the terminal's Ctrl-C does not reach it.
+
+    Args:
+        line: The command.
+        env: Its environment; by default that of this process.
+        log_path: The file to which its output is appended. By default it goes where this process's goes.
+
+    Attributes:
+        channel: This end of the channel. Whoever reads from it closes it.
+        process: The process.
+    """
+
+    def __init__(
+        self, line: Sequence[str], *, env: Mapping[str, str] | None = None, log_path: Path | None = None
+    ) -> None:
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+        mark = secrets.token_hex(8)
+        self._mark = f"{_MARK}={mark}"
+        near, far = socket.socketpair()
+        self.channel = Channel(near)
+        try:
+            with far, log_path.open("ab") if log_path else nullcontext() as log:
+                self.process = subprocess.Popen(
+                    line,
+                    stdin=far.fileno(),
+                    stdout=log,
+                    stderr=log,
+                    env={**(os.environ if env is None else env), _MARK: mark},
+                    start_new_session=True,
+                )
+        except BaseException:
+            near.close()
+            raise
+
+    def alive(self) -> bool:
+        """Return whether the process runs, as far as its channel and the kernel tell."""
+        return self.channel.fileno() >= 0 and self.process.poll() is None
+
+    def resume(self) -> None:
+        """Let the process go on if a signal has stopped it. A user's code may stop it, which runs as the same user."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self, limit_s: float = 5.0) -> None:
+        """End the process, and wait for that. After ``limit_s`` it is killed."""
+        with suppress(OSError):
+            self.channel.connection.shutdown(socket.SHUT_RDWR)  # which the process takes as its end
+        self.reap(limit_s)
+
+    def reap(self, limit_s: float = 5.0) -> None:
+        """Wait for the end of a process whose channel has closed, and kill what it could not end itself."""
+        try:
+            self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        if self.process.returncode != 0:  # it did not get to end what is below it
+            self.kill_descendants()
+
+    def kill_descendants(self) -> None:
+        """Kill what the process has started, in whatever session, where it did not do so itself. On Linux only."""
+        kill_marked(self._mark)
+
+
+def command(module: str, *args: Any) -> list[str]:
+    """The command of a fresh interpreter that calls ``main(*args)`` of ``module``, with this process's ``sys.path``.
+    ``args`` must have a ``repr`` that Python reads."""
+    code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main(*{args!r})"
+    return [sys.executable, "-c", code]
+
+
+def import_path() -> list[str]:
+    """``sys.path`` without what is no text, where Python does not look either."""
+    texts = [path for path in sys.path if isinstance(path, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    return [path or working_directory() for path in texts]
+
+
+def working_directory() -> str:
+    """The working directory. Raises ConfigError if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory of this process was removed: go to another one (os.chdir)") from None
