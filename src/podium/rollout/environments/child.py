@@ -1,42 +1,38 @@
 """Sessions in processes of their own. The side of those processes.
 
 The process of the environment loads it, and then only forks. Each fork lives one session: it asks its worker for what
-the model says, in lines of JSON, and the worker answers with pickles. When the worker closes the connection, or ends,
-the session is over.
+the model says, in JSON, and the worker answers with pickles. When the worker closes the connection, or ends, the
+session is over.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import pickle
 import random
 import signal
 import socket
-import struct
 import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, NoReturn
 
 from podium.errors import ConfigError, GenerationError
-from podium.processes import Supervisor
+from podium.processes import Channel, Requests, Supervisor, serve_forks, supervise
 from podium.rollout.environments.client import ContextFull, Reply, agent_name, hash_seed
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.contract import Messages
 from podium.rollout.environments.resolve import Play, resolve_environment
 from podium.rollout.environments.runner import ending_of
 
-__all__ = ["FRAME", "KINDS", "LOADED", "ORDER", "DistantClient", "Facts", "main"]
+__all__ = ["ENDING", "KINDS", "DistantClient", "Facts", "main"]
 
-FRAME: Final = struct.Struct("!Q")  # the length of a pickle that follows
-ORDER: Final = struct.Struct("!Q?")  # the number of a session, and whether it begins, with its socket, or is killed
-LOADED: Final = b"loaded"
+ENDING: Final = 0  # the number of the frame that says how a session ended; requests count from 1
 KINDS: Final = {
     "ContextFull": ContextFull,
     "GenerationError": GenerationError,
@@ -59,56 +55,30 @@ class Facts(NamedTuple):
     no_address: str
 
 
-def main(fd: int) -> None:
-    """Load an environment and fork its sessions, until the worker closes its end of the socket ``fd``."""
-    orders = socket.socket(fileno=fd)
-    orders.set_inheritable(False)
-    supervisor = Supervisor(orders)
+def main() -> None:
+    """Load an environment and fork its sessions, until the worker closes the channel."""
+    supervise(_serve_sessions)
+
+
+def _serve_sessions(supervisor: Supervisor, channel: Channel) -> None:
     sys.stdout = sys.stderr  # what sessions print goes where the worker's words go, in their order
+    first = channel.receive()
+    if first is None:
+        return
+    config: EnvironmentConfig = pickle.loads(first[1])
     try:
-        with orders.makefile("rb") as stream:
-            config: EnvironmentConfig = pickle.loads(stream.read(FRAME.unpack(stream.read(FRAME.size))[0]))
-        try:
-            play = resolve_environment(config).play
-        except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
-            orders.sendall(f"{type(error).__name__}: {error}".partition("\n")[0].encode() + b"\n")
-            return
-        orders.sendall(LOADED + b"\n")
-        supervisor.settle()
-        _fork_sessions(supervisor, orders, play)
-    except OSError:
-        pass  # the worker is gone
-    finally:
-        supervisor.end()
-        os._exit(0)
+        play = resolve_environment(config).play
+    except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+        channel.send(0, f"{type(error).__name__}: {error}".partition("\n")[0].encode())
+        return
+    channel.send(0)
+    supervisor.settle()
+    serve_forks(supervisor, channel, partial(_live, play))
 
 
-def _fork_sessions(supervisor: Supervisor, orders: socket.socket, play: Play) -> None:
-    sockets, processes = dict[int, socket.socket](), dict[int, int]()  # by process id, and its number
-    while (ready := supervisor.wait()) is not None:
-        for pid, status in supervisor.ended():
-            processes = {number: own for number, own in processes.items() if own != pid}
-            with sockets.pop(pid) as connection, suppress(OSError):
-                connection.send(b'\n{"status": %d}\n' % status, socket.MSG_DONTWAIT)
-        if orders.fileno() not in ready:
-            continue
-        data, descriptors, *_ = socket.recv_fds(orders, ORDER.size, 1)
-        if not data:
-            return
-        number, begins = ORDER.unpack(data)
-        if not begins:
-            supervisor.kill(processes.get(number, -1))
-            continue
-        connection, others = socket.socket(fileno=descriptors[0]), [*sockets.values()]
-        pid = supervisor.fork(lambda: _live(connection, others, play))  # noqa: B023 - it is called at once
-        sockets[pid], processes[number] = connection, pid
-
-
-def _live(connection: socket.socket, others: Sequence[socket.socket], play: Play) -> int:
-    """Live the session at the other end of ``connection``."""
-    for other in others:
-        other.close()
-    line = _Line(connection)
+def _live(play: Play, descriptors: Sequence[int]) -> int:
+    """Live the session at the other end of a connection."""
+    line = _Line(Channel(socket.socket(fileno=descriptors[0])))
     facts = line.facts
     _seed(facts.seed)  # forks would draw the same numbers
     client: Any = DistantClient(line)
@@ -127,71 +97,58 @@ def _seed(seed: int) -> None:
 
 async def _live_and_end(line: _Line, play: Play, task: Mapping[str, Any], client: Any) -> None:
     ending = await ending_of(play, task, client)
-    line.send(
-        {
-            "ending": {
-                "score": ending.outcome.score,
-                "parts": dict(ending.outcome.parts),
-                "agents": dict(ending.outcome.agents),
-                "failure": ending.failure,
-                "details": ending.details,
-                "truncated": ending.truncated,
-                "counts": sum((each.counts for each in client.family), Counter[str]()),
-            }
-        }
-    )
+    report = {
+        "score": ending.outcome.score,
+        "parts": dict(ending.outcome.parts),
+        "agents": dict(ending.outcome.agents),
+        "failure": ending.failure,
+        "details": ending.details,
+        "truncated": ending.truncated,
+        "counts": sum((relative.counts for relative in client.family), Counter[str]()),
+    }
+    line.channel.send(ENDING, json.dumps(report).encode())
     sys.stderr.flush()
     os._exit(0)  # threads that the session left behind are not waited for
 
 
-class _Line:
-    """The connection of a session to its worker. All threads may ask.
+class _Line(Requests):
+    """The requests of a session to its worker. All threads may ask.
 
     Attributes:
-        facts: What the worker said first.
+        facts: What the worker sent first.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._sending = connection, threading.Lock()
-        self._stream = connection.makefile("rb")
-        self._numbers, self._waiting = itertools.count(), dict[int, Future[Any]]()
-        self.facts: Facts = self._received()
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel, _settle)
+        self.channel = channel
+        first = channel.receive()
+        if first is None:
+            _end_session()
+        self.facts: Facts = pickle.loads(first[1])
         threading.Thread(target=self._read, name="podium-session", daemon=True).start()
 
     def ask(self, do: str, agent: Sequence[str], **arguments: Any) -> Future[Any]:
         """Ask something of the client of an agent of this session."""
-        id, answer = next(self._numbers), Future[Any]()
-        self._waiting[id] = answer
-        self.send({"id": id, "do": do, "agent": agent, "with": arguments})
-        return answer
-
-    def cancel(self, asked: Future[Any]) -> None:
-        """Tell the worker that nobody waits for an answer any more."""
-        for id in [id for id, answer in self._waiting.copy().items() if answer is asked]:
-            self.send({"id": id, "cancel": True})
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        with self._sending:
-            self._connection.sendall(data)
-
-    def _received(self) -> Any:
-        head = self._stream.read(FRAME.size)
-        if len(head) < FRAME.size:
-            os.killpg(0, signal.SIGKILL)  # the session is over, and so is all that it has started
-        return pickle.loads(self._stream.read(FRAME.unpack(head)[0]))
+        return self.send({"do": do, "agent": agent, "with": arguments})
 
     def _read(self) -> None:
-        while True:
-            message = self._received()
-            answer = self._waiting.pop(message["id"])
-            if not answer.set_running_or_notify_cancel():
-                continue  # nobody waits for it any more
-            if "error" in message:
-                kind, text = message["error"]
-                answer.set_exception(KINDS[kind](text))
-            else:
-                answer.set_result(message.get("value"))
+        self.settle_until_end()
+        _end_session()
+
+
+def _end_session() -> NoReturn:
+    """The session is over, and so is all that it has started."""
+    os.killpg(0, signal.SIGKILL)
+    raise SystemExit
+
+
+def _settle(answer: Future[Any], body: bytes) -> None:
+    message = pickle.loads(body)
+    if "error" in message:
+        kind, text = message["error"]
+        answer.set_exception(KINDS[kind](text))
+    else:
+        answer.set_result(message.get("value"))
 
 
 class DistantClient:

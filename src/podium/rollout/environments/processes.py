@@ -16,20 +16,19 @@ import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from podium.errors import PodiumError
-from podium.processes import describe_exit
-from podium.rollout.environments.child import FRAME, KINDS, LOADED, ORDER, Facts
+from podium.processes import START_LIMIT_S, ForkServer, FrameError, command, describe_exit, make_frame, read_frame
+from podium.rollout.environments.child import ENDING, KINDS, Facts
 from podium.rollout.environments.client import Reply
 from podium.rollout.environments.contract import Outcome
 from podium.rollout.environments.runner import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from podium.rollout.environments.client import Client
     from podium.rollout.environments.config import EnvironmentConfig
@@ -37,12 +36,33 @@ if TYPE_CHECKING:
 
 __all__ = ["SessionProcesses"]
 
-_START_LIMIT_S: Final = 300.0  # to load the environment
-_LONGEST_LINE: Final = 1 << 26  # bytes, of a conversation
-_BOOT: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from podium.rollout.environments.child import main; main(int(sys.argv[1]))"
-)
+
+class _SessionServer(ForkServer):
+    """The process that has loaded the environment."""
+
+    def __init__(self, line: Sequence[str]) -> None:
+        super().__init__(line)
+        self._ends: dict[int, Future[int | None]] = {}  # by the number of the session
+
+    def fork_session(self, number: int, connection: socket.socket) -> Future[int | None]:
+        """Start a session. Returns the future wait status of its process; None if this server ends before."""
+        end = self._ends[number] = Future[int | None]()
+        self.fork(number, (), connection.fileno())
+        return end
+
+    def settle_ends(self) -> None:
+        """Take in the ends of sessions' processes, until this server has ended."""
+        while (ends := self.read_ends(wait=True)) is not None:
+            for number, status in ends:
+                _settle(self._ends.pop(number), status)
+        self.channel.close()
+        for end in list(self._ends.values()):
+            _settle(end, None)
+
+
+def _settle(end: Future[int | None], status: int | None) -> None:
+    if end.set_running_or_notify_cancel():
+        end.set_result(status)
 
 
 class SessionProcesses:
@@ -56,8 +76,7 @@ class SessionProcesses:
         self._config = config
         self._starting = threading.Lock()
         self._numbers = itertools.count(1)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._orders: socket.socket
+        self._server: _SessionServer | None = None
 
     def start(self) -> None:
         """Load the environment in a process, of which sessions are forks, unless there is one. It may take long.
@@ -66,72 +85,66 @@ class SessionProcesses:
             PodiumError: The environment cannot be loaded there.
         """
         with self._starting:
-            if self._process is not None and self._process.poll() is None:
+            if self._server is not None and self._server.alive():
                 return
             self.close()
-            self._orders, far = socket.socketpair()
-            path = [entry or os.getcwd() for entry in sys.path]
-            with far:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, str(far.fileno()), json.dumps(path)],
-                    pass_fds=[far.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            settings = pickle.dumps(self._config)
-            self._orders.sendall(FRAME.pack(len(settings)) + settings)
-            self._orders.settimeout(_START_LIMIT_S)
+            server = self._server = _SessionServer(command("podium.rollout.environments.child"))
+            connection = server.channel.connection
             try:
-                with self._orders.makefile("rb") as stream:
-                    said = stream.readline()
+                server.channel.send(0, pickle.dumps(self._config))
+                connection.settimeout(START_LIMIT_S)
+                reply = server.channel.receive()
+                reason = "its process ended" if reply is None else reply[1].decode(errors="replace")
             except TimeoutError:
-                said = b"it was not loaded within %d s" % _START_LIMIT_S
-            self._orders.settimeout(None)
-            if said.strip() != LOADED:
+                reason = f"it was not loaded within {START_LIMIT_S:.0f} s"
+            except ConnectionError:
+                reason = "its process ended"
+            except FrameError:
+                reason = "it sent what is no answer"
+            if reason:
                 self.close()
-                reason = said.decode(errors="replace").strip() or "its process ended"
+                server.channel.close()
                 raise PodiumError(f"environment.name = {self._config.name!r} in a process of its own: {reason}")
+            connection.settimeout(None)
+            threading.Thread(target=server.settle_ends, name="podium-sessions", daemon=True).start()
 
     async def play(self, task: Task, client: Client) -> Ending:
         """Live a session, and return how it ended."""
         await asyncio.to_thread(self.start)
+        server = self._server
+        assert server is not None
         number, calls = next(self._numbers), dict[int, asyncio.Task[None]]()
         near, far = socket.socketpair()
-        with far:
-            socket.send_fds(self._orders, [ORDER.pack(number, True)], [far.fileno()])
-        reader, writer = await asyncio.open_connection(sock=near, limit=_LONGEST_LINE)
+        reader, writer = await asyncio.open_connection(sock=near)
         try:
-            _send(writer, _facts(task, client))
-            while line := await reader.readline():
-                message = _read(line)
-                if "ending" in message:
-                    return _as_ending(message["ending"], client)
-                if "status" in message:
-                    how = describe_exit(os.waitstatus_to_exitcode(message["status"]))
-                    return Ending(failure=f"its process ended ({how})")
+            with far:
+                end = server.fork_session(number, far)
+            _send(writer, 0, _facts(task, client))
+            while (frame := await read_frame(reader)) is not None:
+                request, message = frame[0], _read(frame[1])
+                if request == ENDING and message:
+                    return _as_ending(message, client)
                 if "do" in message:
-                    call = calls[message["id"]] = asyncio.create_task(_answer(writer, message, client))
-                    call.add_done_callback(lambda _, id=message["id"]: calls.pop(id, None))
-                elif "cancel" in message and message["id"] in calls:
-                    calls[message["id"]].cancel()
-            return Ending(failure="the process of the environment ended")
+                    call = calls[request] = asyncio.create_task(_answer(writer, request, message, client))
+                    call.add_done_callback(lambda _, request=request: calls.pop(request, None))
+                elif not frame[1] and request in calls:
+                    calls[request].cancel()
+            status = await asyncio.wrap_future(end)
+            if status is None:
+                return Ending(failure="the process of the environment ended")
+            return Ending(failure=f"its process ended ({describe_exit(os.waitstatus_to_exitcode(status))})")
         finally:
             for call in [*calls.values()]:
                 call.cancel()
             writer.close()
             with contextlib.suppress(OSError):
-                self._orders.send(ORDER.pack(number, False))
+                server.kill(number)
 
     def close(self) -> None:
         """End the process of the environment, and with it all sessions."""
-        if self._process is not None:
-            self._orders.close()  # which it takes as its end
-            try:
-                self._process.wait(timeout=5.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+        if self._server is not None:
+            self._server.end()
+            self._server = None
 
 
 def _facts(task: Task, client: Client) -> Facts:
@@ -142,23 +155,22 @@ def _facts(task: Task, client: Client) -> Facts:
     return Facts(dict(task), client.seed, client.model, client.session_id, client.api_key, base_url, no_address)
 
 
-def _send(writer: asyncio.StreamWriter, message: Any) -> None:
-    data = pickle.dumps(message)
-    writer.write(FRAME.pack(len(data)) + data)
+def _send(writer: asyncio.StreamWriter, number: int, message: Any) -> None:
+    writer.write(make_frame(number, pickle.dumps(message)))
 
 
-def _read(line: bytes) -> Mapping[str, Any]:
-    """A line of a session; nothing for what is none, such as the half of one that was killed."""
+def _read(data: bytes) -> Mapping[str, Any]:
+    """A message of a session; nothing for what is none."""
     try:
-        found = json.loads(line)
-    except ValueError:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+    return message if isinstance(message, dict) else {}  # pyright: ignore[reportUnknownVariableType]
 
 
-async def _answer(writer: asyncio.StreamWriter, asked: Mapping[str, Any], client: Client) -> None:
+async def _answer(writer: asyncio.StreamWriter, number: int, asked: Mapping[str, Any], client: Client) -> None:
     """Do what a session asks of its client, and send what came of it."""
-    answer: dict[str, Any] = {"id": asked["id"]}
+    answer: dict[str, Any] = {}
     try:
         for name in asked["agent"]:
             client = client.agent(name)
@@ -178,7 +190,7 @@ async def _answer(writer: asyncio.StreamWriter, asked: Mapping[str, Any], client
     except Exception as error:  # noqa: BLE001 - it is the session's to hear
         kind = next((name for name, each in KINDS.items() if isinstance(error, each)), "")
         answer["error"] = (kind or "GenerationError", str(error) if kind else f"{type(error).__name__}: {error}")
-    _send(writer, answer)
+    _send(writer, number, answer)
 
 
 def _as_ending(found: Mapping[str, Any], client: Client) -> Ending:
