@@ -18,7 +18,7 @@ from bench.context import Context
 from bench.measure import Row
 from bench.record import Record
 from bench.report import show
-from bench.suites import dataplane, faults, generation, grpo, ray, runtime, scoring
+from bench.suites import dataplane, faults, generation, grading, grpo, ray, runtime, scoring
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"  # of the last whole run
@@ -39,6 +39,7 @@ SUITES: dict[str, Suite] = {
     "ray": ray.ray,
     "generate": generation.generate,
     "scoring": scoring.scoring,
+    "grading": grading.grading,
     "grpo": grpo.grpo,
     "grpo_10m": grpo.grpo_10m,
     "grpo_100m": grpo.grpo_100m,

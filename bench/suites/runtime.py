@@ -21,7 +21,7 @@ from bench.groups import peer_calls, peer_clusters, peer_groups, peer_processes,
 from bench.measure import Row, Subjects, alternate, compare, median_call_s
 from bench.peer import PeerClient
 from bench.probe import Probe
-from bench.suites.training_start import two_steps
+from bench.suites.training_start import import_alone, two_steps
 from podium import Batch, Handle
 
 MIB = 1 << 20
@@ -156,7 +156,8 @@ def broadcast(context: Context) -> Iterator[Row]:
 
 def startup(context: Context) -> Iterator[Row]:
     """From nothing (cold) or a connected cluster (warm) to eight workers' first answers, torch imported in each; and a
-    whole run of two steps."""
+    whole run of two steps, and ``import podium``."""
+    yield from import_alone(context)
     yield from two_steps(context)
     workers = 8
     repetitions = context.repetitions(5, 2)

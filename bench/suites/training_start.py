@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.context import Context
 from bench.measure import Row, Subjects, alternate, compare
 
-__all__ = ["two_steps"]
+__all__ = ["import_alone", "two_steps"]
 
 MODEL = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -47,6 +47,16 @@ def two_steps(context: Context) -> Iterator[Row]:
         yield compare(
             "two_steps_local", alternate(subjects, repetitions=context.repetitions(5, 2)), unit="s", floor=floor
         )
+
+
+def import_alone(context: Context) -> Iterator[Row]:
+    """``import podium`` in a fresh interpreter, beside an interpreter that imports nothing."""
+    subjects: Subjects = {
+        "podium": partial(process_s, "-c", "import podium"),
+        "python": partial(process_s, "-c", ""),
+    }
+    figures = alternate(subjects, repetitions=context.repetitions(9, 3))
+    yield compare("import_podium", figures, unit="ms", scale=1e3, floor="python: the interpreter's own start")
 
 
 def process_s(*arguments: str) -> float:

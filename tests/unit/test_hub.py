@@ -1,9 +1,8 @@
-"""A hub that does not answer costs seconds."""
+"""A hub that does not answer is not asked again and again."""
 
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 SCRIPT = """
@@ -26,11 +25,9 @@ for work in (
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stdout.split() == ["ConfigError", "ConfigError", "DataError"]
     assert done.stderr.count("the hub at http://127.0.0.1:9 does not answer") == 1
     assert "Retrying" not in done.stderr
-    assert time.monotonic() - began < 60, "tried again five times each, with pauses, this takes longer"

@@ -18,7 +18,6 @@ import podium
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "ray", "pydantic", "rich", "datasets")
 LIGHT_MODULES = ("podium", "podium.errors", "podium.telemetry", "podium.runtime", "podium.backends.local")
-IMPORT_LIMIT_S = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +37,6 @@ def test_what_the_controller_imports_loads_nothing_heavy(module: str) -> None:
     script = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
-
-
-def test_import_podium_takes_under_a_third_of_a_second() -> None:
-    script = "import time; started = time.perf_counter(); import podium; print(time.perf_counter() - started)"
-    seconds = [
-        float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(seconds) < IMPORT_LIMIT_S
 
 
 def test_the_version_is_written_alike(project: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from podium.backends.local.io import TICK_S, IoLoop
+from tests.waits import LONG_S, wait_until
 
 
 @pytest.fixture
@@ -30,10 +31,10 @@ def test_the_io_thread_sleeps_while_somebody_waits_for_a_long_call(loop: IoLoop)
     ended = threading.Event()
     driver = threading.Thread(target=loop.drive, args=(ended.is_set, None))
     driver.start()
-    time.sleep(10 * TICK_S)
+    assert wait_until(lambda: loop._asleep)
     before = wake_ups(loop._thread)
-    time.sleep(100 * TICK_S)
-    assert wake_ups(loop._thread) - before < 20
+    time.sleep(50 * TICK_S)
+    assert wake_ups(loop._thread) - before <= 2, "it goes to sleep once, and not again after each tick"
     ended.set()
     loop.wake()
     driver.join()
@@ -52,7 +53,7 @@ def test_the_io_thread_takes_in_what_comes_after_a_long_call(loop: IoLoop) -> No
     for _ in range(20):
         loop.drive(lambda: False, 10 * TICK_S)  # so long that the I/O thread has gone to sleep
         os.write(writable, b"x")
-        assert heard.wait(10)
+        assert heard.wait(LONG_S)
         heard.clear()
     loop.unwatch(readable)
     os.close(readable)
@@ -69,7 +70,7 @@ def test_what_is_to_be_done_soon_is_done_whoever_polls(loop: IoLoop, who: str) -
         driver.start()
         time.sleep(10 * TICK_S)
     loop.soon(done.set)
-    assert done.wait(10)
+    assert done.wait(LONG_S)
     ended.set()
     loop.wake()
     if driver.ident is not None:
@@ -82,7 +83,7 @@ def test_sending_without_end_does_not_keep_the_io_thread_from_polling(loop: IoLo
     loop.watch(readable, lambda: bool(os.read(readable, 1)) and heard.set() is None)
     loop.drive(lambda: True, None)
     os.write(writable, b"x")
-    until = time.monotonic() + 10
+    until = time.monotonic() + LONG_S
     while not heard.is_set() and time.monotonic() < until:
         loop.sent_at = time.monotonic()
         time.sleep(TICK_S / 10)
@@ -98,5 +99,5 @@ def test_a_loop_ends_while_its_thread_sleeps() -> None:
     driver.start()
     time.sleep(10 * TICK_S)
     loop.stop()
-    driver.join(10)
+    driver.join(LONG_S)
     assert not driver.is_alive()

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from podium.backends.local.backend import ForkServer
 from podium.backends.local.shared_memory import Lease, SegmentPool
 from podium.errors import ConfigError, WorkerDied
 from podium.testing.workers import Counter, Stash
+from tests.waits import LONG_S, wait_until
 
 
 def watches_threads() -> bool:
@@ -127,7 +127,7 @@ def _profiled(worker: Counter) -> str | None:
 def test_an_end_is_known_before_the_parent_hears_of_it() -> None:
     """The kernel tells a parent when a process's memory is freed. Here the parent, the fork server, hears nothing."""
     with podium.connect("local", echo=False, preload=[]) as cluster:
-        counter = cluster.start(Counter.bind(), cluster.pool([1]), timeout_s=20)
+        counter = cluster.start(Counter.bind(), cluster.pool([1]), timeout_s=LONG_S)
         backend = counter.group.processes.backend
         assert isinstance(backend, LocalBackend)
         server, (pid,) = backend._server._process, counter.group.pids
@@ -175,8 +175,5 @@ print(server._process.pid, private)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     pid, private = done.stdout.split()
-    until = time.monotonic() + 30
-    while (Path(f"/proc/{pid}").exists() or Path(private).exists()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not Path(private).exists()
+    assert wait_until(lambda: not Path(f"/proc/{pid}").exists() and not Path(private).exists())
     assert done.stderr == ""

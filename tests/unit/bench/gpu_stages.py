@@ -46,7 +46,7 @@ def hangs(stage: Stage) -> None:
     stage.figure("rate", 1.0, "GB/s")
     if path := os.environ.get("PIDFILE"):
         Path(path).write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def cannot(stage: Stage) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from podium.processes import Supervisor, children_of, describe_exit, kill, kill_marked
-from tests.unit.rewards.deeds import SLEEPER, alive_with, daemonize, wait_until
+from tests.unit.rewards.deeds import SLEEPER, alive_with, daemonize
+from tests.waits import LONG_S, wait_until
 
 
 def test_children_are_seen() -> None:
@@ -41,7 +42,7 @@ def test_processes_are_killed_by_a_mark_in_their_environment() -> None:
         try:
             assert wait_until(lambda: Path(f"/proc/{marked.pid}/environ").read_bytes().count(value.encode()))
             kill_marked(mark)
-            assert marked.wait(timeout=10) == -signal.SIGKILL
+            assert marked.wait(timeout=LONG_S) == -signal.SIGKILL
             assert other.poll() is None
         finally:
             marked.kill()
@@ -80,7 +81,7 @@ def supervise(fd: int, tag: str) -> None:
 def test_a_supervisor_kills_what_ended_children_started_and_at_its_end_everything(ending: str) -> None:
     tag = f"tag-{os.getpid()}-{ending}"
     near, far = socket.socketpair()
-    near.settimeout(20)
+    near.settimeout(LONG_S)
     code = f"from tests.unit.processes.test_supervisor import supervise; supervise({far.fileno()}, {tag!r})"
     command = [sys.executable, "-c", code]
     if ending == "parent":  # a parent between us and the supervisor, which is killed while we hold the socket
@@ -88,7 +89,7 @@ def test_a_supervisor_kills_what_ended_children_started_and_at_its_end_everythin
     with near, subprocess.Popen(command, pass_fds=[far.fileno()]) as process:
         far.close()
         try:
-            assert wait_until(lambda: alive_with(f"{tag}-first") and alive_with(f"{tag}-second"), seconds=20)
+            assert wait_until(lambda: alive_with(f"{tag}-first") and alive_with(f"{tag}-second"))
             near.send(b"first")
             assert near.recv(100) == b"first -9"
             assert wait_until(lambda: not alive_with(f"{tag}-first"))
@@ -96,7 +97,7 @@ def test_a_supervisor_kills_what_ended_children_started_and_at_its_end_everythin
             assert alive_with(f"{tag}-spared"), "what the imports started lives"
             if ending == "close":
                 near.shutdown(socket.SHUT_RDWR)
-                assert process.wait(timeout=20) == 0
+                assert process.wait(timeout=LONG_S) == 0
             else:
                 process.kill()
             assert wait_until(lambda: not [pid for pid in alive_with(tag) if pid != os.getpid()])

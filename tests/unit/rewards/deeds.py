@@ -17,7 +17,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-SLEEPER = [sys.executable, "-c", "import time; time.sleep(100)"]
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 leaked: list[bytearray] = []
 
@@ -26,8 +26,9 @@ def misbehave(completion: str, row: Row) -> Any:
     """Does what the completion says, then returns 1."""
     deeds: dict[str, Callable[[], Any]] = {
         "spin": spin,
-        "spin in C": lambda: ctypes.PyDLL(None).sleep(100),  # holds the GIL, as a stuck regular expression does
-        "slow": lambda: time.sleep(0.02),
+        "spin in C": lambda: ctypes.PyDLL(None).sleep(600),  # holds the GIL, as a stuck regular expression does
+        "slow": lambda: time.sleep(0.5),
+        "wait for a file": lambda: wait_for_file(Path(row["path"])),
         "raise": fail,
         "print": lambda: sys.stdout.write("words of the reward\n"),
         "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
@@ -56,6 +57,11 @@ def misbehave(completion: str, row: Row) -> Any:
 def spin() -> None:
     while True:
         pass
+
+
+def wait_for_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def fail() -> None:
@@ -128,12 +134,3 @@ def family_of(pid: int) -> dict[int, str]:
         frontier = {child for child, (parent, _) in table.items() if parent in frontier}
         family |= {child: table[child][1] for child in frontier}
     return family
-
-
-def wait_until(condition: Any, seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,21 +19,22 @@ from podium.errors import ConfigError, RewardError
 from podium.rewards import Grade, Grader, RewardConfig
 from podium.rewards.child import judge
 from podium.telemetry import Event, Note, subscribe
-from tests.unit.rewards.deeds import Row, alive_with, family_of, misbehave, own_pid, returns, wait_until
+from tests.unit.rewards.deeds import Row, alive_with, family_of, misbehave, own_pid, returns
+from tests.waits import LONG_S, wait_until
 
-LIMIT_S = 0.5
+LIMIT_S = 2.0  # where an item is to pass it; the other items of such a grader take no time
 
 
 @pytest.fixture
 def tolerant() -> Iterator[Grader]:
-    config = RewardConfig(time_limit_s=LIMIT_S, on_error="score", failure_score=-1.0, processes=2)
+    config = RewardConfig(time_limit_s=LONG_S, on_error="score", failure_score=-1.0, processes=2)
     with Grader(config, reward=misbehave) as grader:
         yield grader
 
 
 @pytest.fixture
 def strict() -> Iterator[Grader]:
-    with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=2), reward=misbehave) as grader:
+    with Grader(RewardConfig(time_limit_s=LONG_S, processes=2), reward=misbehave) as grader:
         yield grader
 
 
@@ -132,27 +131,26 @@ def test_one_bad_item_harms_no_other(tolerant: Grader) -> None:
 
 
 @pytest.mark.parametrize("word", ["spin", "spin in C"])
-def test_what_runs_over_its_limit_is_killed_and_the_rest_goes_on(strict: Grader, word: str) -> None:
+def test_what_runs_over_its_limit_is_killed_and_the_rest_goes_on(word: str) -> None:
     words = ["ok"] * 40
     words[7] = words[30] = word
-    strict.start()
-    started = time.monotonic()
     heard: list[Event] = []
-    unsubscribe = subscribe(heard.append)
-    grades = strict.grade(words, [{}] * len(words))
-    unsubscribe()
-    assert time.monotonic() - started < 20, "they would run for minutes"
+    with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=2), reward=misbehave) as grader:
+        grader.start()
+        unsubscribe = subscribe(heard.append)
+        grades = grader.grade(words, [{}] * len(words))
+        unsubscribe()
     assert [index for index, grade in enumerate(grades) if grade.timed_out] == [7, 30]
     assert [event.text for event in heard if isinstance(event, Note)] == [
-        f"the reward {strict.name} failed on 2 of 40 completions, which got 0; the first: ran over {LIMIT_S:g} s"
+        f"the reward {grader.name} failed on 2 of 40 completions, which got 0; the first: ran over {LIMIT_S:g} s"
     ]
     assert grades[7] == Grade(0.0, {}, False, f"ran over {LIMIT_S:g} s", True)
     assert sum(grade.score for grade in grades) == 38
 
 
 def test_the_limit_is_for_an_item_and_not_for_a_batch() -> None:
-    with Grader(RewardConfig(time_limit_s=0.2, processes=1), reward=misbehave) as grader:
-        grades = grader.grade(["slow"] * 30, [{}] * 30)  # 0.6 s in all
+    with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=1), reward=misbehave) as grader:
+        grades = grader.grade(["slow"] * 5, [{}] * 5)  # 2.5 s in all
     assert not any(grade.timed_out for grade in grades)
 
 
@@ -163,7 +161,7 @@ def test_results_from_before_a_kill_are_kept(tmp_path: Path) -> None:
         with log.open("a") as file:
             file.write(completion + "\n")
         if completion == "19":
-            time.sleep(100)
+            time.sleep(600)
         return 1.0
 
     with Grader(RewardConfig(time_limit_s=LIMIT_S, processes=1), reward=count) as grader:
@@ -172,12 +170,14 @@ def test_results_from_before_a_kill_are_kept(tmp_path: Path) -> None:
     assert sorted(map(int, log.read_text().split())) == list(range(40)), "each item must be graded exactly once"
 
 
-def test_killed_and_dead_processes_leave_no_child_of_theirs(tolerant: Grader) -> None:
+def test_killed_and_dead_processes_leave_no_child_of_theirs() -> None:
     tag = f"tag-{os.getpid()}-{time.monotonic_ns()}"
-    grades = tolerant.grade(["grandchild", "orphan", "ok"], [{"tag": tag}] * 3)
-    assert [grade.score for grade in grades] == [-1.0, -1.0, 1.0]
-    assert wait_until(lambda: not alive_with(tag))
-    assert wait_until(lambda: "Z" not in family_of(os.getpid()).values())
+    config = RewardConfig(time_limit_s=LIMIT_S, on_error="score", failure_score=-1.0, processes=2)
+    with Grader(config, reward=misbehave) as grader:
+        grades = grader.grade(["grandchild", "orphan", "ok"], [{"tag": tag}] * 3)
+        assert [grade.score for grade in grades] == [-1.0, -1.0, 1.0]
+        assert wait_until(lambda: not alive_with(tag))
+        assert wait_until(lambda: "Z" not in family_of(os.getpid()).values())
 
 
 def test_several_threads_may_use_one_grader(tolerant: Grader) -> None:
@@ -214,12 +214,20 @@ def test_a_dispatcher_that_is_killed_between_calls_is_replaced(strict: Grader) -
     assert dispatcher() != first
 
 
-def test_a_dispatcher_that_is_killed_at_work_is_named_and_the_next_call_starts_anew(strict: Grader) -> None:
+def test_a_dispatcher_that_is_killed_at_work_is_named_and_the_next_call_starts_anew(
+    strict: Grader, tmp_path: Path
+) -> None:
     strict.grade(["ok"], [{}])
-    killer = threading.Timer(0.1, os.kill, [dispatcher(), signal.SIGKILL])
+    victim, spins = dispatcher(), tmp_path / "spins"
+
+    def kill_at_work() -> None:
+        wait_until(spins.exists)
+        os.kill(victim, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_at_work)
     killer.start()
     with pytest.raises(RewardError, match=r"ended \(signal SIGKILL\).*reward\.processes"):
-        strict.grade(["spin"], [{}])
+        strict.grade(["touch and spin"], [{"path": str(spins)}])
     killer.join()
     assert strict.grade(["ok"], [{}])[0].score == 1.0
 
@@ -233,10 +241,10 @@ def test_a_future_comes_at_once_and_its_grade_when_it_is_there(tmp_path: Path) -
             time.sleep(0.005)
         return float(completion)
 
-    with Grader(RewardConfig(processes=2, time_limit_s=60), reward=wait_for_file) as grader:
+    with Grader(RewardConfig(processes=2, time_limit_s=LONG_S), reward=wait_for_file) as grader:
         first, second, third = (grader.submit(name, {}) for name in "123")
         (tmp_path / "2").touch()
-        assert second.result(timeout=20).score == 2.0, "items end in any order"
+        assert second.result(timeout=LONG_S).score == 2.0, "items end in any order"
         assert not first.done()
         (tmp_path / "1").touch()
         (tmp_path / "3").touch()
@@ -245,9 +253,9 @@ def test_a_future_comes_at_once_and_its_grade_when_it_is_there(tmp_path: Path) -
 
 def test_an_error_belongs_to_its_own_future(strict: Grader) -> None:
     bad, good = strict.submit("raise", {}), strict.submit("ok", {})
-    assert good.result(timeout=20) == Grade(1.0, {}, True)
+    assert good.result(timeout=LONG_S) == Grade(1.0, {}, True)
     with pytest.raises(RewardError, match=r"^completion 'raise': .* raised ValueError: no such unit"):
-        bad.result(timeout=20)
+        bad.result(timeout=LONG_S)
 
 
 def test_a_cancelled_item_frees_its_process(tmp_path: Path) -> None:
@@ -258,30 +266,30 @@ def test_a_cancelled_item_frees_its_process(tmp_path: Path) -> None:
 
     with Grader(RewardConfig(processes=1, time_limit_s=1000), reward=spin_or_not) as grader:
         spinning, waiting = grader.submit("spin", {}), grader.submit("spin", {})
-        assert wait_until((tmp_path / "began").exists, seconds=20)
+        assert wait_until((tmp_path / "began").exists)
         assert spinning.cancel()
         assert waiting.cancel()
-        assert grader.submit("ok", {}).result(timeout=20).score == 1.0
+        assert grader.submit("ok", {}).result(timeout=LONG_S).score == 1.0
         dropped = [grader.submit("spin", {}) for _ in range(3)]
         grader.drop()
         assert all(future.cancelled() for future in dropped)
-        assert grader.submit("ok", {}).result(timeout=20).score == 1.0
+        assert grader.submit("ok", {}).result(timeout=LONG_S).score == 1.0
 
 
 def test_an_error_in_a_batch_ends_the_work_on_its_other_items() -> None:
     with Grader(RewardConfig(time_limit_s=1000, processes=1), reward=misbehave) as grader:
         with pytest.raises(RewardError, match="no such unit"):
             grader.grade(["raise", *["spin"] * 999], [{}] * 1000)
-        assert grader.submit("ok", {}).result(timeout=20).score == 1.0
+        assert grader.submit("ok", {}).result(timeout=LONG_S).score == 1.0
 
 
 def test_closing_settles_what_waits(strict: Grader) -> None:
-    future = strict.submit("slow", {})
+    future = strict.submit("ok", {})
     spinning = strict.submit("spin", {})
-    future.result(timeout=20)
+    future.result(timeout=LONG_S)
     strict.close()
     with pytest.raises(RewardError, match="was closed before this was graded"):
-        spinning.result(timeout=20)
+        spinning.result(timeout=LONG_S)
 
 
 # -- starting and ending ---------------------------------------------------------------------------------------------
@@ -361,16 +369,18 @@ def test_the_rewards_output_goes_to_the_log(tmp_path: Path) -> None:
 
 def test_closing_ends_every_process_even_a_busy_one(tmp_path: Path) -> None:
     before = set(family_of(os.getpid()))
-    grader = Grader(RewardConfig(time_limit_s=60, processes=2), reward=misbehave)
+    grader = Grader(RewardConfig(time_limit_s=LONG_S, processes=2), reward=misbehave)
     grader.grade(["ok"] * 4, [{}] * 4)
     mine = set(family_of(os.getpid())) - before
     assert len(mine) >= 2, "a dispatcher and at least one child"
     errors: list[BaseException] = []
 
     def interrupt_soon() -> None:
+        main = threading.main_thread().ident or 0
         wait_until((tmp_path / "spins").exists)
-        time.sleep(0.1)  # the main thread waits by then, where Ctrl-C closes the grader
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        # Ctrl-C closes the grader where the main thread waits for grades.
+        wait_until(lambda: sys._current_frames()[main].f_code.co_filename == threading.__file__)
+        signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt_soon)
     thread.start()
@@ -403,13 +413,13 @@ def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     marks = [tmp_path / "first", tmp_path / "second"]
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, *map(str, marks)])
     try:
-        assert wait_until(lambda: all(mark.exists() for mark in marks), seconds=20)
+        assert wait_until(lambda: all(mark.exists() for mark in marks))
         family = set(family_of(controller.pid))
         assert len(family) == 3, "a dispatcher and two children"
     finally:
         controller.kill()
         controller.wait()
-    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), seconds=2)
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
 
 
 def test_a_forgotten_grader_ends_with_its_script() -> None:
@@ -418,32 +428,3 @@ def test_a_forgotten_grader_ends_with_its_script() -> None:
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=200, check=True
     )
     assert (done.stdout, done.stderr) == ("1.0\n", "")
-
-
-def test_the_cost_of_a_cheap_item_is_small() -> None:
-    """In processor time of all processes, which a busy machine does not change much."""
-    count = 5000
-    rows = [{"answer": str(n), "question": "x" * 200} for n in range(count)]
-    answers = [row["answer"] for row in rows]
-
-    def spent_s(rounds: int) -> float:
-        before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        with Grader(RewardConfig(processes=1)) as grader:
-            for _ in range(rounds):
-                grader.grade(answers, rows)
-        after = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(b.ru_utime + b.ru_stime - a.ru_utime - a.ru_stime for a, b in zip(before, after, strict=True))
-
-    assert (spent_s(3) - spent_s(1)) / (2 * count) < 100e-6, "seconds an item; 25e-6 in the main"
-
-
-def test_a_reward_with_other_arguments_is_named_before_the_first_completion() -> None:
-    def of_texts(texts: Any, **columns: Any) -> Any:
-        return [1.0 for _ in texts]
-
-    reward: Any = of_texts
-    with (
-        Grader(reward=reward) as grader,
-        pytest.raises(ConfigError, match=r"of_texts is called with .*\(completion, row"),
-    ):
-        grader.start()

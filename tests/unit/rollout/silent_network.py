@@ -43,7 +43,7 @@ def switch_loopback(*, on: bool) -> None:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         while not holds():  # noqa: ASYNC110 - what it waits for has no event
             await asyncio.sleep(0.02)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,19 +24,25 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
+from podium.rollout.service import remote
 from podium.rollout.service.app import make_app
 from podium.rollout.service.remote import RemoteTokens
 from podium.rollout.service.server import Server
+from tests.waits import LONG_S
 
 
 class Dying(Echo):
-    """A source that draws for a while and then fails."""
+    """A source that draws until its patience is long over, by the clock of ``remote``, and then fails."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        super().__init__(ids)
+        self.now_s = 1000.0
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
     ) -> AsyncGenerator[Sampled]:
         """Nothing."""
-        await asyncio.sleep(1.5)
+        self.now_s += 10 * LONG_S
         raise GenerationError("the generator is lost")
         yield self.drawn
 
@@ -55,17 +62,22 @@ async def drawn(urls: Sequence[str], patience_s: float) -> Sampled:
     raise AssertionError("nothing was drawn")
 
 
-def test_patience_is_for_the_time_without_a_generator_and_not_for_drawing() -> None:
+def test_patience_is_for_the_time_without_a_generator_and_not_for_drawing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Dying([1])
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: source.now_s))
     with (
-        Server(make_app(service_of(Dying([1])), "token")) as dying,
+        Server(make_app(service_of(source), "token")) as dying,
         Server(make_app(service_of(Echo([5])), "token")) as other,
     ):
-        assert asyncio.run(drawn([dying.url, other.url], patience_s=0.5)).ids == [5]
+        assert asyncio.run(drawn([dying.url, other.url], patience_s=LONG_S)).ids == [5]
+    assert source.now_s > 1000.0, "nobody asked the generator that dies"
 
 
 def test_where_nobody_answers_the_wait_ends_with_the_reason() -> None:
     with pytest.raises(GenerationError, match=r"no generator answered within 0.5 s; the last reason: ConnectError"):
-        asyncio.run(asyncio.wait_for(drawn(["http://127.0.0.1:9"], patience_s=0.5), 5.0))
+        asyncio.run(asyncio.wait_for(drawn(["http://127.0.0.1:9"], patience_s=0.5), LONG_S))
 
 
 def test_a_machine_that_vanishes_is_lost_without_a_word() -> None:

@@ -19,7 +19,7 @@ import pytest
 from podium.errors import ConfigError
 from podium.rollout.environments import Toolbox, ToolError, tool
 from podium.rollout.environments.calls import session_counts
-from podium.testing.target import all_gone
+from tests.waits import LONG_S, all_end
 
 
 def add(a: int, b: int = 1, how: Literal["x", "y"] = "x") -> int:
@@ -124,13 +124,13 @@ def test_a_call_is_answered_and_what_goes_wrong_is_said() -> None:
 
 
 def test_a_call_that_takes_too_long_is_answered_with_an_error() -> None:
-    box = Toolbox([tool(wait, time_limit_s=0.1), tool(wait, name="patient", time_limit_s=60)])
-    assert answer(box, "wait", {"seconds": 30}) == "error: wait took longer than 0.1 s"
+    box = Toolbox([tool(wait, time_limit_s=0.1), tool(wait, name="patient", time_limit_s=LONG_S)])
+    assert answer(box, "wait", {"seconds": 600}) == "error: wait took longer than 0.1 s"
     assert answer(box, "patient", {"seconds": 0}) == "done"
 
 
 def test_a_process_of_its_own_is_killed_with_its_call(tmp_path: Any) -> None:
-    box = Toolbox([tool(spin, process=True, time_limit_s=20), tool(leave, process=True), tool(add, process=True)])
+    box = Toolbox([tool(spin, process=True, time_limit_s=LONG_S), tool(leave, process=True), tool(add, process=True)])
     pid_file = tmp_path / "pid"
 
     async def cancelled() -> None:
@@ -143,7 +143,7 @@ def test_a_process_of_its_own_is_killed_with_its_call(tmp_path: Any) -> None:
             await running
 
     asyncio.run(cancelled())
-    assert not all_gone([int(pid_file.read_text())], 5)
+    assert all_end([int(pid_file.read_text())])
     assert answer(box, "leave") == "error: its process ended (exit code 7)"
     assert answer(box, "add", {"a": 5}) == "6"
 
@@ -172,29 +172,32 @@ os._exit(0)
 @pytest.mark.parametrize(
     "left", ["subprocess.Popen(sleep)", "subprocess.Popen(sleep, start_new_session=True)", "daemon()"]
 )
-@pytest.mark.parametrize("ends", ["pass", "os._exit(3)", "time.sleep(99)"])
+@pytest.mark.parametrize("ends", ["pass", "os._exit(3)", "time.sleep(600)"])
 def test_whatever_a_process_has_started_ends_with_its_call(left: str, ends: str, tmp_path: Path) -> None:
-    box, pids = Toolbox([tool(run_code, process=True, time_limit_s=3)]), tmp_path / "pids"
+    pids = tmp_path / "pids"
     code = f"""
 import os, subprocess, sys, time
-note = "import os, time; open({str(pids)!r}, 'a').write(str(os.getpid()) + ' '); time.sleep(99)"
+note = "import os, time; open({str(pids)!r}, 'a').write(str(os.getpid()) + ' '); time.sleep(600)"
 sleep = [sys.executable, "-c", note]
 def daemon():
     if not os.fork():
         os.setsid()
         if not os.fork():
             open({str(pids)!r}, "a").write(str(os.getpid()) + " ")
-            time.sleep(99)
+            time.sleep(600)
         os._exit(0)
 {left}
 while not (os.path.exists({str(pids)!r}) and open({str(pids)!r}).read()):
     time.sleep(0.01)
 {ends}
 """
-    said = answer(box, "run_code", {"code": code})
-    expected = {"pass": "done", "os._exit(3)": "error: its process ended (exit code 3)"}
-    assert said == expected.get(ends, "error: run_code took longer than 3 s")
-    assert not all_gone(map(int, pids.read_text().split()), 5)
+    for limit_s in (2, 8, 32, 128) if ends == "time.sleep(600)" else (128,):
+        said = answer(Toolbox([tool(run_code, process=True, time_limit_s=limit_s)]), "run_code", {"code": code})
+        expected = {"pass": "done", "os._exit(3)": "error: its process ended (exit code 3)"}
+        assert said == expected.get(ends, f"error: run_code took longer than {limit_s} s")
+        if pids.exists():  # otherwise the limit had passed before the process started anything
+            break
+    assert all_end(map(int, pids.read_text().split()))
 
 
 def test_a_coroutine_function_runs_in_a_process_too() -> None:

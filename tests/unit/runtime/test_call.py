@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 import pytest
 
@@ -15,6 +14,7 @@ from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, Endpoint
 from podium.runtime import Call
 from podium.runtime.backend import Backend
 from podium.runtime.calls import Watch
+from tests.waits import LONG_S, wait_until
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_all_who_wait_wake(backend: Backend) -> None:
     time.sleep(0.05)
     call.succeed(lambda: "x")
     for waiter in waiters:
-        waiter.join(5.0)
+        waiter.join(LONG_S)
     assert results == ["x"] * 5
 
 
@@ -152,18 +152,11 @@ class Ticked:
             raise self.error
 
 
-def until(reached: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 5.0
-    while not reached() and time.monotonic() < end:
-        time.sleep(0.02)
-    return reached()
-
-
 def test_the_watch_ticks_until_it_is_closed_and_survives_what_a_tick_raises() -> None:
     watch, heard = Watch(), list[float]()
     watched = Ticked(heard, ValueError("no harm to the watch"))
     watch.register(watched)
-    assert until(lambda: len(heard) >= 3)
+    assert wait_until(lambda: len(heard) >= 3)
     watch.close()
     assert heard == sorted(heard)
     times = len(heard)
@@ -175,8 +168,8 @@ def test_the_watch_does_not_keep_what_it_ticks() -> None:
     watch, heard = Watch(), list[float]()
     watched = Ticked(heard)
     watch.register(watched)
-    assert until(lambda: bool(heard))
+    assert wait_until(lambda: bool(heard))
     gone = weakref.ref(watched)
     del watched
-    assert until(lambda: gone() is None)
+    assert wait_until(lambda: gone() is None)
     watch.close()

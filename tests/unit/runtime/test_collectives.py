@@ -18,6 +18,7 @@ from podium.errors import ConfigError, DeadlineExceeded, WorkerStartError
 from podium.runtime import Cluster
 from podium.runtime.calls import process_calls
 from podium.runtime.process_set import _share_devices
+from tests.waits import LONG_S
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +75,13 @@ def test_a_collective_outlasts_no_deadline_and_no_deadline_it(
     monkeypatch.setattr(process_calls, "COLLECTIVES_LATER_S", 0.5)
     group = cluster.start(Worker.bind(), cluster.pool([2]), distributed=True).group
     assert group.run(meet, 0.0) == [2.0, 2.0]  # from here on the processes have imported this module
-    assert group.function(meet).within(timeout_s=2)(0.0) == [2.0, 2.0]
-    assert group.function(meet).within(timeout_s=60)(3.0) == [2.0, 2.0]
+    with monkeypatch.context() as shorter:
+        shorter.setattr(process_calls, "COLLECTIVES_LATER_S", 0.5 - LONG_S)
+        assert group.function(limits).within(timeout_s=LONG_S)() == [[0.5]] * 2  # and no rank enters a collective
+    assert group.function(meet).within(timeout_s=2 * LONG_S)(3.0) == [2.0, 2.0]
     with pytest.raises(DeadlineExceeded):
         group.function(stand_alone).within(timeout_s=2)()
-    freed = group.function(lambda worker: worker.freed, on=0).within(timeout_s=30)()
+    freed = group.function(lambda worker: worker.freed, on=0).within(timeout_s=LONG_S)()
     assert freed == [True]
     group.close()
 

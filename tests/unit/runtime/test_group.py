@@ -14,6 +14,7 @@ from podium.backends.inline import InlineBackend
 from podium.errors import ConfigError, WorkerDied
 from podium.runtime import Capabilities, Death, ProcessHandle, Reply, Request
 from podium.runtime.messages import OnDeath
+from tests.waits import LONG_S
 
 
 class Named(Worker):
@@ -46,7 +47,7 @@ class Gate(Worker):
     @endpoint
     def pass_in_order(self) -> bool:
         self.begun.set()
-        return self.opened.wait(5.0)
+        return self.opened.wait(LONG_S)
 
     @endpoint(concurrent=True)
     def pass_beside(self) -> bool:
@@ -54,7 +55,7 @@ class Gate(Worker):
 
     @endpoint(concurrent=True)
     def open(self) -> None:
-        assert self.begun.wait(5.0)
+        assert self.begun.wait(LONG_S)
         self.opened.set()
 
 

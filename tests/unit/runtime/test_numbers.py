@@ -11,6 +11,7 @@ import podium
 from podium.errors import CallCancelled
 from podium.runtime.messages import Reply, Request
 from podium.testing.workers import Sleeper
+from tests.waits import LONG_S
 
 
 @pytest.fixture
@@ -75,4 +76,4 @@ def test_a_reply_that_is_counted_late_does_not_lose_the_next_call_of_its_number(
     second = sleeper.nap.submit(0.1, "second")
     assert numbers[-1] == numbers[-2]
     calls._all_answered(flight)
-    assert second.result(timeout_s=5.0) == ["second"]
+    assert second.result(timeout_s=LONG_S) == ["second"]

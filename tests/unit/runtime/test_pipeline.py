@@ -8,6 +8,7 @@ import time
 import podium
 from podium import Worker, endpoint, first
 from podium.runtime import Arguments, Split, World, broadcast
+from tests.waits import LONG_S
 
 packing, go_on = threading.Event(), threading.Event()
 
@@ -17,7 +18,7 @@ class SlowToSplit(broadcast):
 
     def split(self, arguments: Arguments, world: World) -> Split:
         packing.set()
-        assert go_on.wait(10.0)
+        assert go_on.wait(LONG_S)
         return super().split(arguments, world)
 
 
@@ -46,6 +47,6 @@ def test_nobody_overtakes_a_call_that_waited_while_it_is_packed() -> None:
     with podium.connect("inline", threads=True) as cluster:
         producer, consumer = cluster.start(Notes.bind(), name="producer"), cluster.start(Notes.bind(), name="consumer")
         consumer.note_slowly.submit(producer.make.submit().arg())
-        assert packing.wait(10.0)  # its argument has come, and it is on its way
+        assert packing.wait(LONG_S)  # its argument has come, and it is on its way
         threading.Timer(0.2, go_on.set).start()
         assert consumer.note("second") == ["first", "second"]

@@ -15,6 +15,7 @@ from podium.runtime import Call, Reply
 from podium.runtime.calls.relay import UNANSWERED_S, Outbox, Relay, Wanted, reachable
 from podium.runtime.messages import Failure
 from podium.testing.workers import Counter
+from tests.waits import LONG_S
 
 
 def keep(label: str, value: Any) -> Any:
@@ -60,14 +61,14 @@ def test_a_result_that_the_worker_cannot_read_is_an_error_of_its_call() -> None:
     with podium.connect("inline") as cluster:
         counter = cluster.start(Counter.bind(1), distributed=False)
         relay.poll(3)
-        rank, method, _, heard = asked.get(timeout=10.0)
+        rank, method, _, heard = asked.get(timeout=LONG_S)
         assert (rank, method) == (3, "take_call")
-        heard(Reply("ok", Wanted(7, counter.group.key, "counter.add", "add", values={"amount": 1}, timeout_s=9.0)))
-        requests = [asked.get(timeout=10.0) for _ in range(2)]
+        heard(Reply("ok", Wanted(7, counter.group.key, "counter.add", "add", values={"amount": 1}, timeout_s=LONG_S)))
+        requests = [asked.get(timeout=LONG_S) for _ in range(2)]
         ((_, _, values, delivered),) = [request for request in requests if request[1] == "deliver"]
         assert values == {"number": 7, "value": [2]}
         delivered(Reply("error", Failure("SerializationError", "the class is unknown here", "", None, False)))
-        rank, method, values, _ = asked.get(timeout=10.0)
+        rank, method, values, _ = asked.get(timeout=LONG_S)
         assert (rank, method, values["number"]) == (3, "deliver", 7)
         assert isinstance(values["error"], SerializationError)
         assert "the class is unknown here" in str(values["error"])
@@ -86,8 +87,8 @@ def test_a_call_that_is_submitted_while_its_worker_dies_is_cancelled() -> None:
     asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
     relay = Relay(None, lambda *request: asked.put(request), lambda payload: payload)
     relay.poll(3)
-    _, _, _, heard = asked.get(timeout=10.0)
-    heard(Reply("ok", Wanted(7, "one group", "counter.add", "add", timeout_s=9.0)))
-    asked.get(timeout=10.0)  # the next poll, or the end of this call
+    _, _, _, heard = asked.get(timeout=LONG_S)
+    heard(Reply("ok", Wanted(7, "one group", "counter.add", "add", timeout_s=LONG_S)))
+    asked.get(timeout=LONG_S)  # the next poll, or the end of this call
     with pytest.raises(CallCancelled):
         calls[0].result(timeout_s=0)

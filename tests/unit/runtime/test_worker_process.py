@@ -16,6 +16,9 @@ from podium.errors import SerializationError
 from podium.runtime import Worker, WorkerContext, endpoint
 from podium.runtime.messages import Failure
 from podium.runtime.worker_process import Outcome, WorkerProcess, pack_outcome
+from tests.waits import LONG_S, wait_until
+
+go_on = threading.Event()
 
 
 class Subject(Worker):
@@ -35,8 +38,15 @@ class Subject(Worker):
         await asyncio.sleep(seconds)
 
     @endpoint
-    async def block_the_loop(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 - what a user does by mistake
+    async def wait_for_the_test(self) -> str:
+        while not go_on.is_set():  # noqa: ASYNC110 - the test sets it in another thread
+            await asyncio.sleep(0.01)
+        return "waited"
+
+    @endpoint
+    async def block_the_loop(self) -> None:
+        while not go_on.is_set():
+            time.sleep(0.01)  # noqa: ASYNC251 - what a user does by mistake
 
     @endpoint
     async def in_the_loop(self, what: str) -> str:
@@ -75,9 +85,7 @@ def in_background(
     outcomes: list[Outcome] = []
     thread = threading.Thread(target=lambda: outcomes.append(run(process, method, number, **values)))
     thread.start()
-    until = time.monotonic() + 10.0
-    while "sleep(seconds)" not in process.do_status() and time.monotonic() < until:
-        time.sleep(0.01)
+    assert wait_until(lambda: any(line in process.do_status() for line in ("sleep(", "go_on.is_set()")))
     return thread, outcomes
 
 
@@ -126,31 +134,35 @@ def test_a_cancelled_request_that_has_not_begun_never_runs(process: WorkerProces
 
 
 def test_a_running_async_request_is_cancelled(process: WorkerProcess) -> None:
-    thread, outcomes = in_background(process, "wait", 9, seconds=60.0)
+    thread, outcomes = in_background(process, "wait", 9, seconds=600.0)
     process.do_cancel(9)
-    thread.join(5.0)
+    thread.join(LONG_S)
     assert outcomes[0].status == "cancelled"
 
 
 @pytest.mark.parametrize("what", ["stop", "exit"])
 def test_what_stops_the_event_loop_ends_no_request(process: WorkerProcess, what: str) -> None:
-    thread, outcomes = in_background(process, "wait", 1, seconds=0.3)
+    go_on.clear()
+    thread, outcomes = in_background(process, "wait_for_the_test", 1)
     assert run(process, "in_the_loop", 2, what=what).value == what
-    thread.join(5.0)
+    go_on.set()
+    thread.join(LONG_S)
     assert outcomes[0].value == run(process, "wait", 3, seconds=0.0).value == "waited"
 
 
 def test_status_shows_the_line_where_each_request_waits(process: WorkerProcess) -> None:
-    first, _ = in_background(process, "wait", 1, seconds=60.0)
+    first, _ = in_background(process, "wait", 1, seconds=600.0)
     status = process.do_status()
-    assert re.match(r"runs subject\.wait since [0-4]\.\d s, at\n      ", status)
+    assert re.match(r"runs subject\.wait since \d+\.\d s, at\n      ", status)
     assert "await self._inner(seconds)" in status
     assert "await asyncio.sleep(seconds)" in status
     assert "await coroutine" not in status
     process.do_cancel(1)
     first.join()
-    second, _ = in_background(process, "block_the_loop", 2, seconds=1.0)
-    assert "time.sleep(seconds)" in process.do_status()
+    go_on.clear()
+    second, _ = in_background(process, "block_the_loop", 2)
+    assert "while not go_on.is_set()" in (status := process.do_status()) or "time.sleep(0.01)" in status
+    go_on.set()
     second.join()
     assert process.do_status() == "idle: the request is queued or lost"
 

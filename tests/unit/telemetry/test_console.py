@@ -7,7 +7,6 @@ import logging
 import re
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from podium.telemetry import (
 from podium.telemetry.sinks import ConsoleSink
 from podium.telemetry.sinks.console import fitting
 from tests.terminal import in_pty
+from tests.waits import wait_until
 
 GRPO = {
     metrics.LOSS: -1e-8,
@@ -82,10 +82,8 @@ def screen(written: str) -> list[str]:
 def drawn(out: io.StringIO, text: str) -> list[str]:
     """What stands there once the last line, which a thread draws a few times a second, holds ``text``."""
     flush()
-    until = time.monotonic() + 20
-    while text not in (lines := screen(out.getvalue()))[-1] and time.monotonic() < until:
-        time.sleep(0.05)
-    return lines
+    wait_until(lambda: text in screen(out.getvalue())[-1])
+    return screen(out.getvalue())
 
 
 def test_a_file_gets_plain_lines_with_the_columns_that_matter() -> None:

@@ -11,6 +11,7 @@ import pytest
 from podium.telemetry import StageFinished, subscribe
 from podium.trainer.schedules import steps
 from podium.trainer.schedules.steps import StageClock
+from tests.waits import LONG_S
 
 
 def test_the_clock_adds_stages_up_and_tells_their_speed() -> None:
@@ -41,12 +42,12 @@ def test_stages_of_two_steps_at_once_are_counted_for_their_own_step() -> None:
     def collect() -> None:
         with clock.stage("generate", 2, "collect"):
             collecting.set()
-            learned.wait(10)
+            learned.wait(LONG_S)
             time.sleep(0.02)
 
     thread = threading.Thread(target=collect)
     thread.start()
-    collecting.wait(10)
+    collecting.wait(LONG_S)
     with clock.stage("update", 1, "learn"):
         time.sleep(0.02)
     first = clock.finish(1, {})

@@ -19,6 +19,7 @@ from podium.trainer.schedules.asynchronous import asynchronous
 from podium.trainer.schedules.one_step_off import one_step_off
 from podium.trainer.schedules.steps import StageClock
 from podium.trainer.trainer import StopRequest
+from tests.waits import LONG_S
 
 
 class Taken(NamedTuple):
@@ -172,7 +173,7 @@ class Ahead(Recorder):
 
     def learn(self, rollout: Taken) -> Mapping[str, float]:
         if rollout.step < self.config.run.steps:
-            assert self.next_collected.acquire(timeout=30)
+            assert self.next_collected.acquire(timeout=LONG_S)
         return super().learn(rollout)
 
 
@@ -289,7 +290,7 @@ class Slow(Recorder):
     def collect(self, step: int) -> Taken:
         if step == 2:
             self.collecting.set()
-            self.go_on.wait(10)
+            self.go_on.wait(LONG_S)
         return super().collect(step)
 
 
@@ -298,7 +299,7 @@ def beside(steps: Steps) -> Iterator[Any]:
     trainer: Any = steps._trainer
     rollout = steps.collect(1)
     coming = steps.collect_ahead(2)
-    trainer.collecting.wait(10)
+    trainer.collecting.wait(LONG_S)
     try:
         yield rollout
     finally:
@@ -369,7 +370,7 @@ class SideBySide(Recorder):
     def __init__(self, last: int) -> None:
         super().__init__(last, schedule="asynchronous")
         self.version, self.drawn = 0, dict[int, int]()
-        self.together = Barrier(3, timeout=30.0)
+        self.together = Barrier(3, timeout=LONG_S)
 
     def collect(self, step: int) -> Taken:
         self.drawn[step] = self.version
@@ -413,7 +414,7 @@ def test_a_later_collect_that_fails_ends_the_wait_for_one_that_never_comes() -> 
             self.steps.took(step)
             if step == 2:
                 raise RewardError("no reward")
-            released.append(ended.wait(10.0))
+            released.append(ended.wait(LONG_S))
             return Taken(step)
 
     def told_when_it_ends(steps: Steps) -> None:

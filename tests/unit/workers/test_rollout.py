@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,33 +36,51 @@ pytest.importorskip("httpx2")
 
 from podium.rollout.service.app import make_app
 from podium.rollout.service.server import Server
+from tests.waits import LONG_S, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=3)
 
 
-class Slow(Echo):
-    """A source that takes a tenth of a second for each token of the prompt."""
+LONG = "1" * 20  # a prompt whose answer waits for the test
 
-    def __init__(self) -> None:
+
+class Gated(Echo):
+    """A source whose answers wait.
+
+    The answer to a long prompt waits until the test lets it go, others until ``together`` prompts have come.
+
+    Attributes:
+        asked: How many answers it was asked for.
+        go: Lets the answers to long prompts go.
+        path: A file that exists as soon as a long prompt has come.
+    """
+
+    def __init__(self, folder: Path, together: int = 1) -> None:
         super().__init__([1])
-        self.asked = 0
+        self.asked, self.together, self.path, self.go = 0, together, folder / "asked", threading.Event()
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
     ) -> AsyncGenerator[Sampled]:
         """The answer."""
         self.asked += 1
-        await asyncio.sleep(0.1 * len(prompt))
+        if len(prompt) == len(LONG):
+            self.path.touch()
+            await asyncio.to_thread(self.go.wait, LONG_S)
+        while self.asked < self.together:  # noqa: ASYNC110 - requests of other threads' loops count
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         yield self.drawn
 
 
 async def ask(task: Mapping[str, Any], client: Client) -> float:
-    """Ask once, or twice without waiting for the second answer, which takes long."""
+    """Ask once, or twice without waiting for the second answer, which does not come."""
     await client.chat(task["prompt"])
     if task["leaves"]:
-        late = asyncio.create_task(client.chat("1" * 20))
+        late = asyncio.create_task(client.chat(LONG))
         late.add_done_callback(lambda done: done.exception())
-        await asyncio.sleep(0.3)
+        while not Path(task["leaves"]).exists():  # noqa: ASYNC110, ASYNC240 - another process makes the file
+            await asyncio.sleep(0.01)
     return 1.0
 
 
@@ -80,8 +98,8 @@ async def count(task: Mapping[str, Any], client: Client) -> float:
         _living -= 1
 
 
-def tasks(prompt: str, *, leaves: bool = False) -> Batch:
-    """One task."""
+def tasks(prompt: str, *, leaves: str = "") -> Batch:
+    """One task, whose session asks once more and leaves when there is a file ``leaves``."""
     numbers = torch.arange(1)
     columns = {fields.SEED: numbers, fields.GROUP: numbers, fields.SESSION: numbers}
     return Batch({fields.TASK: [{"prompt": prompt, "leaves": leaves}], **columns}, {"key": prompt})
@@ -96,7 +114,7 @@ def cluster() -> Iterator[Cluster]:
 @contextmanager
 def rollout_worker(
     cluster: Cluster,
-    source: Slow,
+    source: Gated,
     folder: Path,
     session: str = "ask",
     options: Mapping[str, Any] = MappingProxyType({}),
@@ -117,30 +135,38 @@ def rollout_worker(
             worker.group.close()
 
 
+def lost_generators(worker: Rollout) -> int:
+    """How many generators have been lost so far."""
+    assert worker._remote is not None
+    return sum(generator.lost_s > 0 for generator in worker._remote._generators)
+
+
 def test_calls_that_overlap_leave_each_other_their_connections(cluster: Cluster, tmp_path: Path) -> None:
-    source = Slow()
+    source = Gated(tmp_path)
     with rollout_worker(cluster, source, tmp_path) as worker:
-        long = worker.live.submit(tasks("1" * 20), SAMPLING)
-        time.sleep(0.2)
+        long = worker.live.submit(tasks(LONG), SAMPLING)
+        assert wait_until(source.path.exists)
         assert len(worker.live(tasks("1"), SAMPLING)) == 1
         assert not long.done(), "the calls did not overlap"
+        source.go.set()
         assert len(long.result()) == 1
     assert source.asked == 2, "a call was drawn again, because its connection was closed"
 
 
 def test_a_call_that_its_session_left_loses_no_generator(cluster: Cluster, tmp_path: Path) -> None:
-    with rollout_worker(cluster, Slow(), tmp_path) as worker:
-        assert len(worker.live(tasks("1", leaves=True), SAMPLING)) == 1
-        began_s = time.monotonic()
+    source = Gated(tmp_path)
+    with rollout_worker(cluster, source, tmp_path) as worker:
+        assert len(worker.live(tasks("1", leaves=str(source.path)), SAMPLING)) == 1
         assert len(worker.live(tasks("1"), SAMPLING)) == 1
-    assert time.monotonic() - began_s < 4.0, "the generator was left alone for five seconds"
+        assert worker.group.run(lost_generators) == [0], "the generator was left alone for a while"
+        source.go.set()
 
 
 @pytest.mark.parametrize(("at_once", "most"), [(1, 1.0), (2, 2.0)])
 def test_calls_that_overlap_share_the_limit_of_sessions_at_once(
     cluster: Cluster, tmp_path: Path, at_once: int, most: float
 ) -> None:
-    with rollout_worker(cluster, Slow(), tmp_path, "count", {"at_once": at_once}) as worker:
+    with rollout_worker(cluster, Gated(tmp_path, int(most)), tmp_path, "count", {"at_once": at_once}) as worker:
         calls = [worker.live.submit(tasks("1" * length), SAMPLING) for length in (6, 7, 8)]
         lived = [call.result().python(fields.GRADE)[0].score for call in calls]
     assert max(lived) == most

@@ -106,7 +106,7 @@ def posted(url: str, body: Any, token: str = TOKEN) -> tuple[int, str]:
     """Post a request as JSON. Returns the status and the body of the answer."""
     asked = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {token}"})
     try:
-        with urllib.request.urlopen(asked, timeout=30) as answer:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
