@@ -1,6 +1,6 @@
 """What a grader costs: processor time for each item, and how late it stops an item that never ends.
 
-Processor time is that of all processes, in the difference of a long and a short use, so that starting them is not in it.
+Processor time is that of all processes: the difference between a long and a short use, which leaves their start out.
 """
 
 from __future__ import annotations

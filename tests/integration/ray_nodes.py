@@ -87,7 +87,7 @@ def ray_head(directory: Path) -> Iterator[Head]:
     finally:
         running.terminate()
         try:
-            running.wait(20.0)
+            running.wait(60.0)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)

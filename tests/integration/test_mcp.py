@@ -14,6 +14,7 @@ import pytest
 from podium.errors import ConfigError
 from podium.rollout.environments import Toolbox, converse, mcp_tools
 from tests.unit.rollout.test_runner import lived
+from tests.waits import LONG_S
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -25,7 +26,7 @@ def call(name: str, arguments: str) -> dict[str, Any]:
 
 def test_tools_of_a_server_are_called_and_its_errors_and_its_end_are_told() -> None:
     async def play() -> list[str]:
-        async with mcp_tools(sys.executable, SERVER, time_limit_s=20) as tools:
+        async with mcp_tools(sys.executable, SERVER, time_limit_s=LONG_S) as tools:
             box = Toolbox(tools)
             assert box.schemas[0]["function"]["description"] == "Look a price up."
             assert box.schemas[0]["function"]["parameters"]["required"] == ["name"]
@@ -51,12 +52,24 @@ def test_sessions_that_end_leave_no_server(tmp_path: Path) -> None:
             (tmp_path / how).write_text(" ".join(_children()))
             if how == "raises":
                 raise KeyError("a world")
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
+
+    async def play_until_the_server_runs() -> None:
+        async with asyncio.timeout(None) as limit:
+
+            async def pass_limit() -> None:
+                while not (tmp_path / "hangs").exists():  # noqa: ASYNC110 - a file has no event
+                    await asyncio.sleep(0.01)
+                limit.reschedule(asyncio.get_running_loop().time())
+
+            passing = asyncio.create_task(pass_limit())
+            await play("hangs")
+            await passing
 
     with pytest.raises(KeyError):
         asyncio.run(play("raises"))
     with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(play("hangs"), 8))
+        asyncio.run(play_until_the_server_runs())
     pids = (tmp_path / "raises").read_text().split() + (tmp_path / "hangs").read_text().split()
     assert len(pids) >= 2
     assert not [pid for pid in pids if SERVER in _command(pid)]

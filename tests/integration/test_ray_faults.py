@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import podium
 from podium import Cluster, Handle
 from podium.errors import EndpointError, SerializationError, StoreFullError, WorkerDied, WorkerStartError
 from podium.testing.workers import Stash
-from tests.integration.processes import alive, all_gone, wait_for
+from tests.integration.processes import alive
 from tests.integration.ray_workers import Busy, add_rank, make_zeros, total
+from tests.waits import all_end, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -43,10 +43,8 @@ def pair(cluster: Cluster) -> Handle[Busy]:
 
 
 def test_an_exception_is_raised_while_siblings_are_busy(pair: Handle[Busy]) -> None:
-    began = time.monotonic()
     with pytest.raises(EndpointError, match="the first cause") as caught:
-        pair.raise_on(1)
-    assert time.monotonic() - began < 20.0
+        pair.raise_on(1)  # the sibling is busy for longer than a test may take
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, LookupError)
     pair.group.restart()
@@ -71,18 +69,16 @@ def test_a_killed_worker_is_named_while_siblings_are_busy_and_takes_its_children
     children = pair.child()
     victim, other = pair.group.pids[1], pair.group.pids[0]
     call = pair.wait.submit()
-    began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 1 of pair") as caught:
         call.result(60.0)
-    assert time.monotonic() - began < 20.0
     assert "worker process has died" in caught.value.cause
-    assert not all_gone([victim, children[1]], 30.0)
+    assert all_end([victim, children[1]])
     assert alive(other)
     assert alive(children[0])
     pair.group.restart()
     assert pair.ping(2) == [2, 2]
-    assert not all_gone([other, children[0]], 30.0), "a restart ends them all"
+    assert all_end([other, children[0]]), "a restart ends them all"
 
 
 def test_an_actor_that_somebody_else_kills_is_named(cluster: Cluster) -> None:
@@ -118,7 +114,7 @@ def test_memory_of_a_result_is_free_when_it_is_dropped(pair: Handle[Busy]) -> No
         del got
     # There is room for one, not for two. Ray frees what is dropped a moment later, on a busy machine a long one.
     for _ in range(3):
-        assert wait_for(lambda: room_for(pair, 200), 20.0)
+        assert wait_until(lambda: room_for(pair, 200))
 
 
 def room_for(pair: Handle[Busy], mib: int) -> bool:
@@ -157,7 +153,7 @@ def test_a_store_that_is_full_says_who_holds_what(cluster: Cluster, store_bytes:
         assert isinstance(caught.value.__cause__, StoreFullError)
         assert stash.total(held[0]) == [0.0]
         del held
-        assert wait_for(lambda: [usage for usage in stash.group.stores() if usage and usage.nbytes] == [], 30.0)
+        assert wait_until(lambda: [usage for usage in stash.group.stores() if usage and usage.nbytes] == [])
         assert len(stash.make(mib, MIB // 4)[0]) == mib
 
 
@@ -197,5 +193,5 @@ def test_a_replica_dies_alone_and_is_made_anew(cluster: Cluster) -> None:
     assert [busy[number].result(60.0) for number in (0, 2)] == [[True]] * 2, "they were never disturbed"
     assert [replicas[number].group.pids[0] for number in (0, 2)] == [pids[0], pids[2]]
     replicas.close()
-    assert wait_for(lambda: not groups_held(), 30.0), "nobody else could give their slots back"
+    assert wait_until(lambda: not groups_held()), "nobody else could give their slots back"
     cluster.release(cluster.pool([2], cpus=1))

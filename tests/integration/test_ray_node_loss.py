@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ from podium.errors import PlacementError
 from podium.runs.ledger import read_ledger
 from podium.telemetry import Event, Recovered, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer
-from tests.integration.processes import wait_for
 from tests.integration.training import losses, tiny
+from tests.waits import wait_until
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as RayCluster
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 5
-SAYS_SO_S = 30.0
 
 
 @pytest.fixture
@@ -48,7 +46,7 @@ def test_a_run_that_loses_nodes_goes_on_elsewhere_or_says_that_there_is_no_room(
     sections |= {"placement": {"layout": "split", "cpus": 1}}
     config = tiny(GRPOConfig, tmp_path, run={"steps": STEPS, "resume": "auto"}, **sections)
     options = {"address": machines.address, "preload": ()}
-    said, lost = list[str](), dict[int, float]()
+    said, lost = list[str](), set[int]()
     victims = {2: "generator", 4: "policy"}
 
     def see(event: Event) -> None:
@@ -59,17 +57,17 @@ def test_a_run_that_loses_nodes_goes_on_elsewhere_or_says_that_there_is_no_room(
             group = trainer.roles.workers[victims[event.step]].group
             (slot,) = group.processes.pool
             machines.remove_node(nodes[slot.node], allow_graceful=False)
-            lost[event.step] = time.monotonic()
-            assert wait_for(lambda: bool(group.lost), SAYS_SO_S), "the process outlives its node for a moment"
+            lost.add(event.step)
+            assert wait_until(lambda: group.lost), "the process outlives its node for a moment"
 
     trainer = PPOTrainer(config, cluster="ray", backend_options=options, show=False)
     unsubscribe = subscribe(see)
     try:
-        with pytest.raises(PlacementError, match=r"2 ranks .*placement") as caught:
+        with pytest.raises(PlacementError, match=r"2 ranks .*placement"):
             trainer.fit()
     finally:
         unsubscribe()
-    assert time.monotonic() - lost[4] < SAYS_SO_S, caught.value
+    assert lost == {*victims}
     assert len(said) == 1
     assert "generator" in said[0]
     kept = losses(tmp_path / "runs" / "run")

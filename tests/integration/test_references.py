@@ -18,7 +18,8 @@ import podium
 from podium import Cluster, Worker, endpoint, first, reduce
 from podium.data.store import CHECKS
 from podium.errors import ConfigError, EndpointError, RefLostError, StoreFullError
-from tests.integration.processes import descriptors, wait_for
+from tests.integration.processes import descriptors
+from tests.waits import wait_until
 
 MIB = 1 << 20
 
@@ -85,7 +86,7 @@ def test_a_full_store_fails_the_call_and_names_the_holders(backend: str) -> None
         assert isinstance(error.value.__cause__, StoreFullError)
         held.pop()
         gc.collect()
-        assert wait_for(lambda: (keeper.group.stores()[0] or [0])[0] < 5 * MIB, 20.0)
+        assert wait_until(lambda: (keeper.group.stores()[0] or [0])[0] < 5 * MIB)
         assert keeper.total(keeper.make(4)) == MIB
 
 
@@ -109,9 +110,9 @@ def test_descriptors_are_given_back(cluster: Cluster) -> None:
     assert descriptors(os.getpid()) > before[0] + 40
     held.clear()
     gc.collect()
-    assert wait_for(lambda: descriptors(os.getpid()) <= before[0] + 5, 20.0)
+    assert wait_until(lambda: descriptors(os.getpid()) <= before[0] + 5)
     # 64 idle segments, and as many mappings of each kind, stay for reuse.
-    assert wait_for(lambda: descriptors(keeper.group.pids[0]) <= before[1] + 3 * 64, 20.0)
+    assert wait_until(lambda: descriptors(keeper.group.pids[0]) <= before[1] + 3 * 64)
 
 
 @pytest.mark.parametrize("source", ["inline", "local"])

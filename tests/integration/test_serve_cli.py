@@ -23,9 +23,10 @@ from podium.cli import main
 from podium.errors import ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.processes import children_of
-from podium.testing.target import all_gone, wait_for
+from podium.testing.target import all_gone
 from podium.trainer import InferenceConfig, build_config, served
 from tests.integration.processes import listeners_of
+from tests.waits import wait_until
 
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -170,7 +171,7 @@ def test_all_ranks_answer_and_are_counted_as_one_service(model: Path) -> None:
         with served.begun({**body, "stream": True, "max_tokens": 3000, "n": 64}) as connection:
             assert connection.recv(12) == b"HTTP/1.1 200"
             assert counted(served.ask("/metrics")[1])["podium_tokens_in_flight"] > 0
-        assert wait_for(lambda: counted(served.ask("/metrics")[1])["podium_tokens_in_flight"] == 0, 5)
+        assert wait_until(lambda: counted(served.ask("/metrics")[1])["podium_tokens_in_flight"] == 0)
         assert served.ask("/v1/chat/completions", body, "wrong")[0] == 401
         assert served.ask("/metrics", token="wrong")[0] == 401
         assert served.ask("/v1/chat/completions", {"messages": []})[0] == 400

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from podium.telemetry import metrics
 from podium.trainer import PPOConfig
 from tests.integration.test_environments import WORLDS, config_of, losses, told, train
 from tests.integration.training import metrics_rows
+from tests.waits import all_end, wait_until
 
 
 @pytest.mark.parametrize("world", ["twice", "debate", "endless", "agent", "tools"])
@@ -54,7 +54,7 @@ def test_what_never_ends_is_killed_with_all_that_it_started(tmp_path: Path) -> N
     for reason in ("time limit", "its process ended (exit code 3)", "ValueError: a process is left"):
         assert reason in said, said
     assert all(0 < row[metrics.SESSIONS_FAILED] < 1 for row in metrics_rows(run))
-    assert not [pid for pid in processes_of(b"sleep\x00987654") if time.sleep(1.0) is None]
+    assert wait_until(lambda: not processes_of(b"sleep\x00987654"))
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     assert {int(answer) % 5 for answer in table["expected"]} <= {0, 4}
     rewards = table["reward"]
@@ -106,7 +106,7 @@ def test_the_process_of_the_environment_is_started_again() -> None:
         assert first != second, "a session is not alone in its process"
         (own,) = {*children_of(os.getpid())} - before
         os.kill(own, signal.SIGKILL)
-        time.sleep(0.2)
+        assert all_end([own])
         assert len(asyncio.run(sessions())) == 2
     finally:
         processes.close()
