@@ -23,10 +23,9 @@ from podium.cli import main
 from podium.errors import ConfigError
 from podium.models import ModelConfig, char_tokenizer, load_model
 from podium.processes import children_of
-from podium.testing.target import all_gone
 from podium.trainer import InferenceConfig, build_config, served
 from tests.integration.processes import listeners_of
-from tests.waits import wait_until
+from tests.waits import all_end, wait_until
 
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -108,7 +107,7 @@ class Serving:
         workers = self.processes
         self.child.send_signal(number)
         _, errors = self.child.communicate(timeout=60)
-        assert not all_gone(workers, 30)
+        assert all_end(workers)
         return self.child.returncode, errors
 
 
