@@ -1,14 +1,16 @@
-"""Clusters of real processes for all integration tests: a fork server starts once, and then groups are cheap."""
+"""What integration tests share: clusters of real processes, whose fork server starts once, and finished runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import podium
 from podium import Cluster, Worker
 from podium.trainer import PRELOAD
+from tests.integration.finished_runs import read_only, share_folder
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,31 @@ def preloaded() -> Iterator[Cluster]:
     """A local cluster for training: its fork server has imported what a run needs, which takes a run seconds."""
     with podium.connect("local", preload=PRELOAD) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def finished_grpo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a finished run of GRPO, which nobody may change: ``runs/run``, and ``logits-STEP.pt``."""
+    with read_only(share_folder(tmp_path_factory, "grpo")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def finished_lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same with adapters upon the model in the folder ``base``."""
+    with read_only(share_folder(tmp_path_factory, "lora")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def finished_sft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a finished run of supervised fine-tuning, which nobody may change."""
+    with read_only(share_folder(tmp_path_factory, "sft")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def finished_sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a finished run with sessions of two turns, which nobody may change."""
+    with read_only(share_folder(tmp_path_factory, "sessions")) as folder:
+        yield folder

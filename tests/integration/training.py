@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from podium.trainer import build_config
+from podium.runtime import Cluster
+from podium.trainer import PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, build_config
 
 C = TypeVar("C")
 
@@ -54,10 +55,27 @@ def tiny(cls: type[C], folder: Path, **sections: Mapping[str, Any]) -> C:
     return build_config(cls, values)
 
 
+def train(config: PPOConfig | SFTConfig, cluster: Cluster | str = "inline", **options: Any) -> Path:
+    """Train, and return the directory of the run."""
+    if isinstance(config, SFTConfig):
+        SFTTrainer(config, cluster=cluster, show=False, **options).fit()
+    else:
+        PPOTrainer(config, cluster=cluster, show=False, **options).fit()
+    return Path(config.run.dir) / config.run.name
+
+
 def metrics_rows(run: Path, kind: str = "step") -> list[dict[str, Any]]:
     """The rows of metrics.jsonl."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] == kind]
+
+
+def timeless(run: Path) -> list[dict[str, Any]]:
+    """Every number of the run's steps but those of the clock."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time") and "per_s" not in name}
+        for row in metrics_rows(run)
+    ]
 
 
 def losses(run: Path) -> list[float]:
