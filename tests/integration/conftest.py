@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,12 @@ def local() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Cluster]:
-    """A local cluster for training: its fork server has imported what a run needs, which takes a run seconds."""
-    with podium.connect("local", preload=PRELOAD) as cluster:
+    """A local cluster for training: its fork server has imported what a run needs, which takes a run seconds.
+
+    That includes what each worker of sessions would import by itself.
+    """
+    for_sessions = [name for name in ("openai", "renderers", "uvicorn", "starlette") if find_spec(name)]
+    with podium.connect("local", preload=[*PRELOAD, *for_sessions]) as cluster:
         yield cluster
 
 

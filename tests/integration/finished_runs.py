@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from podium.models import ModelConfig, load_model, load_tokenizer
+from podium.models.loading import save_pretrained
 from podium.telemetry import StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig
-from podium.workers import ModelConfig, load_model, load_tokenizer
-from podium.workers.models import save_pretrained
 from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, tiny, train
 

@@ -14,90 +14,46 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.cli import main
-from podium.models import ModelConfig, load_model, load_tokenizer
-from podium.models.loading import save_pretrained
 from podium.models.whole_weights import full_weights
 from podium.runtime import Cluster, endpoint, nothing
 from podium.telemetry.formatting import percent
-from podium.trainer import GRPOConfig, PPOTrainer
+from podium.trainer import GRPOConfig
 from podium.workers import Policy
+from tests.integration.finished_runs import compute_logits, copy_folder, read_logits, write_base
 from tests.integration.hub_server import TOKEN, hub_server
-from tests.integration.training import MODEL, tiny
-
-TOKENS = [[4, 5, 6, 14, 7, 8]]
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+from tests.integration.training import MODEL, tiny, train
 
 
-@pytest.fixture(scope="module")
-def cluster(preloaded: Cluster) -> Cluster:
-    return preloaded
-
-
-def train(folder: Path, cluster: Cluster | str = "inline", **sections: Any) -> dict[int, Tensor]:
-    """Train, and return the policy's logits ``[1, T, V]`` as each checkpoint was copied, by its step."""
-
-    class Seen(Policy):
-        @endpoint(collect=nothing())
-        def copy_state(self, within: str | None = None) -> None:
-            super().copy_state(within)
-            found, weights = logits(self.model), dict(full_weights(self.model))
-            if self.ctx.rank == 0:
-                torch.save(found, folder / f"logits-{self.engine.step_count}.pt")
-                torch.save(weights, folder / f"weights-{self.engine.step_count}.pt")
-
-    (folder / "template.jinja").write_text(TEMPLATE)
-    values: dict[str, Any] = {
-        "data": {"chat_template": str(folder / "template.jinja")},
-        "save": {"every": 1, "keep": 0},
-        "eval": {"items": 4, "every": 1},
-    }
-    asked = tiny(GRPOConfig, folder, **{**values, **sections})
-    PPOTrainer(asked, cluster=cluster, show=False, workers={"policy": Seen}).fit()
-    return {int(path.stem[7:]): torch.load(path) for path in folder.glob("logits-*.pt")}
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model.eval()(torch.tensor(TOKENS)).logits
-
-
-def policy_of(folder: Path, step: int) -> Path:
+def find_policy(folder: Path, step: int) -> Path:
     return folder / "runs" / "run" / "checkpoints" / f"step-{step:06}" / "policy"
 
 
-def base(folder: Path, seed: int = 0) -> dict[str, Any]:
-    """The settings of a model with adapters, whose base is in ``folder``."""
-    model = load_model(ModelConfig(**MODEL, seed=seed))
-    save_pretrained(model, model.state_dict(), folder / "base", load_tokenizer(MODEL["tokenizer"]))
-    return {"path": str(folder / "base"), "config": {}, "tokenizer": "", "lora": {"rank": 2}}
-
-
-def test_checkpoints_are_exported_evaluated_and_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seen, run, out = train(tmp_path), str(tmp_path / "runs" / "run"), tmp_path / "out"
-    before = sorted(path.name for path in Path(run).iterdir())
+def test_checkpoints_are_exported_evaluated_and_sampled(
+    finished_grpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, run, out = read_logits(finished_grpo), str(finished_grpo / "runs" / "run"), tmp_path / "out"
     for number, name in enumerate([f"{run}@1", f"{run}/checkpoints/latest", run, f"{run}@best"]):
         assert main(["export", name, "--to", str(out / str(number))]) == 0
         exported = AutoModelForCausalLM.from_pretrained(out / str(number))
-        step = json.loads((Path(run) / "summary.json").read_text())["best_checkpoint"][-1] if number == 3 else 2
-        assert torch.equal(logits(exported), seen[1 if number == 0 else int(step)])
+        step = json.loads((Path(run) / "summary.json").read_text())["best_checkpoint"][-1] if number == 3 else 3
+        assert torch.equal(compute_logits(exported), seen[1 if number == 0 else int(step)])
         tokenizer = AutoTokenizer.from_pretrained(out / str(number))
         assert tokenizer.apply_chat_template([{"role": "user", "content": "12"}], tokenize=False) == "12"
         card = (out / str(number) / "README.md").read_text()
         assert card.startswith("---\nlibrary_name: transformers\n")
         assert "| before training | " in card
         assert "`algorithm.advantage` | `grpo`" in card
-    assert not torch.equal(seen[1], seen[2])
+    assert not torch.equal(seen[1], seen[3])
     capsys.readouterr()
     for name in (f"{run}@1", str(out / "0")):
         assert main(["sample", name, "--prompt", "12=", "--sampling.max_new_tokens", "3"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
-    model: Any = AutoModelForCausalLM.from_pretrained(policy_of(tmp_path, 1))
-    tokenizer = AutoTokenizer.from_pretrained(policy_of(tmp_path, 1))
+    model: Any = AutoModelForCausalLM.from_pretrained(find_policy(finished_grpo, 1))
+    tokenizer = AutoTokenizer.from_pretrained(find_policy(finished_grpo, 1))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "12"}], tokenize=False) == "12"
     greedy = ["--sampling.temperature", "0", "--sampling.max_new_tokens", "3"]
     assert main(["sample", f"{run}@1", "--prompt", "12=", *greedy]) == 0
@@ -108,50 +64,67 @@ def test_checkpoints_are_exported_evaluated_and_sampled(tmp_path: Path, capsys: 
     best = json.loads((Path(run) / "summary.json").read_text())["best_checkpoint"]
     state = json.loads((Path(best) / "trainer.json").read_text())
     assert f"({state['last']['correct']} of 4;" in capsys.readouterr().out
-    assert sorted(path.name for path in Path(run).iterdir()) == before  # nothing is left beside the run
 
 
-def test_adapters_are_exported_for_peft_or_merged(tmp_path: Path) -> None:
-    model = base(tmp_path)
-    seen, run = train(tmp_path, model=model), str(tmp_path / "runs" / "run")
+def test_adapters_are_exported_for_peft_or_merged(finished_lora: Path, tmp_path: Path) -> None:
+    seen, run, base = read_logits(finished_lora), str(finished_lora / "runs" / "run"), finished_lora / "base"
     assert main(["export", run, "--to", str(tmp_path / "adapters")]) == 0
     names = {path.name for path in (tmp_path / "adapters").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= names
     assert "model.safetensors" not in names
-    plain = AutoModelForCausalLM.from_pretrained(model["path"])
-    assert torch.equal(logits(PeftModel.from_pretrained(plain, str(tmp_path / "adapters"))), seen[2])
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    unadapted = compute_logits(plain)
+    assert torch.equal(compute_logits(PeftModel.from_pretrained(plain, str(tmp_path / "adapters"))), seen[3])
     for number, name in enumerate([run, f"{run}@2"]):
         assert main(["export", name, "--to", str(tmp_path / str(number)), "--merge"]) == 0
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / str(number))
-        torch.testing.assert_close(logits(merged), seen[2])
-        assert not torch.equal(logits(merged), logits(AutoModelForCausalLM.from_pretrained(model["path"])))
+        torch.testing.assert_close(compute_logits(merged), seen[3 - number])
+        assert not torch.equal(compute_logits(merged), unadapted)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
-def test_a_checkpoint_of_two_ranks_that_share_the_model(cluster: Cluster, tmp_path: Path, lora: bool) -> None:
-    ranks: dict[str, Any] = {"placement": {"ranks": 2}, "parallel": {"strategy": "fsdp2"}}
-    seen = train(tmp_path, cluster, eval={"items": 0}, model=base(tmp_path) if lora else MODEL, **ranks)
+def test_a_checkpoint_of_two_ranks_that_share_the_model(preloaded: Cluster, tmp_path: Path, lora: bool) -> None:
+    class Seen(Policy):
+        """It saves its whole weights, and its logits, with each checkpoint."""
+
+        @endpoint(collect=nothing())
+        def copy_state(self, within: str | None = None) -> None:
+            super().copy_state(within)
+            logits, weights = compute_logits(self.model), dict(full_weights(self.model))
+            if self.ctx.rank == 0:
+                torch.save(logits, tmp_path / f"logits-{self.engine.step_count}.pt")
+                torch.save(weights, tmp_path / f"weights-{self.engine.step_count}.pt")
+
+    config = tiny(
+        GRPOConfig, tmp_path, run={"steps": 1}, save={"every": 1}, eval={"items": 0},
+        model=write_base(tmp_path / "base") if lora else MODEL,
+        placement={"ranks": 2}, parallel={"strategy": "fsdp2"},
+    )  # fmt: skip
+    train(config, preloaded, workers={"policy": Seen})
     assert main(["export", f"{tmp_path}/runs/run@1", "--merge", "--to", str(tmp_path / "out")]) == 0
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), seen[1])
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(compute_logits(exported), read_logits(tmp_path)[1])
     if not lora:
         weights = torch.load(tmp_path / "weights-1.pt")
-        loaded = dict(full_weights(AutoModelForCausalLM.from_pretrained(policy_of(tmp_path, 1))))
+        loaded = dict(full_weights(AutoModelForCausalLM.from_pretrained(find_policy(tmp_path, 1))))
         assert loaded.keys() == weights.keys()
         assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
-def test_adapters_of_another_base_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, eval={"items": 0}, model=base(tmp_path))
-    base(tmp_path, seed=1)  # in place of the one before
-    run = f"{tmp_path}/runs/run"
-    resumed = ["train", "grpo", "--resume", run, "--run.steps", "3", "--backend", "inline"]
+def test_adapters_of_another_base_are_refused(
+    finished_lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ["--model.path", write_base(tmp_path / "other", seed=1)["path"]]
+    run = f"{copy_folder(finished_lora, tmp_path / 'copy')}/runs/run"
+    resumed = ["train", "grpo", "--resume", run, "--run.steps", "4", "--backend", "inline", "--reward.name", "exact"]
     for command in (["export", f"{run}@1", "--to", str(tmp_path / "out")], resumed):
-        assert main(command) == 2
+        assert main([*command, *other]) == 2
         assert "adapters of another base than model.path=" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, eval={"items": 0}, model={**MODEL, "lora": {"rank": 2}})
+    model = {**MODEL, "lora": {"rank": 2}}
+    train(tiny(GRPOConfig, tmp_path, model=model, save={"every": 1, "keep": 0}, eval={"items": 0}))
     run, to = f"{tmp_path}/runs/run", ["--to", str(tmp_path / "out")]
     for words, said in [
         ([run], "say where the model goes: --to DIR, --push NAME, or both"),
@@ -192,11 +165,10 @@ main(["export", adapters, "--push", "me/whole"])
 """
 
 
-def test_models_are_pushed_by_the_hubs_own_client(tmp_path: Path) -> None:
+def test_models_are_pushed_by_the_hubs_own_client(finished_lora: Path, tmp_path: Path) -> None:
     """Small files are in the commit itself and large ones are uploaded by LFS. Xet, which has a store of its own, is
     switched off."""
-    train(tmp_path, eval={"items": 0}, model=base(tmp_path))
-    run = f"{tmp_path}/runs/run"
+    run = f"{finished_lora}/runs/run"
     with hub_server() as hub:
         hub.refused = ["PUT /lfs/", "POST /api/models/other/closed/commit/"]
         asked = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
@@ -215,8 +187,8 @@ def test_models_are_pushed_by_the_hubs_own_client(tmp_path: Path) -> None:
     words = ["--merge", "--to", str(tmp_path / "out")]
     assert main(["export", run, *words]) == 0
     local, pushed = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "whole"))
-    assert torch.equal(logits(local), logits(pushed))
-    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "adapters"))
+    assert torch.equal(compute_logits(local), compute_logits(pushed))
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(finished_lora / "base"), str(tmp_path / "adapters"))
 
     assert f"pushed to {hub.url}/me/whole\n" in done.stdout
     assert f"adapters of {run}/checkpoints/step-000001 pushed to {hub.url}/me/adapters\n" in done.stdout
@@ -228,19 +200,18 @@ def test_models_are_pushed_by_the_hubs_own_client(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_evaluations_are_compared(finished_grpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second file is changed by hand, so that one prompt broke and one was mended."""
-    train(tmp_path)
-    run = tmp_path / "runs" / "run"
+    run = copy_folder(finished_grpo, tmp_path / "copy") / "runs" / "run"
     files = sorted((run / "evaluations").iterdir())
-    assert [file.stem for file in files] == ["step-000000", "step-000001", "step-000002"]
+    assert [file.stem for file in files] == ["step-000000", "step-000002", "step-000003"]
     table = pq.read_table(files[0])
     assert table.num_rows == 4
     for file, correct in ((files[0], [True, False, True, False]), (files[1], [False, True, True, False])):
         place = table.schema.get_field_index("correct")
         pq.write_table(table.set_column(place, "correct", pa.array(correct)), file)
     capsys.readouterr()
-    assert main(["changes", f"{run}@0", f"{run}@1"]) == 0
+    assert main(["changes", f"{run}@0", f"{run}@2"]) == 0
     said = capsys.readouterr().out
     prompts = table.column("prompt").to_pylist()
     half = f"{percent(0.5)}  (2 of 4)"
@@ -253,7 +224,7 @@ def test_two_evaluations_are_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     for words, wrong in [
         ([str(tmp_path)], "no run at "),
         ([f"{run}@0", f"{run}@7"], "expected RUN@STEP, and "),
-        ([f"{run}@0", f"{run}@7"], "run evaluated 0, 1, 2"),
+        ([f"{run}@0", f"{run}@7"], "run evaluated 0, 2, 3"),
         (["a", "b", "c"], "two evaluations are compared"),
     ]:
         assert main(["changes", *words]) == 2

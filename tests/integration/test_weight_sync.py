@@ -25,6 +25,7 @@ from podium.runtime import Bound, endpoint
 from podium.trainer import PRELOAD
 from podium.training import OptimConfig, ParallelConfig
 from podium.workers import Generator, Policy, StreamedSync
+from tests.integration.training import pool_of
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 BUCKET = 3000
@@ -58,8 +59,8 @@ def started(
 ) -> Iterator[tuple[Any, Any, StreamedSync]]:
     handles: list[Any] = []
     try:
-        handles.append(cluster.start(policy, cluster.pool([ranks])))
-        handles.append(cluster.start(generator, cluster.pool([generators])))
+        handles.append(cluster.start(policy, pool_of(cluster, ranks)))
+        handles.append(cluster.start(generator, pool_of(cluster, generators)))
         sync = StreamedSync(handles[0], handles[1:], bucket_bytes=BUCKET, **how)
         sync.init()
         yield handles[0], handles[1], sync
@@ -256,7 +257,7 @@ def test_a_policy_that_was_restarted_shares_its_new_weights(cluster: Cluster) ->
 
 
 def test_replicas_share_one_sync(cluster: Cluster) -> None:
-    policy = cluster.start(Policy.bind(TINY, OPTIM), cluster.pool([1]))
+    policy = cluster.start(Policy.bind(TINY, OPTIM), pool_of(cluster, 1))
     replicas = cluster.start_replicas(Generator.bind(OTHER), 2)
     sync = StreamedSync(policy, list(replicas), bucket_bytes=BUCKET)
     try:

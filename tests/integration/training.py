@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from podium.runtime import Cluster
+from podium.runtime import Cluster, ResourcePool
 from podium.trainer import PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, build_config
 
 C = TypeVar("C")
@@ -46,6 +46,8 @@ def tiny(cls: type[C], folder: Path, **sections: Mapping[str, Any]) -> C:
         "optim": {"lr": 1e-2},
         "eval": {"items": 4},
     }
+    if not sections.get("placement"):  # one process: by itself it computes in as many threads as there are cores
+        values["placement"] = {"cpus": 1}
     names = {"PPOConfig": {"prompts": 4}, "GRPOConfig": {"prompts": 4}, "SFTConfig": {"examples": 8}}
     values["batch"] = names[cls.__name__]
     if cls.__name__ == "GRPOConfig":
@@ -53,6 +55,12 @@ def tiny(cls: type[C], folder: Path, **sections: Mapping[str, Any]) -> C:
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return build_config(cls, values)
+
+
+def pool_of(cluster: Cluster, ranks: int) -> ResourcePool:
+    """A slot for each rank. A process that is alone would compute in as many threads as there are cores, and they wait
+    for one another actively, which on a busy machine takes ten times as long."""
+    return cluster.pool([ranks], cpus=1 if ranks == 1 else 0)
 
 
 def train(config: PPOConfig | SFTConfig, cluster: Cluster | str = "inline", **options: Any) -> Path:
