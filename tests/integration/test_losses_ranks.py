@@ -19,7 +19,7 @@ from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import Strategy
 from podium.training.micro_batches import plan
 from podium.workers import Policy
-from tests.integration.training import pool_of
+from tests.integration.test_workers_ranks import started
 from tests.unit.algorithms import oracles
 from tests.unit.algorithms.oracles import LossRow
 from tests.unit.workers.tiny import LENGTHS, TINY, recorded
@@ -125,11 +125,11 @@ def test_losses_and_gradients_are_those_of_the_formulas(
     assert len(plan([length - 1 for length in LENGTHS], QUARTERS, packed=False)) == 4
     batch = minibatch()
     parallel = ParallelConfig(micro_batch_tokens=budget, strategy=strategy)
-    policy = cluster.start(Probe.bind(TINY, OptimConfig(lr=0.0, grad_clip=0.0), parallel), pool_of(cluster, ranks))
-    for name, (algorithm, _, share) in CASES.items():  # with a rate of 0 the weights stay as they are
-        loss, gradient = expected(name)
-        metrics, found = policy.loss_and_gradient(batch, algorithm)
-        assert 0 < metrics[share] < 1, name  # both sides of what the loss decides take part
-        assert metrics["loss"] == pytest.approx(loss, abs=1e-6), name
-        assert float((found - gradient).abs().max()) < 1e-6 * max(1.0, float(gradient.abs().max())), name
-    policy.group.close()
+    probe = Probe.bind(TINY, OptimConfig(lr=0.0, grad_clip=0.0), parallel)  # whose weights stay as they are
+    with started(cluster, ranks, policy=probe) as group:
+        for name, (algorithm, _, share) in CASES.items():
+            loss, gradient = expected(name)
+            metrics, found = group.policy.loss_and_gradient(batch, algorithm)
+            assert 0 < metrics[share] < 1, name  # both sides of what the loss decides take part
+            assert metrics["loss"] == pytest.approx(loss, abs=1e-6), name
+            assert float((found - gradient).abs().max()) < 1e-6 * max(1.0, float(gradient.abs().max())), name

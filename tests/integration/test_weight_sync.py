@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from podium.runtime import Bound, endpoint
 from podium.trainer import PRELOAD
 from podium.training import OptimConfig, ParallelConfig
 from podium.workers import Generator, Policy, StreamedSync
-from tests.integration.training import pool_of
+from tests.integration.training import slots
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
 
 BUCKET = 3000
@@ -57,16 +57,14 @@ def cluster(request: pytest.FixtureRequest, preloaded: Cluster) -> Iterator[Clus
 def started(
     cluster: Cluster, policy: Bound[Any], ranks: int, generator: Bound[Any], generators: int, **how: Any
 ) -> Iterator[tuple[Any, Any, StreamedSync]]:
-    handles: list[Any] = []
-    try:
-        handles.append(cluster.start(policy, pool_of(cluster, ranks)))
-        handles.append(cluster.start(generator, pool_of(cluster, generators)))
+    with ExitStack() as stack:
+        handles: list[Any] = []
+        for worker, count in ((policy, ranks), (generator, generators)):
+            handles.append(cluster.start(worker, stack.enter_context(slots(cluster, count))))
+            stack.callback(handles[-1].group.close)
         sync = StreamedSync(handles[0], handles[1:], bucket_bytes=BUCKET, **how)
         sync.init()
         yield handles[0], handles[1], sync
-    finally:
-        for handle in handles:
-            handle.group.close()
 
 
 def check(policy: Any, generator: Any, version: int) -> None:
@@ -257,7 +255,7 @@ def test_a_policy_that_was_restarted_shares_its_new_weights(cluster: Cluster) ->
 
 
 def test_replicas_share_one_sync(cluster: Cluster) -> None:
-    policy = cluster.start(Policy.bind(TINY, OPTIM), pool_of(cluster, 1))
+    policy = cluster.start(Policy.bind(TINY, OPTIM), cluster.pool([1]))
     replicas = cluster.start_replicas(Generator.bind(OTHER), 2)
     sync = StreamedSync(policy, list(replicas), bucket_bytes=BUCKET)
     try:

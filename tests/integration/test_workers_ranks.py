@@ -23,7 +23,7 @@ from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import Strategy
 from podium.training.micro_batches import plan
 from podium.workers import ColocatedSync, Critic, Generator, Policy, StreamedSync
-from tests.integration.training import pool_of
+from tests.integration.training import slots
 from tests.unit.workers.tiny import ADAPTED, LENGTHS, TINY, oracle_logprobs, recorded
 
 STEPS = 12
@@ -49,12 +49,13 @@ def cluster(request: pytest.FixtureRequest, preloaded: Cluster) -> Iterator[Clus
 @contextmanager
 def started(cluster: Cluster, ranks: int, **workers: Bound[Any]) -> Iterator[Any]:
     """The workers in the same processes, closed at the end, so that one test's failure is not the next one's."""
-    group = cluster.start(colocate(**workers), pool_of(cluster, ranks))
-    try:
-        yield group
-    finally:
-        for name in workers:
-            group[name].group.close()
+    with slots(cluster, ranks) as pool:
+        group = cluster.start(colocate(**workers), pool)
+        try:
+            yield group
+        finally:
+            for name in workers:
+                group[name].group.close()
 
 
 def roles(parallel: ParallelConfig) -> dict[str, Bound[Any]]:

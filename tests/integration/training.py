@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,10 +58,15 @@ def tiny(cls: type[C], folder: Path, **sections: Mapping[str, Any]) -> C:
     return build_config(cls, values)
 
 
-def pool_of(cluster: Cluster, ranks: int) -> ResourcePool:
+@contextmanager
+def slots(cluster: Cluster, ranks: int) -> Iterator[ResourcePool]:
     """A slot for each rank. A process that is alone would compute in as many threads as there are cores, and they wait
     for one another actively, which on a busy machine takes ten times as long."""
-    return cluster.pool([ranks], cpus=1 if ranks == 1 else 0)
+    pool = cluster.pool([ranks], cpus=1 if ranks == 1 else 0)
+    try:
+        yield pool
+    finally:
+        cluster.release(pool)
 
 
 def train(config: PPOConfig | SFTConfig, cluster: Cluster | str = "inline", **options: Any) -> Path:
