@@ -19,9 +19,10 @@ from podium import Cluster
 from podium.cli import main
 from podium.runs.ledger import read_ledger
 from podium.telemetry import WorkerStarted, subscribe
-from podium.trainer import PRELOAD, GRPOConfig, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, config_to_yaml
+from podium.trainer import PRELOAD, PPOConfig, SFTConfig, config_to_yaml
+from tests.integration.finished_runs import grpo_config, sft_config
 from tests.integration.processes import all_gone, wait_for
-from tests.integration.training import losses, metrics_rows, tiny
+from tests.integration.training import losses, metrics_rows, timeless, tiny, train
 
 CONTROLLER = "import sys; from podium.cli import main; sys.exit(main())"
 
@@ -54,28 +55,11 @@ def place(request: pytest.FixtureRequest, preloaded: Cluster) -> Iterator[Place]
             yield Place("ray", {"address": str(nodes.address)}, cluster)
 
 
-def train(config: PPOConfig | SFTConfig, cluster: Cluster | str = "inline") -> Path:
-    if isinstance(config, SFTConfig):
-        SFTTrainer(config, cluster=cluster, show=False).fit()
-    else:
-        PPOTrainer(config, cluster=cluster, show=False).fit()
-    return Path(config.run.dir) / config.run.name
-
-
-def timeless(run: Path) -> list[dict[str, Any]]:
-    """Every number of the run but those of the clock."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith("time") and "per_s" not in name}
-        for row in metrics_rows(run)
-    ]
-
-
-def test_one_rank_gives_the_same_bits_as_inline(place: Place, tmp_path: Path) -> None:
+def test_one_rank_gives_the_same_bits_as_inline(place: Place, finished_grpo: Path, tmp_path: Path) -> None:
     """Not only the loss: what was sampled, its advantages, the norms of the gradients."""
-    inline = train(tiny(GRPOConfig, tmp_path, run={"name": "inline", "steps": 3}))
-    there = train(tiny(GRPOConfig, tmp_path, run={"name": "there", "steps": 3}), place.cluster)
-    assert timeless(there) == timeless(inline)
-    assert len(timeless(there)) == 3
+    run = train(grpo_config(tmp_path), place.cluster)
+    assert timeless(run) == timeless(finished_grpo / "runs" / "run")
+    assert len(timeless(run)) == 3
 
 
 def test_ppo_split_and_resumed_gives_the_same_bits_as_inline_in_one_go(place: Place, tmp_path: Path) -> None:
@@ -91,41 +75,40 @@ def test_ppo_split_and_resumed_gives_the_same_bits_as_inline_in_one_go(place: Pl
     again = {"name": "parts", "steps": 4, "resume": str(parts)}
     train(tiny(PPOConfig, tmp_path, run=again, **sections), place.cluster)
     assert timeless(parts) == timeless(whole)
+    assert metrics_rows(whole)[-1]["policy/kl_coef"] != 0.1, "the coefficient moves, and is a part of the checkpoint"
     versions = [set(pq.read_table(file)["version"].to_pylist()) for file in sorted((parts / "completions").iterdir())]
     assert versions == [{0}, {1}, {2}, {3}]
     place.cluster.release(place.cluster.pool([1] * len(place.cluster.nodes), cpus=1))  # all was given back
 
 
-@pytest.mark.parametrize(("recipe", "strategy"), [(GRPOConfig, "fsdp2"), (SFTConfig, "replicate")])
+@pytest.mark.parametrize(("recipe", "strategy"), [("grpo", "fsdp2"), ("sft", "replicate")])
 def test_two_ranks_give_the_loss_of_one(
-    place: Place, tmp_path: Path, recipe: type[PPOConfig | SFTConfig], strategy: str
+    place: Place, finished_grpo: Path, finished_sft: Path, tmp_path: Path, recipe: str, strategy: str
 ) -> None:
     """On Ray on two nodes: neither has the cores of both."""
-    one = train(tiny(recipe, tmp_path, run={"name": "one", "steps": 3}))
-    placed: list[str] = []
-    unsubscribe = subscribe(lambda event: placed.append(event.node) if isinstance(event, WorkerStarted) else None)
+    make_config, one = (grpo_config, finished_grpo) if recipe == "grpo" else (sft_config, finished_sft)
+    nodes: list[str] = []
+    unsubscribe = subscribe(lambda event: nodes.append(event.node) if isinstance(event, WorkerStarted) else None)
     sections = {"placement": {"ranks": 2, "cpus": 1}, "parallel": {"strategy": strategy}}
     try:
-        two = train(tiny(recipe, tmp_path, run={"name": "two", "steps": 3}, **sections), place.cluster)
+        two = train(make_config(tmp_path, **sections), place.cluster)
     finally:
         unsubscribe()
-    assert len(set(placed)) == len(place.cluster.nodes)
-    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+    assert len(set(nodes)) == len(place.cluster.nodes)
+    assert losses(two) == pytest.approx(losses(one / "runs" / "run"), abs=1e-5)
     assert [row["accuracy"] for row in metrics_rows(two, "eval")] == [
-        row["accuracy"] for row in metrics_rows(one, "eval")
+        row["accuracy"] for row in metrics_rows(one / "runs" / "run", "eval")
     ]
 
 
-def test_the_commands(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny(SFTConfig, tmp_path, save={"every": 1})
-    (tmp_path / "run.yaml").write_text(config_to_yaml(config))
-    assert main(["train", "sft", "--config", str(tmp_path / "run.yaml"), *place.words]) == 0
-    assert "held-out accuracy" in capsys.readouterr().out
-    run = str(tmp_path / "runs" / "run")
-    assert main(["eval", run, *place.words]) == 0
-    assert "of 4; 95% interval" in capsys.readouterr().out
-    assert main(["sample", run, "--prompt", "12=", "--sampling.n", "2", *place.words]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+@pytest.mark.parametrize("command", ["eval", pytest.param("sample", marks=pytest.mark.exhaustive)])
+def test_a_finished_run_is_evaluated_and_sampled(
+    place: Place, finished_sft: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    words = {"eval": [], "sample": ["--prompt", "12=", "--sampling.n", "2"]}[command]
+    assert main([command, str(finished_sft / "runs" / "run"), *words, *place.words]) == 0
+    out = capsys.readouterr().out
+    assert "of 4; 95% interval" in out if command == "eval" else len(out.splitlines()) == 2
 
 
 class Run:
@@ -173,20 +156,27 @@ def long_run(folder: Path, steps: int) -> list[str]:
     return ["--config", str(folder / "run.yaml"), "--placement.cpus", "1"]
 
 
-def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(place: Place, tmp_path: Path) -> None:
-    """SIGKILL, then SIGTERM, then to the end: every number is that of a run in one go."""
+@pytest.mark.parametrize("end", ["Ctrl-C", pytest.param("SIGTERM", marks=pytest.mark.exhaustive)])
+def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(place: Place, tmp_path: Path, end: str) -> None:
+    """SIGKILL, then a signal that asks for an end: every number is that of a run in one go.
+
+    By Ctrl-C the terminal sends SIGINT to the whole process group: controller and grading processes.
+    """
     first = Run(tmp_path, *long_run(tmp_path, 100_000), *place.words)
     try:
         first.wait_for_step(2)
-        assert wait_for(lambda: bool(first.workers), 10)
+        assert wait_for(lambda: bool(first.workers), 60)
     finally:
         first.process.kill()
         first.process.communicate()
-    assert not all_gone(first.workers, 10.0)
+    assert not all_gone(first.workers, 60.0)
     second = Run(tmp_path, "--resume", str(first.path), *place.words)
     try:
-        second.wait_for_step(Run.latest(first.path / "checkpoints") + 2)
-        second.process.send_signal(signal.SIGTERM)
+        second.wait_for_step(Run.latest(first.path / "checkpoints") + 1)
+        if end == "Ctrl-C":
+            os.killpg(second.process.pid, signal.SIGINT)
+        else:
+            second.process.send_signal(signal.SIGTERM)
     finally:
         out = second.end()
     assert second.process.returncode == 0
@@ -204,11 +194,9 @@ def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(place: Place, 
     assert timeless(train(whole)) == rows
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_ctrl_c_on_the_terminal_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path, backend: str) -> None:
-    """The terminal sends SIGINT to the whole process group: controller, workers, grading processes; and all of Ray,
-    where the script's own cluster is one."""
-    run = Run(tmp_path, *long_run(tmp_path, 100_000), "--backend", backend)
+@pytest.mark.ray
+def test_ctrl_c_reaches_the_runs_own_cluster_of_ray_and_the_step_is_finished_and_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path, *long_run(tmp_path, 100_000), "--backend", "ray")
     try:
         run.wait_for_step(1)
         os.killpg(run.process.pid, signal.SIGINT)
@@ -217,5 +205,4 @@ def test_ctrl_c_on_the_terminal_finishes_the_step_saves_and_says_how_to_go_on(tm
     assert run.process.returncode == 0
     step = Run.latest(run.path / "checkpoints")
     assert step == metrics_rows(run.path)[-1]["step"]
-    there = "" if backend == "local" else f" --backend {backend}"
-    assert f"stopped after step {step}; podium train sft --resume {run.path}{there} goes on" in out
+    assert f"stopped after step {step}; podium train sft --resume {run.path} --backend ray goes on" in out

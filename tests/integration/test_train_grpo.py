@@ -22,8 +22,9 @@ from podium.runtime import concat, endpoint, first, only, shard
 from podium.telemetry import Note, StepFinished, metrics, subscribe
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
 from podium.workers import Estimator, Policy
+from tests.integration.finished_runs import copy_folder, grpo_config, write_base
 from tests.integration.rewards import longer_is_better, unlucky
-from tests.integration.training import losses, metrics_rows, tiny
+from tests.integration.training import losses, metrics_rows, tiny, train
 
 LISTED = {  # the metrics of a step that every run reports
     *(metrics.REWARD_MEAN, metrics.REWARD_STD, metrics.ACCURACY, metrics.FLAT_GROUPS, metrics.ENTROPY),
@@ -35,13 +36,8 @@ LISTED = {  # the metrics of a step that every run reports
 SPLIT = [{"layout": "split"}, {"layout": "split", "delta_sync": True}]
 
 
-def train(config: PPOConfig, cluster: str = "inline", **options: Any) -> Path:
-    PPOTrainer(config, cluster=cluster, show=False, **options).fit()
-    return Path(config.run.dir) / config.run.name
-
-
-def test_a_run_leaves_metrics_completions_a_model_and_a_summary(tmp_path: Path) -> None:
-    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 3}, eval={"every": 2}))
+def test_a_run_leaves_metrics_completions_a_model_and_a_summary(finished_grpo: Path) -> None:
+    run = finished_grpo / "runs" / "run"
     rows = metrics_rows(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0].keys() >= LISTED
@@ -124,21 +120,27 @@ def test_a_reward_that_raises_ends_the_run_with_the_completions_on_disk(tmp_path
     assert all(math.isnan(reward) for reward in table["reward"])
 
 
-@pytest.mark.parametrize("placement", [{"layout": "colocated"}, *SPLIT], ids=str)
-def test_adapters_are_trained_and_merged_into_what_generates_and_what_is_saved(
-    tmp_path: Path, placement: dict[str, Any]
-) -> None:
-    base = train(tiny(GRPOConfig, tmp_path, run={"name": "base", "steps": 0}, eval={"items": 0}))
-    model = {"path": str(base / "model"), "config": {}, "tokenizer": "", "lora": {"rank": 2}}
-    sections: dict[str, Any] = {"placement": placement, "algorithm": {"kl_in": "loss", "kl_coef": 0.01}}
-    run = train(tiny(GRPOConfig, tmp_path, model=model, run={"steps": 3}, **sections), reward=longer_is_better)
+def check_adapters(folder: Path, run: Path) -> None:
+    """Check a run whose base model is in ``folder``."""
     rows = metrics_rows(run)
     assert rows[0][metrics.KL] == pytest.approx(0, abs=1e-6)  # adapters begin as nothing
     assert rows[-1][metrics.KL] > 0
     assert max(row[metrics.MISMATCH_MAX] for row in rows) < 1e-5  # the generator has the adapted weights of each step
-    old, new = (AutoModelForCausalLM.from_pretrained(path / "model").state_dict() for path in (base, run))
+    old, new = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder / "base", run / "model"))
     assert old.keys() == new.keys()
     assert not torch.equal(*(state["model.layers.0.self_attn.q_proj.weight"] for state in (old, new)))
+
+
+def test_adapters_are_trained_and_merged_into_what_generates_and_what_is_saved(finished_lora: Path) -> None:
+    check_adapters(finished_lora, finished_lora / "runs" / "run")
+
+
+@pytest.mark.parametrize("placement", SPLIT, ids=str)
+def test_adapters_are_merged_into_what_a_split_generator_draws_with(tmp_path: Path, placement: dict[str, Any]) -> None:
+    model = write_base(tmp_path / "base")
+    sections: dict[str, Any] = {"placement": placement, "algorithm": {"kl_in": "loss", "kl_coef": 0.01}}
+    config = tiny(GRPOConfig, tmp_path, model=model, run={"steps": 3}, eval={"items": 0}, **sections)
+    check_adapters(tmp_path, train(config, reward=longer_is_better))
 
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.8}, {"top_k": 3, "temperature": 0.7}])
@@ -147,22 +149,24 @@ def test_filtered_sampling_trains_over_the_recorded_sets(tmp_path: Path, samplin
     assert max(row[metrics.MISMATCH_MAX] for row in metrics_rows(run)) < 1e-5
 
 
-def test_a_reward_of_ones_own_with_parts(tmp_path: Path) -> None:
-    run = train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), reward=longer_is_better)
-    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
-    assert table["reward"] == table["reward_length"] == [float(len(text)) for text in table["completion"]]
-    first, second = metrics_rows(run)
-    assert first["reward_parts/length"] == pytest.approx(first["reward/mean"])
-    assert second["progress/tokens"] == first["tokens"] + second["tokens"]
-    assert second["progress/epoch"] == pytest.approx(2 * first["progress/epoch"])
-
-
 class Counting(Policy):
     """A policy that reports one metric more."""
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first())
     def update(self, batch: Batch) -> dict[str, float]:
         return {**super().update(batch), "policy/rows": float(len(batch))}
+
+
+def test_a_reward_with_parts_and_a_policy_of_ones_own(tmp_path: Path) -> None:
+    config = tiny(GRPOConfig, tmp_path, eval={"items": 0})
+    run = train(config, reward=longer_is_better, workers={"policy": Counting})
+    assert [row["policy/rows"] for row in metrics_rows(run)] == [16, 16]
+    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
+    assert table["reward"] == table["reward_length"] == [float(len(text)) for text in table["completion"]]
+    first, second = metrics_rows(run)
+    assert first["reward_parts/length"] == pytest.approx(first["reward/mean"])
+    assert second["progress/tokens"] == first["tokens"] + second["tokens"]
+    assert second["progress/epoch"] == pytest.approx(2 * first["progress/epoch"])
 
 
 def test_a_run_that_learns_nothing_says_so_and_why(tmp_path: Path) -> None:
@@ -176,11 +180,6 @@ def test_a_run_that_learns_nothing_says_so_and_why(tmp_path: Path) -> None:
     [note] = [text for text in said if "nothing is learned" in text]
     assert "for 5 steps, up to step 5, all completions of a prompt got the same reward (mean 0)" in note
     assert "cut off at sampling.max_new_tokens = 3: raise it" in note
-
-
-def test_a_policy_of_ones_own(tmp_path: Path) -> None:
-    run = train(tiny(GRPOConfig, tmp_path, eval={"items": 0}), workers={"policy": Counting})
-    assert [row["policy/rows"] for row in metrics_rows(run)] == [16, 16]
 
 
 def test_a_role_that_the_run_does_not_have_is_named(tmp_path: Path) -> None:
@@ -241,20 +240,20 @@ class Unwilling(Policy):
         raise LookupError("no such policy")
 
 
-def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    config = tiny(GRPOConfig, tmp_path, run={"steps": 1}, eval={"items": 0})
-    train(config)
+def test_a_run_is_not_overwritten(finished_grpo: Path, tmp_path: Path) -> None:
+    folder = copy_folder(finished_grpo, tmp_path / "copy")
     with pytest.raises(ConfigError, match="holds a finished run: resume it"):
-        train(config)
+        train(grpo_config(folder))
 
 
 @pytest.mark.parametrize("placement", SPLIT, ids=str)
-def test_split_sends_each_version_to_the_generator(tmp_path: Path, placement: dict[str, Any]) -> None:
-    run = train(tiny(GRPOConfig, tmp_path, run={"steps": 3}, placement=placement))
-    colocated = train(tiny(GRPOConfig, tmp_path, run={"steps": 3, "name": "colocated"}))
+def test_split_sends_each_version_to_the_generator(
+    finished_grpo: Path, tmp_path: Path, placement: dict[str, Any]
+) -> None:
+    run = train(grpo_config(tmp_path, placement=placement))
     versions = [set(pq.read_table(file)["version"].to_pylist()) for file in sorted((run / "completions").iterdir())]
     assert versions == [{0}, {1}, {2}]
-    assert losses(run) == losses(colocated)
+    assert losses(run) == losses(finished_grpo / "runs" / "run")
 
 
 def test_a_table_of_pools_changes_no_result(tmp_path: Path) -> None:
@@ -326,21 +325,6 @@ def test_completions_that_were_cut_off_are_bootstrapped(tmp_path: Path) -> None:
     algorithm = {"lam": 0.0, "kl_in": "none", "kl_coef": 0.0}
     config = tiny(PPOConfig, tmp_path, run={"steps": 3}, batch={"prompts": 8}, algorithm=algorithm, eval={"items": 0})
     train(config, reward=longer_is_better, workers={"estimator": Seen})
-
-
-def test_ppo_resumes_with_its_critic_and_the_coefficient_of_the_kl(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "batch": {"prompts": 8},
-        "algorithm": {"kl_coef": 0.1, "kl_target": 0.01},
-        "critic": {"lr": 1e-2},
-        "eval": {"items": 0},
-    }
-    whole = train(tiny(PPOConfig, tmp_path, run={"name": "whole", "steps": 4}, **sections))
-    parts = train(tiny(PPOConfig, tmp_path, run={"name": "parts", "steps": 2}, **sections))
-    train(tiny(PPOConfig, tmp_path, run={"name": "parts", "steps": 4, "resume": str(parts)}, **sections))
-    for name in ("loss", metrics.VALUE_LOSS, "policy/kl_coef"):
-        assert [row[name] for row in metrics_rows(parts)] == [row[name] for row in metrics_rows(whole)]
-    assert metrics_rows(whole)[-1]["policy/kl_coef"] != 0.1
 
 
 class Failing(Policy):

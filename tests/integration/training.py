@@ -47,8 +47,9 @@ def tiny(cls: type[C], folder: Path, **sections: Mapping[str, Any]) -> C:
         "optim": {"lr": 1e-2},
         "eval": {"items": 4},
     }
-    if not sections.get("placement"):  # one process: by itself it computes in as many threads as there are cores
-        values["placement"] = {"cpus": 1}
+    placement = sections.get("placement", {})
+    if placement.get("layout", "colocated") == "colocated" and not placement.keys() & {"ranks", "pools"}:
+        values["placement"] = {"cpus": 1}  # see slots()
     names = {"PPOConfig": {"prompts": 4}, "GRPOConfig": {"prompts": 4}, "SFTConfig": {"examples": 8}}
     values["batch"] = names[cls.__name__]
     if cls.__name__ == "GRPOConfig":
