@@ -3,8 +3,8 @@
     worker ──function, arguments──▶ guard ──fork──▶ the call ──▶ whatever it starts, in whatever session
            ◀────────────────────────── answer ───────┘
 
-The guard runs no code of the tool. It is a subreaper, so all that the call starts stays below it. When the call has
-ended, or the worker says SIGTERM, or the worker has ended, the guard kills what is below it, and ends.
+The guard is a supervisor that runs no code of the tool. When the call has ended, or the worker closes the channel or
+ends, the guard kills what is below it, and ends.
 """
 
 from __future__ import annotations
@@ -14,23 +14,28 @@ import contextlib
 import inspect
 import json
 import os
-import signal
+import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import cloudpickle
 
-from podium.processes import become_subreaper, descendants_of, describe_exit, kill
+from podium.processes import (
+    LONGEST_BODY,
+    Channel,
+    FrameReader,
+    Launched,
+    Supervisor,
+    command,
+    describe_exit,
+    make_frame,
+    supervise,
+)
 
 __all__ = ["FailedInProcess", "in_process", "main", "written"]
 
-_LONGEST_LINE: Final = 1 << 26  # bytes of an answer
-_LOOK_S: Final = 0.5  # between two looks at whether the worker still lives
-_END_S: Final = 5.0  # that a guard has to end
-_SIGNALS: Final = frozenset({signal.SIGCHLD, signal.SIGTERM})
-_MAIN: Final = "from podium.rollout.environments.tool_process import main; main()"
+_CALL: Final = 0  # the number of the frames
 
 
 class FailedInProcess(Exception):
@@ -47,39 +52,39 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any]) ->
     Raises:
         FailedInProcess: The function raised, or its process ended.
     """
-    data, path = _pickled(function, values), os.pathsep.join([entry for entry in sys.path if entry] or [os.curdir])
-    guard = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _MAIN),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        limit=_LONGEST_LINE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert guard.stdin is not None and guard.stdout is not None
+    call = make_frame(_CALL, _pickled(function, values))
+    launched = Launched(command("podium.rollout.environments.tool_process"))
     try:
-        with contextlib.suppress(ConnectionError):  # it ended, which its answer says
-            guard.stdin.write(data)
-            await guard.stdin.drain()
-            guard.stdin.close()
-        answer = _read(await guard.stdout.readline())
-    except ValueError:
-        raise FailedInProcess(f"its result is longer than {_LONGEST_LINE >> 20} MiB") from None
+        answer = await _ask(launched.channel.connection, call)
     finally:
-        await _end(guard)
+        await asyncio.to_thread(launched.end)
+        launched.channel.close()
     if "result" not in answer:
         raise FailedInProcess(answer.get("error", "its process answered with something else than a result"))
     return answer["result"]
 
 
-async def _end(guard: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        guard.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(guard.wait(), _END_S)
-        except TimeoutError:
-            os.killpg(guard.pid, signal.SIGKILL)
-            await guard.wait()
+async def _ask(connection: socket.socket, call: bytes) -> dict[str, str]:
+    """Send a call, and return the first answer. The tool may have run code of the model in its process, so the answer
+    is plain text in JSON: reading a pickle would run whatever that code has written."""
+    loop, reader = asyncio.get_running_loop(), FrameReader()
+    connection.setblocking(False)
+    with contextlib.suppress(ConnectionError):  # it ended, which its answer says
+        await loop.sock_sendall(connection, call)
+    try:
+        while not (frames := reader.take()):
+            reader.data += (data := await loop.sock_recv(connection, 1 << 18))
+            if not data:
+                return {} if reader.data else {"error": "its process ended"}
+        number, body = frames[0]
+        answer = json.loads(body) if number == _CALL else None
+    except ConnectionError:
+        return {"error": "its process ended"}
+    except (ValueError, RecursionError):  # a FrameError too
+        return {}
+    if not isinstance(answer, dict):
+        return {}
+    return {str(name): str(value) for name, value in answer.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def written(result: Any) -> str:
@@ -110,89 +115,49 @@ def _pickled(function: Callable[..., Any], values: Mapping[str, Any]) -> bytes:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _read(data: bytes) -> dict[str, str]:
-    """What a tool's process answered. The tool may have run code of the model there, so the answer is plain text in
-    JSON: reading a pickle would run whatever that code has written."""
-    if not data:
-        return {"error": "its process ended"}
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
-
-
 def main() -> None:
-    """Be the guard of the call that standard input says."""
-    become_subreaper()
-    worker, out = os.getppid(), os.dup(1)
+    """Be the guard of the call that comes through the channel."""
+    supervise(_guard)
+
+
+def _guard(supervisor: Supervisor, channel: Channel) -> None:
     os.dup2(2, 1)  # whatever is printed is no answer
-    data = sys.stdin.buffer.read()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    pid = os.fork()
-    if pid == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        _answer(out, _called(data))
-        os._exit(0)
-    status: int | None = None
-    while status is None and not _is_told_to_stop() and os.getppid() == worker:
-        status = _reaped(pid)
-    if status is not None:
-        _answer(out, {"error": f"its process ended ({describe_exit(os.waitstatus_to_exitcode(status))})"})
-    _kill_all()
-    os._exit(0)
+    first = channel.receive()
+    if first is None:
+        return
+    with channel.connection.dup() as connection:
+        supervisor.fork(lambda: _answer(Channel(connection), _call(first[1])))
+    while (ready := supervisor.wait()) is not None:
+        for _, status in supervisor.ended():
+            end = describe_exit(os.waitstatus_to_exitcode(status))
+            _answer(channel, {"error": f"its process ended ({end})"})
+            return
+        if channel.fileno() in ready:
+            return
 
 
-def _called(data: bytes) -> dict[str, str]:
+def _call(data: bytes) -> dict[str, str]:
     """Call what was pickled. Returns what came of it."""
     try:
         function, values = cloudpickle.loads(data)
-        found = function(**values)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found))
-        return {"result": written(found)}
+        result = function(**values)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+        return {"result": written(result)}
     except BaseException as error:  # noqa: BLE001 - the model hears of it, whatever it is
         kind = type(error).__name__
         return {"error": str(error) if kind == "ToolError" else f"{kind}: {error}"}
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+async def _await(result: Any) -> Any:
+    return await result
 
 
-def _answer(out: int, answer: Mapping[str, str]) -> None:
-    """Write an answer. The first one counts."""
-    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(out), "w") as file:
-        file.write(json.dumps(answer) + "\n")
-    sys.stderr.flush()
-    sys.stdout.flush()
-
-
-def _is_told_to_stop() -> bool:
-    """Wait until a child has ended, or for a while. Returns whether the worker has said that the call is over."""
-    if hasattr(signal, "sigtimedwait"):
-        found = signal.sigtimedwait(_SIGNALS, _LOOK_S)
-        return found is not None and found.si_signo == signal.SIGTERM
-    time.sleep(0.02)  # as on macOS
-    return signal.SIGTERM in signal.sigpending()
-
-
-def _kill_all() -> None:
-    """Kill what is below this process, until nothing is left."""
-    until = time.monotonic() + _END_S / 2
-    with contextlib.suppress(ChildProcessError):  # raised when none is left
-        while time.monotonic() < until:
-            for pid in descendants_of(os.getpid()):
-                kill(pid)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(0.001)
-
-
-def _reaped(wanted: int) -> int | None:
-    """Reap the children that have ended. Returns the wait status of ``wanted`` if it is one of them."""
-    found: int | None = None
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found = ended[1] if ended[0] == wanted else found
-    return found
+def _answer(channel: Channel, answer: Mapping[str, str]) -> int:
+    """Send an answer. The first one counts."""
+    body = json.dumps(answer).encode()
+    if len(body) > LONGEST_BODY:
+        body = json.dumps({"error": f"its result is longer than {LONGEST_BODY >> 20} MiB"}).encode()
+    with contextlib.suppress(ConnectionError):
+        channel.send(_CALL, body)
+    return 0
