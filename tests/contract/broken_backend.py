@@ -21,13 +21,13 @@ from unittest import mock
 import numpy as np
 
 from podium.backends.local import LocalBackend, server
-from podium.backends.local.backend import ForkServer
+from podium.backends.local.backend import WorkerServer
 from podium.backends.local.process import LocalProcess
-from podium.backends.process import Surroundings, command
+from podium.backends.process import Surroundings
 from podium.data import Block, BlockInfo, MemoryStore
 from podium.data.store import Bytes, PlainBlock
 from podium.errors import ConfigError, PlacementError, SerializationError
-from podium.processes import supervisor
+from podium.processes import command, supervisor
 from podium.runtime import Death, Node, Place, ProcessHandle, ProcessSpec, Reply, Request
 from podium.runtime.messages import OnDeath
 
@@ -101,10 +101,10 @@ FAULTS: dict[str, str] = {
 _tokens = itertools.count(1)  # of the processes that this server starts, for whichever backend
 
 
-class _KeptServer(ForkServer):
+class _KeptServer(WorkerServer):
     """A fork server that stays for the next backend: to start one takes longer than most tests."""
 
-    spare: ClassVar[list[ForkServer]] = []
+    spare: ClassVar[list[WorkerServer]] = []
 
     def close(self) -> None:
         self.spare.append(self)
@@ -158,12 +158,12 @@ class BrokenBackend(LocalBackend):
         if fault == "ends at Ctrl-C" and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._interrupted)
 
-    def _new_server(self) -> ForkServer:
+    def _new_server(self) -> WorkerServer:
         if not self._preload:
             return super()._new_server()
         kept = _KeptServer.spare.pop() if _KeptServer.spare else _KeptServer(self._preload, self.files.private)
         self._tokens = _tokens
-        self.io.watch(kept.orders.fileno(), partial(self._on_server, kept))
+        self.io.watch(kept.channel.fileno(), partial(self._on_server, kept))
         return kept
 
     # -- nodes and reservations --------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from podium.backends.files import Files
-from podium.backends.process import THREAD_VARIABLES, Surroundings, accelerators, command, environment_of, machine
+from podium.backends.process import THREAD_VARIABLES, Surroundings, accelerators, environment_of, machine
 from podium.errors import WorkerStartError
-from podium.processes import describe_exit, is_stopped
+from podium.processes import command, describe_exit, is_stopped
 from podium.runtime.backend import CONTRACT_VERSION, Backend, ProcessHandle
 from podium.runtime.codec import decode
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec, Reply, Request

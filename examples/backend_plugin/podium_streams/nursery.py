@@ -12,8 +12,8 @@ import socket
 import sys
 from functools import partial
 
-from podium.backends.process import Surroundings, command
-from podium.processes import Supervisor
+from podium.backends.process import Surroundings
+from podium.processes import Supervisor, command
 from podium_streams import worker
 
 

@@ -14,13 +14,14 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from podium.errors import ConfigError
 from podium.lazy import uncollected
+from podium.processes import import_path, working_directory
 from podium.runtime.messages import Node, ProcessSpec
 
-__all__ = ["MEMORY", "THREAD_VARIABLES", "Surroundings", "accelerators", "command", "environment_of", "interface_of"]
+__all__ = ["MEMORY", "THREAD_VARIABLES", "Surroundings", "accelerators", "environment_of", "interface_of"]
 __all__ += ["keep_freed_memory", "log_to", "machine", "run_to_the_end", "visibility"]
 
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -98,7 +99,7 @@ class Surroundings(NamedTuple):
     @classmethod
     def here(cls, threads: int, preload: Sequence[str] = ()) -> Surroundings:
         """The surroundings of this process."""
-        return cls(threads, _directory(), _sys_path(), preload)
+        return cls(threads, working_directory(), import_path(), preload)
 
     def settle_in(self, interface: str) -> None:
         """Work there from now on. gloo listens on ``interface`` unless the environment names another one."""
@@ -115,27 +116,6 @@ class Surroundings(NamedTuple):
                     importlib.import_module(module)
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(self.threads)
-
-
-def command(module: str, *args: Any) -> list[str]:
-    """The command of a fresh interpreter that calls ``main(*args)`` of ``module``, with this process's ``sys.path``.
-    ``args`` must have a ``repr`` that Python reads."""
-    code = f"import sys; sys.path[:] = {_sys_path()!r}; from {module} import main; main(*{args!r})"
-    return [sys.executable, "-c", code]
-
-
-def _sys_path() -> list[str]:
-    """``sys.path`` without what is no text, where Python does not look either."""
-    texts = [path for path in sys.path if isinstance(path, str)]  # pyright: ignore[reportUnnecessaryIsInstance]
-    return [path or _directory() for path in texts]
-
-
-def _directory() -> str:
-    """The working directory. Raises ConfigError if it was removed."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError("the working directory of this process was removed: go to another one (os.chdir)") from None
 
 
 def keep_freed_memory() -> None:

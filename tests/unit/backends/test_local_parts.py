@@ -16,7 +16,7 @@ import podium
 from podium import Cluster
 from podium.backends.files import LAST_LINES, Files, Log
 from podium.backends.local import LocalBackend
-from podium.backends.local.backend import ForkServer
+from podium.backends.local.backend import WorkerServer
 from podium.backends.local.shared_memory import Lease, SegmentPool
 from podium.errors import ConfigError, WorkerDied
 from podium.testing.workers import Counter, Stash
@@ -130,7 +130,7 @@ def test_an_end_is_known_before_the_parent_hears_of_it() -> None:
         counter = cluster.start(Counter.bind(), cluster.pool([1]), timeout_s=LONG_S)
         backend = counter.group.processes.backend
         assert isinstance(backend, LocalBackend)
-        server, (pid,) = backend._server._process, counter.group.pids
+        server, (pid,) = backend._server.process, counter.group.pids
         os.kill(server.pid, signal.SIGSTOP)
         try:
             os.kill(pid, signal.SIGKILL)
@@ -144,10 +144,10 @@ def test_an_end_is_known_before_the_parent_hears_of_it() -> None:
 
 
 def test_a_fork_server_whose_socket_is_closed_starts_nothing(tmp_path: Path) -> None:
-    server = ForkServer([], tmp_path)
+    server = WorkerServer([], tmp_path)
     try:
         assert server.alive()
-        server.orders.close()  # as the I/O does at its end of file, which may come before the process has ended
+        server.channel.close()  # as the I/O does at its end of file, which may come before the process has ended
         assert not server.alive()
     finally:
         server.close()
@@ -171,7 +171,7 @@ def test_a_prepared_server_that_nobody_takes_ends_with_the_process(tmp_path: Pat
 from podium.backends.local import LocalBackend
 LocalBackend.prepare(["json"])
 ((private, server),) = LocalBackend._prepared.values()
-print(server._process.pid, private)
+print(server.process.pid, private)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     pid, private = done.stdout.split()

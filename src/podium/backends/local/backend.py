@@ -12,13 +12,9 @@ whoever asks for a result does.
 
 import itertools
 import os
-import pickle
-import resource
 import select
 import shutil
-import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -33,12 +29,13 @@ from podium.backends.local.process import LocalProcess
 from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.backends.local.wire import NOTHING, Inbound, Parcel, pack
-from podium.backends.process import THREAD_VARIABLES, accelerators, command, machine
+from podium.backends.process import THREAD_VARIABLES, accelerators, machine
 from podium.errors import ConfigError, WorkerStartError
+from podium.processes import ForkServer, command, raise_descriptor_limit
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec
 
-__all__ = ["ForkServer", "LocalBackend"]
+__all__ = ["LocalBackend", "WorkerServer"]
 
 _NEEDED = {
     **dict.fromkeys(("memfd_create", "eventfd", "pidfd_open"), os),
@@ -48,41 +45,19 @@ _NEEDED = {
 """What macOS lacks: the segments of memory, wake-ups, ends of processes, messages with bounds, and waiting for all."""
 
 
-class ForkServer:
-    """The process that starts worker processes, and the socket to it."""
+class WorkerServer(ForkServer):
+    """The process that starts worker processes. It has imported the modules ``preload``."""
 
     def __init__(self, preload: Sequence[str], private: Path) -> None:
-        self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                command("podium.backends.local.server", theirs.fileno(), list(preload), str(private)),
-                env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-
-    def alive(self) -> bool:
-        """Whether the server runs, as far as its socket and the kernel tell."""
-        return self.orders.fileno() >= 0 and self._process.poll() is None
-
-    def tell(self, order: bytes, *fds: int) -> None:
-        """Send an order, and let the server go on if a signal has stopped it. Raises OSError if the server is gone."""
-        self._process.send_signal(signal.SIGCONT)
-        socket.send_fds(self.orders, [order], fds)
+        super().__init__(
+            command("podium.backends.local.server", list(preload), str(private)),
+            env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1")},
+        )
 
     def close(self) -> None:
         """End the server and all its worker processes."""
-        self.orders.close()  # the server's signal to end
-        self.reap()
-
-    def reap(self) -> None:
-        """Wait until the server has ended, which it does once its socket is closed."""
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.end()
+        self.channel.close()
 
 
 class LocalBackend(Backend):
@@ -96,7 +71,7 @@ class LocalBackend(Backend):
     """
 
     capabilities = Capabilities(processes=True, collectives=True, concurrent=True)
-    _prepared: ClassVar[dict[tuple[str, ...], tuple[Path, ForkServer]]] = {}  # servers that import already
+    _prepared: ClassVar[dict[tuple[str, ...], tuple[Path, WorkerServer]]] = {}  # servers that import already
 
     def __init__(
         self,
@@ -116,7 +91,7 @@ class LocalBackend(Backend):
             raise ConfigError(f"connect('local', spill_dir={str(spill_dir)!r}): there is no such directory")
         self.accelerators = accelerators()
         self._nodes = machine(self.accelerators, nodes)
-        _raise_descriptor_limit()
+        raise_descriptor_limit()
         self.store_options = store_bytes, "" if spill_dir is None else str(Path(spill_dir).absolute())
         private, self._spare = self._prepared.pop(tuple(preload), (None, None))
         self.files = Files(log_dir, echo, private)
@@ -154,7 +129,7 @@ class LocalBackend(Backend):
     def prepare(cls, preload: Sequence[str]) -> None:
         if not _missing() and tuple(preload) not in cls._prepared:
             private = Path(tempfile.mkdtemp(prefix="podium-"))
-            cls._prepared[tuple(preload)] = private, ForkServer(preload, private)
+            cls._prepared[tuple(preload)] = private, WorkerServer(preload, private)
 
     @classmethod
     def expected_nodes(cls, options: Mapping[str, Any]) -> Sequence[Node]:
@@ -212,29 +187,23 @@ class LocalBackend(Backend):
         self._server.close()
         self.segments.close()
 
-    def _new_server(self) -> ForkServer:
-        server, self._spare = self._spare or ForkServer(self._preload, self.files.private), None
-        self.io.watch(server.orders.fileno(), partial(self._on_server, server))
+    def _new_server(self) -> WorkerServer:
+        server, self._spare = self._spare or WorkerServer(self._preload, self.files.private), None
+        self.io.watch(server.channel.fileno(), partial(self._on_server, server))
         return server
 
-    def _on_server(self, server: ForkServer) -> bool:
-        try:
-            message = server.orders.recv(1 << 16, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            message = b""
-        if not message:
+    def _on_server(self, server: WorkerServer) -> bool:
+        ends = server.read_ends(wait=False)
+        if ends is None:
             for process in list(self.processes.values()):
                 if process.server is server:
                     process.end(Death("the fork server ended, and the worker processes with it"))
-            self.io.unwatch(server.orders.fileno())
-            server.orders.close()
-            return True
-        token, status = pickle.loads(message)
-        if (process := self.processes.get(token)) is not None:
-            process.drain()
-            process.end(process.died(status))
+            self.io.unwatch(server.channel.fileno())
+            server.channel.close()
+        for token, status in ends or ():
+            if (process := self.processes.get(token)) is not None:
+                process.drain()
+                process.end(process.died(status))
         return True
 
 
@@ -250,9 +219,3 @@ def _not_started(process: LocalProcess, timeout_s: float, in_time: bool) -> Work
         why = f"its process ended before it took a request: {process.death.cause if process.death else 'given up'}"
     words = "".join(f"\n  | {line}" for line in process.log.last_lines())
     return WorkerStartError(f"{process.label}: {why}; see {process.log.path}{words}", rank=process.rank)
-
-
-def _raise_descriptor_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16) if hard > 0 else 1 << 16, hard))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pickle
 import select
@@ -36,7 +35,7 @@ from podium.runtime.backend import ProcessHandle
 from podium.runtime.messages import Death, OnDeath, ProcessSpec, Reply, Request
 
 if TYPE_CHECKING:
-    from podium.backends.local.backend import ForkServer, LocalBackend
+    from podium.backends.local.backend import LocalBackend, WorkerServer
 
 __all__ = ["LocalProcess", "Outbox"]
 
@@ -66,7 +65,7 @@ class LocalProcess(ProcessHandle):
     """
 
     def __init__(
-        self, backend: LocalBackend, server: ForkServer, token: int, spec: ProcessSpec, on_death: OnDeath
+        self, backend: LocalBackend, server: WorkerServer, token: int, spec: ProcessSpec, on_death: OnDeath
     ) -> None:
         self.server = server
         self.rank = spec.rank
@@ -98,15 +97,13 @@ class LocalProcess(ProcessHandle):
         self._prefix = spec.options.get("prefix", {}).get(spec.rank, ())
         fresh = self._prefix or any(name.startswith(EARLY) for name in spec.env)
         settings = (tuple(Surroundings.here(spec.threads)), backend.store_options)
-        order = pickle.dumps(("start", token, env, self._prefix if fresh else None, str(self.log.path), *settings))
+        arguments = (env, self._prefix if fresh else None, str(self.log.path), *settings)
         with calls, control:
             try:
-                server.tell(order, calls.fileno(), control.fileno())
+                server.fork(token, arguments, calls.fileno(), control.fileno())
             except OSError as error:
                 self.end(None)
                 why = f"the fork server is gone: {error}"
-                if error.errno == errno.EMSGSIZE:
-                    why = f"its env and sys.path are too large for one message of {len(order)} bytes"
                 raise WorkerStartError(f"{spec.label}: {why}", rank=spec.rank) from error
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
@@ -136,7 +133,7 @@ class LocalProcess(ProcessHandle):
             return
         with contextlib.suppress(OSError):  # the server is gone, and its children with it
             # Only the parent of a process can know that its number does not mean another process by now.
-            self.server.tell(pickle.dumps(("kill", self._token)))
+            self.server.kill(self._token)
         if self.started.is_set():
             self._reported.wait(KILL_S)
         else:
@@ -252,7 +249,7 @@ class LocalProcess(ProcessHandle):
         if self.started.is_set() and not self.ended.is_set() and not self._shut_down and not is_ending(self.pid):
             self.is_cut_off = True
             with contextlib.suppress(OSError):
-                self.server.tell(pickle.dumps(("kill", self._token)))
+                self.server.kill(self._token)
         return False
 
 

@@ -1,9 +1,5 @@
 """The fork server: a supervisor that imports once and never computes, whose children are the worker processes.
 
-    controller ──"start" token, how, two sockets──▶ server ──fork──▶ worker process (or exec, for a new interpreter)
-               ◀──token, status────────────────────        ◀─SIGCHLD──
-               ──"kill" token──────────────────────▶
-
 It imports the modules to preload with one thread and runs nothing of them. When it ends, it removes the private
 directory. It sits in a session of its own, where a terminal's SIGINT does not reach.
 """
@@ -11,28 +7,26 @@ directory. It sits in a session of its own, where a terminal's SIGINT does not r
 import contextlib
 import importlib
 import os
-import pickle
 import shutil
-import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from podium.backends.local import child
-from podium.backends.process import command, keep_freed_memory
+from podium.backends.process import keep_freed_memory
 from podium.lazy import uncollected
-from podium.processes import Supervisor
+from podium.processes import Channel, Supervisor, command, serve_forks, supervise
 
 __all__ = ["main"]
 
-LIMIT = 1 << 18
+
+def main(preload: list[str], private: str) -> None:
+    """Serve until the controller is gone."""
+    supervise(partial(_serve, preload, private))
 
 
-def main(fd: int, preload: list[str], private: str) -> None:
-    """Serve until the controller is gone. ``fd`` is this end of the socket to it."""
-    connection = socket.socket(fileno=fd)
-    supervisor = Supervisor(connection)
+def _serve(preload: list[str], private: str, supervisor: Supervisor, channel: Channel) -> None:
     keep_freed_memory()
     with uncollected():
         for name in preload:
@@ -42,37 +36,10 @@ def main(fd: int, preload: list[str], private: str) -> None:
                 sys.stderr.write(f"preload of {name} failed: {type(error).__name__}: {error}\n")
     supervisor.settle()
     try:
-        _serve(supervisor, connection)
+        serve_forks(supervisor, channel, _become_worker_process)
     finally:
         supervisor.end()
         shutil.rmtree(private, ignore_errors=True)
-        os._exit(0)
-
-
-def _serve(supervisor: Supervisor, connection: socket.socket) -> None:
-    tokens: dict[int, int] = {}  # by process id
-    pids: dict[int, int] = {}  # by token
-
-    while (ready := supervisor.wait()) is not None:
-        for pid, status in supervisor.ended():
-            token = tokens.pop(pid)
-            del pids[token]
-            with contextlib.suppress(OSError):  # the controller is gone: the loop ends next
-                connection.send(pickle.dumps((token, status)))
-        if connection.fileno() not in ready:
-            continue
-        message, fds, _, _ = socket.recv_fds(connection, LIMIT, 2)
-        if not message:
-            return
-        order, token, *how = pickle.loads(message)
-        if order == "kill":
-            if token in pids:
-                supervisor.kill(pids[token])
-            continue
-        pid = supervisor.fork(partial(_become_worker_process, fds, *how))
-        tokens[pid], pids[token] = token, pid
-        for fd in fds:
-            os.close(fd)
 
 
 def _become_worker_process(
