@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from podium.backends.process import Surroundings
 from podium.data import Block, BlockInfo, MemoryStore
 from podium.data.store import Bytes, PlainBlock
 from podium.errors import ConfigError, PlacementError, SerializationError
-from podium.processes import command, supervisor
+from podium.processes import Channel, Frame, command, supervisor
 from podium.runtime import Death, Node, Place, ProcessHandle, ProcessSpec, Reply, Request
 from podium.runtime.messages import OnDeath
 
@@ -414,16 +413,16 @@ def main(fault: str, *args: Any) -> None:
 
 def _outlive() -> None:
     """Neither the fork server nor a worker process notices that the controller has ended."""
-    wait, receive = supervisor.Supervisor.wait, socket.recv_fds
+    wait, read = supervisor.Supervisor.wait, Channel.read
 
     def wait_or_never(self: supervisor.Supervisor, timeout_s: float = 0.5) -> set[int]:
         return ready if (ready := wait(self, timeout_s)) is not None else _never()
 
-    def receive_or_never(*args: Any) -> Any:
-        return found if (found := receive(*args))[0] else _never()
+    def read_or_never(self: Channel, *, wait: bool = True) -> list[Frame]:
+        return frames if (frames := read(self, wait=wait)) is not None else _never()
 
     supervisor.Supervisor.wait = wait_or_never
-    socket.recv_fds = receive_or_never
+    Channel.read = read_or_never
     os.register_at_fork(after_in_child=_stay)
 
 

@@ -30,7 +30,7 @@ Five parts of Podium run a user's code this way. What differs is who decides abo
 Frames, the filter of secrets, limits of time, memory, descriptors and message length are the same for all of them.
 """
 
-from podium.processes.channel import HEADER, Channel, Frame, FrameError, FrameReader, Requests, make_frame, read_frame
+from podium.processes.channel import HEADER, Channel, Frame, FrameError, Requests, make_frame, read_frame
 from podium.processes.environment import find_secrets
 from podium.processes.fork_server import ForkServer, serve_forks
 from podium.processes.launcher import Launched, command, import_path, working_directory
@@ -56,7 +56,6 @@ __all__ = [
     "ForkServer",
     "Frame",
     "FrameError",
-    "FrameReader",
     "Launched",
     "Requests",
     "Supervisor",

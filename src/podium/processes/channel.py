@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import socket
 import struct
+import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -28,14 +29,14 @@ from podium.processes.limits import LONGEST_BODY
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["HEADER", "Channel", "Frame", "FrameError", "FrameReader", "Requests", "make_frame", "read_frame"]
+__all__ = ["HEADER", "Channel", "Frame", "FrameError", "Requests", "make_frame", "read_frame"]
 
 Frame = tuple[int, bytes]
 """The number and the body of a message."""
 HEADER: Final = struct.Struct("<QQ")
 
 _READ_BYTES: Final = 1 << 18
-_MOST_DESCRIPTORS: Final = 16  # with one frame
+_DESCRIPTOR_SPACE: Final = socket.CMSG_SPACE(16 * array("i").itemsize)  # for those that come with one frame
 _CLOSED_BY_EXEC: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # which macOS lacks
 
 
@@ -48,63 +49,26 @@ def make_frame(number: int, body: bytes = b"") -> bytes:
     return HEADER.pack(number, len(body)) + body
 
 
-class FrameReader:
-    """Cuts a stream of bytes into frames.
-
-    Attributes:
-        data: The bytes that are no whole frame yet.
-    """
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def head(self) -> tuple[int, int] | None:
-        """Return the number and the length of the body of a frame that has begun to arrive."""
-        return HEADER.unpack_from(self.data) if len(self.data) >= HEADER.size else None
-
-    def take(self, longest: int = LONGEST_BODY) -> list[Frame]:
-        """Return the frames that have arrived, up to one whose body is longer than ``longest``.
-
-        Raises:
-            FrameError: That is the first one.
-        """
-        head, frames = self.head(), list[Frame]()
-        if head is None:
-            return frames
-        if head[1] > longest:
-            raise FrameError(f"a frame of {head[1]:,} bytes is longer than {longest:,}")
-        if HEADER.size + head[1] > len(self.data):  # a long frame, of which each read brings a part
-            return frames
-        data, start = bytes(self.data), 0
-        while len(data) - start >= HEADER.size:
-            number, length = HEADER.unpack_from(data, start)
-            begin = start + HEADER.size
-            stop = begin + length
-            if length > longest or stop > len(data):
-                break
-            frames.append((number, data[begin:stop]))
-            start = stop
-        del self.data[:start]
-        return frames
-
-
 class Channel:
     """One end of a connection between two processes.
 
     Args:
         connection: A stream socket.
-        takes_descriptors: Whether frames may bring file descriptors. A process that runs a user's code could fill the
-            other one's table with them, so only the side of the child process takes any.
+        trusted: The other end runs no user's code. Its frames may have any length and bring file descriptors, with
+            which a user's code could fill the memory and the table of open files of this process.
+        longest: The most bytes of the body of a frame from an end that is not trusted.
 
     Attributes:
+        data: What has come of a frame that is not here as a whole.
         descriptors: The descriptors that have come, a list for each frame that brought some.
     """
 
-    def __init__(self, connection: socket.socket, *, takes_descriptors: bool = False) -> None:
+    def __init__(self, connection: socket.socket, *, trusted: bool = False, longest: int = LONGEST_BODY) -> None:
         self.connection = connection
+        self.data = bytearray()
         self.descriptors: deque[list[int]] = deque()
-        self._takes_descriptors = takes_descriptors
-        self._reader = FrameReader()
+        self._trusted = trusted
+        self._longest = sys.maxsize if trusted else longest
         self._frames: deque[Frame] = deque()
         self._sending = threading.Lock()
 
@@ -138,32 +102,53 @@ class Channel:
         return self._frames.popleft()
 
     def read(self, *, wait: bool = True) -> list[Frame] | None:
-        """Read once, and return the frames that have arrived. Returns None when the other end is closed."""
+        """Read once, and return the frames that are here as a whole, up to one that is too long. Returns None when the
+        other end is closed.
+
+        Raises:
+            FrameError: The first frame is too long.
+        """
         flags = 0 if wait else socket.MSG_DONTWAIT
         try:
-            if self._takes_descriptors:
-                data, descriptors, _, _ = socket.recv_fds(
-                    self.connection, _READ_BYTES, _MOST_DESCRIPTORS, flags | _CLOSED_BY_EXEC
-                )
-                if descriptors:
-                    self.descriptors.append([*descriptors])
-            else:
-                data = self.connection.recv(_READ_BYTES, flags)
+            space = _DESCRIPTOR_SPACE if self._trusted else 0
+            data, ancillary, *_ = self.connection.recvmsg(_READ_BYTES, space, flags | _CLOSED_BY_EXEC)
         except BlockingIOError:
             return []
         except ConnectionResetError:
             return None
         if not data:
             return None
-        self._reader.data += data
-        return self._reader.take()
+        self.descriptors.extend([*array("i", descriptors)] for *_, descriptors in ancillary)
+        self.data += data
+        return self._take()
+
+    def head(self) -> tuple[int, int] | None:
+        """Return the number and the length of the body of a frame that has begun to arrive."""
+        return HEADER.unpack_from(self.data) if len(self.data) >= HEADER.size else None
+
+    def _take(self) -> list[Frame]:
+        head, frames = self.head(), list[Frame]()
+        if head is None:
+            return frames
+        if head[1] > self._longest:
+            raise FrameError(f"a frame of {head[1]:,} bytes is longer than {self._longest:,}")
+        if HEADER.size + head[1] > len(self.data):  # a long frame, of which each read brings a part
+            return frames
+        data, start = bytes(self.data), 0
+        while len(data) - start >= HEADER.size:
+            number, length = HEADER.unpack_from(data, start)
+            begin = start + HEADER.size
+            stop = begin + length
+            if length > self._longest or stop > len(data):
+                break
+            frames.append((number, data[begin:stop]))
+            start = stop
+        del self.data[:start]
+        return frames
 
     def close(self) -> None:
-        """Close this end, and whatever descriptors nobody has taken."""
+        """Close this end."""
         self.connection.close()
-        while self.descriptors:
-            for fd in self.descriptors.popleft():
-                os.close(fd)
 
 
 class Requests:

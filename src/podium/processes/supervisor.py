@@ -145,7 +145,7 @@ def supervise(work: Callable[[Supervisor, Channel], None]) -> NoReturn:
     supervisor = Supervisor(connection)
     code = 1
     try:
-        work(supervisor, Channel(connection, takes_descriptors=True))
+        work(supervisor, Channel(connection, trusted=True))
         code = 0
     except ConnectionError:
         code = 0  # the controller is gone

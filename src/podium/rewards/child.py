@@ -83,7 +83,7 @@ def grade_items(sock: socket.socket, reward: ItemReward, memory_bytes: int | Non
     """Answer items until ``sock`` closes. Returns the exit code of the process."""
     faulthandler.enable()
     limit_memory(memory_bytes)
-    channel = Channel(sock)
+    channel = Channel(sock, trusted=True)
     answered, grader = 0, os.getpid()
     while (item := channel.receive()) is not None:
         number, data = item

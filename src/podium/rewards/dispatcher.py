@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from podium.errors import ConfigError
-from podium.processes import Channel, FrameError, FrameReader, Supervisor, describe_exit, make_frame, supervise
+from podium.processes import Channel, Frame, FrameError, Supervisor, describe_exit, make_frame, supervise
 from podium.rewards.child import REPLACE, Result, encode, grade_items
 from podium.rewards.lists import takes_lists
 from podium.rewards.resolve import ItemReward, RewardFn, item_reward, resolve_reward
@@ -72,42 +72,29 @@ def _load(source: str | bytes) -> tuple[ItemReward | None, Result]:
         return None, Result(problem=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
 
 
-class _Stream(FrameReader):
-    """A socket that never blocks. Bytes that it does not take at once wait in memory."""
+class _Stream(Channel):
+    """A channel that never blocks. Bytes that it does not take at once wait in memory."""
 
-    def __init__(self, sock: socket.socket, poller: select.poll) -> None:
-        super().__init__()
+    def __init__(self, sock: socket.socket, poller: select.poll, *, trusted: bool = False) -> None:
+        super().__init__(sock, trusted=trusted, longest=MOST_RESULT_BYTES)
         sock.setblocking(False)
-        self.sock = sock
         self._outgoing = bytearray()
         self._poller = poller
         poller.register(sock, select.POLLIN)
 
-    def send(self, data: bytes | bytearray = b"") -> None:
-        self._outgoing += data
+    def queue(self, frames: bytes | bytearray = b"") -> None:
+        """Send frames, and what waits."""
+        self._outgoing += frames
         if not self._outgoing:
             return
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            del self._outgoing[: self.sock.send(self._outgoing)]
+            del self._outgoing[: self.connection.send(self._outgoing)]
         with suppress(FileNotFoundError):  # the other side has closed
-            self._poller.modify(self.sock, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-
-    def receive(self) -> bool:
-        """Read the bytes that have arrived. Returns whether the other side may send more."""
-        try:
-            data = self.sock.recv(1 << 18)
-        except BlockingIOError:
-            return True
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            self.stop_polling()
-        self.data += data
-        return bool(data)
+            self._poller.modify(self.connection, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
 
     def stop_polling(self) -> None:
         with suppress(KeyError):
-            self._poller.unregister(self.sock)
+            self._poller.unregister(self.connection)
 
 
 @dataclass(eq=False)
@@ -132,7 +119,7 @@ class _Dispatcher:
         self, supervisor: Supervisor, connection: socket.socket, reward: ItemReward, settings: Settings
     ) -> None:
         self._supervisor = supervisor
-        self._grader = _Stream(connection, supervisor.poller)
+        self._grader = _Stream(connection, supervisor.poller, trusted=True)
         self._reward = reward
         self._settings = settings
         self._items: dict[int, bytes] = {}  # all items without a result, by number
@@ -143,17 +130,17 @@ class _Dispatcher:
     def run(self) -> None:
         """Serve the grader until it closes its end of the socket."""
         while (ready := self._supervisor.wait(self._patience())) is not None:
-            if self._grader.sock.fileno() in ready and not self._receive():
+            if self._grader.fileno() in ready and not self._receive():
                 return
-            for child in [child for child in self._children.values() if child.stream.sock.fileno() in ready]:
-                child.stream.send()
+            for child in [child for child in self._children.values() if child.stream.fileno() in ready]:
+                child.stream.queue()
                 self._hear(child)
             for pid, status in self._supervisor.ended():
                 if pid in self._children:
                     self._bury(self._children[pid], os.waitstatus_to_exitcode(status))
             self._expire()
             self._hand_out()
-            self._grader.send(self._results)
+            self._grader.queue(self._results)
             self._results.clear()
 
     def _patience(self) -> float:
@@ -163,10 +150,11 @@ class _Dispatcher:
 
     def _receive(self) -> bool:
         """Read items, and orders to drop an item, which have no data. Returns False when the grader has closed."""
-        if not self._grader.receive():
+        frames = self._grader.read()
+        if frames is None:
             return False
         dropped = False
-        for number, body in self._grader.take(sys.maxsize):
+        for number, body in frames:
             if body:
                 self._items[number] = make_frame(number, body)
                 self._waiting.append(number)
@@ -190,7 +178,7 @@ class _Dispatcher:
             taken = [self._waiting.popleft() for _ in range(size)]
             child.pending.extend(number for number in taken if number in self._items)
             child.deadline = time.monotonic() + self._settings.time_limit_s
-            child.stream.send(b"".join(self._items[number] for number in child.pending))
+            child.stream.queue(b"".join(self._items[number] for number in child.pending))
 
     def _idle_child(self) -> _Child | None:
         for child in self._children.values():
@@ -200,7 +188,7 @@ class _Dispatcher:
 
     def _started_child(self) -> _Child:
         ours, theirs = socket.socketpair()
-        others = [child.stream.sock for child in self._children.values()]
+        others = [child.stream.connection for child in self._children.values()]
 
         def run() -> int:
             for sock in (ours, *others):
@@ -214,16 +202,20 @@ class _Dispatcher:
 
     def _hear(self, child: _Child) -> None:
         """Read a child's results, and end the child if it sent anything but the result of its item."""
-        if not child.stream.receive() and not child.pending:
-            return self._end(child)
+        frames: list[Frame] | None = []
         with suppress(FrameError):  # its head is looked at below
-            for number, body in child.stream.take(MOST_RESULT_BYTES):
-                if not self._expects(child, number):
-                    return self._blame(child, number, make_frame(number, body))
-                child.answered = child.pending.popleft()
-                child.deadline = time.monotonic() + self._settings.time_limit_s
-                if self._items.pop(child.answered, None) is not None:  # else it was dropped
-                    self._results += make_frame(number, body)
+            frames = child.stream.read()
+        if frames is None:
+            child.stream.stop_polling()
+            if not child.pending:
+                return self._end(child)
+        for number, body in frames or ():
+            if not self._expects(child, number):
+                return self._blame(child, number, make_frame(number, body))
+            child.answered = child.pending.popleft()
+            child.deadline = time.monotonic() + self._settings.time_limit_s
+            if self._items.pop(child.answered, None) is not None:  # else it was dropped
+                self._results += make_frame(number, body)
         if (head := child.stream.head()) is None:
             return None
         number, length = head
@@ -261,7 +253,7 @@ class _Dispatcher:
         """Kill a child. ``result`` is that of its first pending item. Without a result the item is graded anew."""
         del self._children[child.pid]
         child.stream.stop_polling()
-        child.stream.sock.close()
+        child.stream.close()
         self._supervisor.kill(child.pid)
         if result is not None and child.pending:
             number = child.pending.popleft()

@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -24,14 +23,13 @@ import cloudpickle
 from podium.processes import (
     LONGEST_BODY,
     Channel,
-    FrameReader,
     Launched,
     Supervisor,
     command,
     describe_exit,
-    make_frame,
     supervise,
 )
+from podium.rollout.environments.calls import in_thread
 
 __all__ = ["FailedInProcess", "in_process", "main", "written"]
 
@@ -52,39 +50,31 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any]) ->
     Raises:
         FailedInProcess: The function raised, or its process ended.
     """
-    call = make_frame(_CALL, _pickled(function, values))
+    call = _pickled(function, values)
     launched = Launched(command("podium.rollout.environments.tool_process"))
     try:
-        answer = await _ask(launched.channel.connection, call)
+        answer = await in_thread(_ask, launched.channel, call)
     finally:
-        await asyncio.to_thread(launched.end)
+        await in_thread(launched.end)
         launched.channel.close()
     if "result" not in answer:
         raise FailedInProcess(answer.get("error", "its process answered with something else than a result"))
     return answer["result"]
 
 
-async def _ask(connection: socket.socket, call: bytes) -> dict[str, str]:
+def _ask(channel: Channel, call: bytes) -> dict[str, str]:
     """Send a call, and return the first answer. The tool may have run code of the model in its process, so the answer
     is plain text in JSON: reading a pickle would run whatever that code has written."""
-    loop, reader = asyncio.get_running_loop(), FrameReader()
-    connection.setblocking(False)
-    with contextlib.suppress(ConnectionError):  # it ended, which its answer says
-        await loop.sock_sendall(connection, call)
+    with contextlib.suppress(OSError):  # it ended, which its answer says
+        channel.send(_CALL, call)
     try:
-        while not (frames := reader.take()):
-            reader.data += (data := await loop.sock_recv(connection, 1 << 18))
-            if not data:
-                return {} if reader.data else {"error": "its process ended"}
-        number, body = frames[0]
-        answer = json.loads(body) if number == _CALL else None
-    except ConnectionError:
-        return {"error": "its process ended"}
+        frame = channel.receive()
+        if frame is None:
+            return {} if channel.data else {"error": "its process ended"}
+        answer: Any = json.loads(frame[1]) if frame[0] == _CALL else None
     except (ValueError, RecursionError):  # a FrameError too
-        return {}
-    if not isinstance(answer, dict):
-        return {}
-    return {str(name): str(value) for name, value in answer.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        answer = None
+    return {str(name): str(value) for name, value in answer.items()} if isinstance(answer, dict) else {}
 
 
 def written(result: Any) -> str:
