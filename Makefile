@@ -76,7 +76,7 @@ fuzz: $(STAMP)  ## all of the ten thousand broken inputs, of which the tests try
 	@$(BIN)/python -W ignore -m tests.integration.test_fuzz
 
 test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an environment of its own: four minutes
-	@.venvs/monarch/bin/python -m pytest tests/contract -m monarch $(ARGS)
+	@.venvs/monarch/bin/python -m pytest tests/contract -m monarch --all $(ARGS)
 
 test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs, in an environment of its own
 	@.venvs/vllm/bin/python -m pytest $$(grep -rl --include='*.py' 'mark\.vllm' tests) -m vllm $(ARGS)

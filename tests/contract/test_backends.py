@@ -6,24 +6,40 @@ import pytest
 
 from podium.runtime import backends
 from podium.testing import BackendContract, Target
+from tests.contract.broken_backend import FAULTS
+from tests.contract.everyday import KINDS, is_exhaustive
 
 BACKENDS = [
-    Target("inline"),
-    Target("inline", threads=True),
-    Target("local"),
+    pytest.param(Target("inline"), id="inline"),
+    pytest.param(Target("inline", threads=True), id="inline_threads"),
+    pytest.param(Target("local"), id="local"),
     # Its processes import torch one by one, two seconds each: only those do here that need it.
     pytest.param(Target("ray", preload=()), id="ray", marks=pytest.mark.ray),
-    pytest.param(Target("monarch"), marks=pytest.mark.monarch),
+    pytest.param(Target("monarch"), id="monarch", marks=pytest.mark.monarch),
 ]
 
 
 def test_no_backend_of_podiums_own_is_left_out() -> None:
     own = {name for name, entry in backends().items() if entry.module.startswith("podium.")}
-    tried = {str(getattr(one, "values", (one,))[0]).partition("-")[0] for one in BACKENDS}
+    tried = {str(param.id).partition("_")[0] for param in BACKENDS}
     assert tried == own
 
 
-@pytest.fixture(scope="module", params=BACKENDS, ids=str)
+def test_tests_that_find_the_faults_of_a_backend_run_every_day() -> None:
+    assert not [test for test in FAULTS.values() if is_exhaustive(test, "ray")]
+
+
+def test_every_kind_has_tests_for_every_day_and_names_tests_that_there_are(request: pytest.FixtureRequest) -> None:
+    names = {item.name.replace("[ray-", "[").removesuffix("[ray]") for item in request.session.items}
+    for kind in KINDS:
+        assert kind.everyday
+        for name in kind.everyday:
+            assert name in names or not any("[ray" in item.name for item in request.session.items), name
+        for name in (*kind.everyday, *kind.exhaustive):
+            assert hasattr(BackendContract, name.partition("[")[0]), name
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 

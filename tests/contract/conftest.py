@@ -1,0 +1,17 @@
+"""Marks the tests of the contract suite that `make test` leaves out on some backends."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.everyday import is_exhaustive
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.parent is None or item.parent.name != "TestBackends":
+        return
+    assert isinstance(item, pytest.Function)
+    # pytest names the target first: [ray], or [ray-large] for a test that has parameters of its own.
+    target, _, parameters = item.callspec.id.partition("-")
+    if is_exhaustive(item.originalname, target, parameters):
+        item.add_marker(pytest.mark.exhaustive)
