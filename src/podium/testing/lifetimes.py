@@ -1,7 +1,6 @@
 """Contract: start, close, restart, and what a failed constructor leaves behind. Processes where there are any."""
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from podium.errors import CallCancelled, ConfigError, EndpointError, SerializationError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Worker, colocate, endpoint
+from podium.testing.shipped import exit_on
 from podium.testing.target import Target, need, refuses
 from podium.testing.workers import Counter, Keeper, RaisesOn
 
@@ -85,7 +85,7 @@ class LifetimeContract:
         need(cluster, "processes")
         counter = cluster.start(Counter.bind(), cluster.pool([2]), name="mortal", distributed=False)
         with pytest.raises(WorkerDied, match=r"rank 1 of mortal on .* ended while this call waited for it") as caught:
-            counter.group.run(_exit_on, 1)
+            counter.group.run(exit_on, 1)
         assert (caught.value.rank, caught.value.role) == (1, "mortal")
         assert caught.value.last_words == ("these are my last words",)
         if cluster.capabilities.exit_status:
@@ -176,10 +176,3 @@ class Gatherer(Worker):
         if self.ctx.rank == rank:
             raise ValueError("I am the cause")
         return self._gather(0.0)
-
-
-def _exit_on(worker: Worker, rank: int) -> None:
-    if worker.ctx.rank == rank:
-        sys.stderr.write("these are my last words\n")
-        sys.stderr.flush()
-        os._exit(7)

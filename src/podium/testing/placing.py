@@ -1,9 +1,7 @@
 """Contract: pools and slots, meshes, the worker's context, colocation, names."""
 
-import logging
 import os
 import re
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +14,18 @@ import torch
 from podium.errors import CallCancelled, ConfigError, EndpointError, PlacementError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Colocated, Handle, Mesh, Profile, Worker, colocate, endpoint
 from podium.telemetry import WorkerLost, WorkerStarted, subscribe
+from podium.testing.shipped import (
+    CamelCaseName,
+    Fails,
+    Heir,
+    change_rank,
+    coordinate_in,
+    listen,
+    listen_to_records,
+    reach,
+)
 from podium.testing.target import Target, need, refuses
-from podium.testing.workers import Counter, Keeper, Place, Probe, RaisesOn, Sleeper
+from podium.testing.workers import Counter, Keeper, Place, RaisesOn, Sleeper
 
 __all__ = ["PlacingContract"]
 
@@ -218,12 +226,12 @@ class PlacingContract:
             rest = {"at_start": (rank, 3), "role": "places", "node": cluster.nodes[0].name, "devices": ()}
             assert facts == numbers | rest
         with pytest.raises(EndpointError, match="FrozenInstanceError"):
-            place.group.run(_change_rank)
+            place.group.run(change_rank)
 
     def test_a_worker_can_be_reached_at_its_address_and_a_free_port(self, cluster: Cluster) -> None:
         group = cluster.start(Place.bind(), cluster.pool(2), distributed=False).group
-        address, port = group.run_on(0, _listen)
-        assert group.run_on(1, _reach, address, port) == "heard"
+        address, port = group.run_on(0, listen)
+        assert group.run_on(1, reach, address, port) == "heard"
         assert group.run(lambda worker: worker.ctx.address) == [address] * 2
 
     def test_seeds_differ_by_rank_and_follow_from_the_groups(self, cluster: Cluster) -> None:
@@ -242,7 +250,7 @@ class PlacingContract:
         quiet = cluster.start(Counter.bind(), distributed=False)
         with caplog.at_level("DEBUG", "podium"):
             told = cluster.start(Counter.bind(), name="told", distributed=False)
-            told.group.run(_listen_to_records)
+            told.group.run(listen_to_records)
             told.add(1)
             quiet.add(1)
             (records,) = told.group.run(lambda worker: worker.records)
@@ -280,8 +288,8 @@ class PlacingContract:
     def test_named_meshes_are_in_the_context(self, cluster: Cluster) -> None:
         mesh = Mesh(dp=2, tp=2)
         group = cluster.start(Place.bind(), cluster.pool([4]), meshes={"train": mesh}, distributed=False).group
-        assert group.run(_coordinate_in, "train") == [{"dp": d, "tp": t} for d in range(2) for t in range(2)]
-        assert group.run(_coordinate_in, "default") == [{"dp": at} for at in range(4)]
+        assert group.run(coordinate_in, "train") == [{"dp": d, "tp": t} for d in range(2) for t in range(2)]
+        assert group.run(coordinate_in, "default") == [{"dp": at} for at in range(4)]
         assert group.meshes["train"] == mesh
         with pytest.raises(ConfigError, match=r"mesh 'train' is Mesh\(dp=3\) of 3 ranks; the group has 2"):
             cluster.start(Place.bind(), cluster.pool([2]), meshes={"train": Mesh(dp=3)})
@@ -346,7 +354,7 @@ class PlacingContract:
         assert keeper.group.pids == counter.group.pids
         refuses(ConfigError, "the processes run already", cluster.start, Keeper.bind(), cluster.pool([2]), into=counter)
         refuses(ConfigError, "expected a handle", cluster.start, Keeper.bind(), into="first_in")
-        refuses(WorkerStartError, "ValueError: not today", cluster.start, _Fails.bind(), into=counter, name="third_in")
+        refuses(WorkerStartError, "ValueError: not today", cluster.start, Fails.bind(), into=counter, name="third_in")
         assert counter.add(0) == [3, 3], "processes outlive a worker that did not start in them"
 
     def test_a_start_into_processes_that_fails_leaves_nothing_there(self, cluster: Cluster) -> None:
@@ -366,7 +374,7 @@ class PlacingContract:
         first.group.close()
         again = cluster.start(Counter.bind(), name="only_one", distributed=False)
         assert again.add(1) == [1]
-        assert cluster.start(_CamelCaseName.bind(), distributed=False).group.name == "camel_case_name"
+        assert cluster.start(CamelCaseName.bind(), distributed=False).group.name == "camel_case_name"
 
     @pytest.mark.parametrize("name", ["a/b", "../up", ".hidden", "two words", "-x"])
     def test_a_name_that_cannot_name_a_log_file_is_refused(self, cluster: Cluster, name: str) -> None:
@@ -382,8 +390,8 @@ class PlacingContract:
         refuses(ConfigError, r"start\(\) takes Cls\.bind.*the class Counter", cluster.start, Counter)
         refuses(ValueError, "already wrapped", cluster.start, object())
         refuses(ConfigError, r"Counter\.bind\(\): got an unexpected keyword argument 'begin'", Counter.bind, begin=3)
-        with pytest.raises(ConfigError, match=r"_CamelCaseName\.bind\(\): too many positional arguments.*takes \(\)"):
-            _CamelCaseName.bind(1)  # pyright: ignore[reportCallIssue] - the point
+        with pytest.raises(ConfigError, match=r"CamelCaseName\.bind\(\): too many positional arguments.*takes \(\)"):
+            CamelCaseName.bind(1)  # pyright: ignore[reportCallIssue] - the point
         refuses(ConfigError, r"Place\.bind\(\): too many positional arguments", Place.bind, 1)
 
     def test_workers_made_by_value_are_started_too(self, cluster: Cluster) -> None:
@@ -399,45 +407,9 @@ class PlacingContract:
         assert local.times(5) == [15, 15]
 
     def test_inherited_endpoints_are_endpoints_and_overridden_ones_are_what_they_became(self, cluster: Cluster) -> None:
-        heir = cluster.start(_Heir.bind(), distributed=False)
+        heir = cluster.start(Heir.bind(), distributed=False)
         assert heir.rank() == [100]
-        refuses(AttributeError, "'echo' is no endpoint of _Heir", getattr, heir, "echo")
-
-
-def _listen(worker: Worker) -> tuple[str, int]:
-    port = worker.ctx.free_port()
-    server = socket.create_server((worker.ctx.address, port))
-
-    def serve() -> None:
-        with server, server.accept()[0] as connection:
-            connection.sendall(b"heard")
-
-    threading.Thread(target=serve, daemon=True).start()
-    return worker.ctx.address, port
-
-
-def _reach(worker: Worker, address: str, port: int) -> str:
-    with socket.create_connection((address, port), 10.0) as connection:
-        return connection.recv(100).decode()
-
-
-def _listen_to_records(worker: Counter) -> None:
-    worker.records = list[str]()  # pyright: ignore[reportAttributeAccessIssue]
-
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "told.add" in record.getMessage():
-                worker.records.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
-
-    logging.getLogger("podium").addHandler(Heard())
-
-
-def _change_rank(worker: Worker) -> None:
-    worker.ctx.rank = 5  # pyright: ignore[reportAttributeAccessIssue] - the point: it is frozen
-
-
-def _coordinate_in(worker: Worker, mesh: str) -> dict[str, int]:
-    return worker.ctx.meshes[mesh].coordinate(worker.ctx.rank)
+        refuses(AttributeError, "'echo' is no endpoint of Heir", getattr, heir, "echo")
 
 
 class Pair(Colocated):
@@ -445,22 +417,3 @@ class Pair(Colocated):
 
     left: Handle[Counter]
     keeper: Handle[Keeper]
-
-
-class _Fails(Worker):
-    def __init__(self) -> None:
-        raise ValueError("not today")
-
-
-class _CamelCaseName(Worker):
-    pass
-
-
-class _Heir(Probe):
-    @endpoint
-    def rank(self) -> int:
-        return super().rank() + 100
-
-    def echo(self, value: int) -> int:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
-        """No endpoint any more."""
-        return value

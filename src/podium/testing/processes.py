@@ -1,12 +1,9 @@
 """Contract: nodes, reservations and worker processes, as a backend itself gives them to the runtime."""
 
-import importlib
 import itertools
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,9 +17,17 @@ import podium
 from podium import telemetry
 from podium.errors import CallCancelled, DeadlineExceeded, PlacementError, PodiumError, WorkerDied, WorkerStartError
 from podium.processes import kill
-from podium.runtime import Backend, Cluster, Place, ProcessSpec, Reply, Request, Worker, backend_class, endpoint, first
-from podium.runtime.collect import nothing
+from podium.runtime import Backend, Cluster, Place, ProcessSpec, Reply, Request, Worker, backend_class
 from podium.runtime.messages import Capabilities, Death
+from podium.testing.shipped import (
+    KeepsItsResults,
+    leave,
+    read_devices,
+    read_pid,
+    read_surroundings,
+    read_threads,
+    start_child,
+)
 from podium.testing.target import Target, alive, all_gone, need, wait_for
 from podium.testing.workers import Counter, Sleeper
 
@@ -147,7 +152,7 @@ class ProcessContract:
             if other.nodes[0].resources.get("gpu", 0) != 3:
                 pytest.skip("the backend does not count the devices of CUDA_VISIBLE_DEVICES")
             seen = [
-                sorted(other.start(Worker.bind(), pool, distributed=False).group.run(_devices))
+                sorted(other.start(Worker.bind(), pool, distributed=False).group.run(read_devices))
                 for pool in (other.pool([2], gpus=1), other.pool([1]), other.pool([2], gpus=0.5))
             ]
         assert seen == [[((0,), "4"), ((0,), "6")], [((), "")], [((0,), "7"), ((0,), "7")]]
@@ -157,7 +162,7 @@ class ProcessContract:
     def test_every_rank_has_a_process_of_its_own_whose_number_is_known(self, cluster: Cluster) -> None:
         group = cluster.start(Worker.bind(), cluster.pool([3]), distributed=False).group
         if cluster.capabilities.processes:
-            assert group.run(_pid) == list(group.pids)
+            assert group.run(read_pid) == list(group.pids)
             assert len({os.getpid(), *group.pids}) == 4
         else:
             assert group.pids == (0, 0, 0)
@@ -166,7 +171,7 @@ class ProcessContract:
         need(cluster, "processes")
         pool = cluster.pool([1], cpus=1)
         group = cluster.start(Worker.bind(), pool, distributed=False).group
-        assert group.run(_threads) == [(1, 1)]
+        assert group.run(read_threads) == [(1, 1)]
         group.close()
         cluster.release(pool)
 
@@ -177,7 +182,7 @@ class ProcessContract:
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.chdir(tmp_path)
         group = cluster.start(Worker.bind(), distributed=False).group
-        assert group.run(_surroundings) == [(os.getcwd(), "here")]
+        assert group.run(read_surroundings) == [(os.getcwd(), "here")]
 
     def test_any_thread_may_start_and_close(self, cluster: Cluster) -> None:
         done: list[list[int]] = []
@@ -227,7 +232,7 @@ class ProcessContract:
             started.close()
 
     def test_a_result_that_nobody_wants_is_not_sent(self, cluster: Cluster) -> None:
-        keeps = cluster.start(_KeepsItsResults.bind(), cluster.pool([2]), distributed=False)
+        keeps = cluster.start(KeepsItsResults.bind(), cluster.pool([2]), distributed=False)
         assert keeps.lock_unless_first() == 0, "the results of other ranks are not wanted"
         assert keeps.lock() is None
 
@@ -298,7 +303,7 @@ class ProcessContract:
     def test_what_a_process_started_ends_with_it(self, cluster: Cluster) -> None:
         need(cluster, "processes")
         group = cluster.start(Worker.bind(), cluster.pool([2]), distributed=False).group
-        children = group.run(_child)
+        children = group.run(start_child)
         try:
             assert all(alive(pid) for pid in children)
             group.restart()
@@ -312,7 +317,7 @@ class ProcessContract:
         sleeper = cluster.start(Sleeper.bind(), distributed=False)
         calls = [sleeper.double.submit(at) for at in range(50)]
         with pytest.raises(WorkerDied):
-            sleeper.group.run(_leave)
+            sleeper.group.run(leave)
         assert [call.result(SOON_S) for call in calls] == [[2 * at] for at in range(50)]
 
     def test_an_end_is_reported_without_a_call_and_with_its_cause(self, cluster: Cluster) -> None:
@@ -351,16 +356,6 @@ class ProcessContract:
         backend.close()
 
 
-class _KeepsItsResults(Worker):
-    @endpoint(collect=first())
-    def lock_unless_first(self) -> Any:
-        return threading.Lock() if self.ctx.rank else 0
-
-    @endpoint(collect=nothing())
-    def lock(self) -> Any:
-        return threading.Lock()
-
-
 def _site(directory: Path, seconds: float) -> Mapping[str, str]:
     """The environment of interpreters that run SITE first."""
     pids, first_one = str(directory / "pids"), str(directory / "first")
@@ -379,30 +374,3 @@ def _wait_for_call(call: Any, caught: list[BaseException]) -> None:
         call.result()
     except PodiumError as error:
         caught.append(error)
-
-
-def _devices(worker: Worker) -> tuple[tuple[int, ...], str]:
-    names = ("HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    return worker.ctx.devices, next(os.environ[name] for name in names if name in os.environ)
-
-
-def _surroundings(worker: Worker) -> tuple[str, str]:
-    return os.getcwd(), importlib.import_module("found_by_path").FOUND
-
-
-def _pid(worker: Worker) -> int:
-    return os.getpid()
-
-
-def _threads(worker: Worker) -> tuple[int, int]:
-    import torch
-
-    return worker.ctx.threads, torch.get_num_threads()
-
-
-def _child(worker: Worker) -> int:
-    return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]).pid
-
-
-def _leave(worker: Worker) -> None:
-    os._exit(3)

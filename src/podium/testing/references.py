@@ -133,7 +133,7 @@ class ReferenceContract:
         assert put["note"] == "as it is"
         assert far["x"].places == ("the controller",)
         assert cluster.put(far)["x"] is far["x"], "references stay what they are"
-        other = cluster.start(Stash.bind(), cluster.pool([3]), name="other", distributed=False)
+        other = cluster.start(Stash.bind(), cluster.pool([2]), name="other", distributed=False)
         for group in (stash, other, stash.group.on(1)):
             assert same_batch(group.values(far.take([7, 0, 7])), batch(60).take([7, 0, 7]))
             assert same_batch(group.double(far), batch(60).with_columns(x=batch(60).dense("x") * 2))

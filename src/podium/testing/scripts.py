@@ -39,9 +39,11 @@ def work(worker, seconds):
     return "done"
 
 group = cluster.start(podium.Worker.bind(), cluster.pool([2]), name="talker", distributed=False).group
-print("PIDS", *[pid for pair in group.run(say) for pid in pair], flush=True)
+pids = [pid for pair in group.run(say) for pid in pair]
 try:
-    time.sleep(600)
+    print("PIDS", *pids, flush=True)
+    while True:  # Python sees a signal that comes just before a sleep only when that sleep has ended
+        time.sleep(0.1)
 except KeyboardInterrupt:
     print("AFTER", *group.run(work, 0), flush=True)
 group.run(work, 600)

@@ -1,0 +1,136 @@
+"""What tests send to worker processes: workers and functions in a module that imports neither torch nor pytest.
+
+A worker process imports the module of what it is sent, and torch alone takes a second of a process that needs none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from podium.runtime import Worker, endpoint, first, nothing
+from podium.testing.workers import Counter, Probe
+
+__all__ = [
+    "CamelCaseName",
+    "Fails",
+    "Heir",
+    "KeepsItsResults",
+    "change_rank",
+    "coordinate_in",
+    "exit_on",
+    "leave",
+    "listen",
+    "listen_to_records",
+    "reach",
+    "read_devices",
+    "read_pid",
+    "read_surroundings",
+    "read_threads",
+    "start_child",
+]
+
+
+class Fails(Worker):
+    def __init__(self) -> None:
+        raise ValueError("not today")
+
+
+class CamelCaseName(Worker):
+    pass
+
+
+class Heir(Probe):
+    @endpoint
+    def rank(self) -> int:
+        return super().rank() + 100
+
+    def echo(self, value: int) -> int:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+        """No endpoint any more."""
+        return value
+
+
+class KeepsItsResults(Worker):
+    @endpoint(collect=first())
+    def lock_unless_first(self) -> Any:
+        return threading.Lock() if self.ctx.rank else 0
+
+    @endpoint(collect=nothing())
+    def lock(self) -> Any:
+        return threading.Lock()
+
+
+def listen(worker: Worker) -> tuple[str, int]:
+    port = worker.ctx.free_port()
+    server = socket.create_server((worker.ctx.address, port))
+
+    def serve() -> None:
+        with server, server.accept()[0] as connection:
+            connection.sendall(b"heard")
+
+    threading.Thread(target=serve, daemon=True).start()
+    return worker.ctx.address, port
+
+
+def reach(worker: Worker, address: str, port: int) -> str:
+    with socket.create_connection((address, port), 10.0) as connection:
+        return connection.recv(100).decode()
+
+
+def listen_to_records(worker: Counter) -> None:
+    worker.records = list[str]()  # pyright: ignore[reportAttributeAccessIssue]
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "told.add" in record.getMessage():
+                worker.records.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+
+    logging.getLogger("podium").addHandler(Heard())
+
+
+def change_rank(worker: Worker) -> None:
+    worker.ctx.rank = 5  # pyright: ignore[reportAttributeAccessIssue] - the point: it is frozen
+
+
+def coordinate_in(worker: Worker, mesh: str) -> dict[str, int]:
+    return worker.ctx.meshes[mesh].coordinate(worker.ctx.rank)
+
+
+def exit_on(worker: Worker, rank: int) -> None:
+    if worker.ctx.rank == rank:
+        sys.stderr.write("these are my last words\n")
+        sys.stderr.flush()
+        os._exit(7)
+
+
+def read_devices(worker: Worker) -> tuple[tuple[int, ...], str]:
+    names = ("HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    return worker.ctx.devices, next(os.environ[name] for name in names if name in os.environ)
+
+
+def read_surroundings(worker: Worker) -> tuple[str, str]:
+    return os.getcwd(), importlib.import_module("found_by_path").FOUND
+
+
+def read_pid(worker: Worker) -> int:
+    return os.getpid()
+
+
+def read_threads(worker: Worker) -> tuple[int, int]:
+    import torch
+
+    return worker.ctx.threads, torch.get_num_threads()
+
+
+def start_child(worker: Worker) -> int:
+    return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]).pid
+
+
+def leave(worker: Worker) -> None:
+    os._exit(3)
