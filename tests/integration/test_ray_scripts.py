@@ -8,11 +8,10 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -206,24 +205,17 @@ with podium.HOW as cluster:
 """
 
 
-@contextmanager
-def said_by(head: Head) -> Iterator[None]:
-    """What Ray's servers for clients wrote is part of a failure."""
-    try:
-        yield
-    except AssertionError as error:
-        error.add_note(head.client_logs())
-        raise
-
-
 @pytest.mark.parametrize("way", ["auto", "client"])
 def test_a_running_cluster_is_found(head: Head, tmp_path: Path, way: str) -> None:
     """By RAY_ADDRESS, and through Ray's client, where even the inventory is asked for remotely."""
-    if way == "client" and (why := head.why_no_client()):
-        pytest.skip(why)
     how = 'connect("ray", address="auto", preload=())' if way == "auto" else f"connect({head.client!r}, preload=())"
-    with said_by(head):
+    try:
         out = run_script(tmp_path, START + FOUND.replace("HOW", how), PYTHONPATH=ROOT, RAY_ADDRESS=head.address)
+    except AssertionError as error:
+        if way == "client" and (why := head.why_no_client()):
+            pytest.skip(why)
+        error.add_note(head.client_logs())
+        raise
     assert out.splitlines() == ["[7, 7] [0, 0]", "[0, 50000]", "True", "[8, 8]", "LookupError"]
 
 
@@ -268,63 +260,115 @@ for way in ("127.0.0.1:1", "ray://127.0.0.1:1"):
 
 
 EMBEDDED = """
-cluster = podium.connect("ray", preload=())
-busy = cluster.start(Busy.bind(), cluster.pool([2], cpus=0.5), distributed=False)
-import ray
-print(ray._private.worker._global_node.get_session_dir_path(), *busy.group.pids, *busy.child(), flush=True)
-"""
-
-
-@pytest.mark.parametrize("ending", ["close", "kill"])
-def test_an_embedded_cluster_ends_with_its_script(tmp_path: Path, ending: str) -> None:
-    from tests.integration.ray_nodes import session_processes
-
-    text = EMBEDDED + ("cluster.close()\n" if ending == "close" else "") + "time.sleep(600)"
-    with script(tmp_path, text) as running:
-        session, *pids = line(running, tmp_path).split()
-        if ending == "kill":
-            assert len(session_processes(session)) > 3, "they are found where there are some"
-            running.kill()
-            running.wait()
-        assert all_end(map(int, pids)), "workers and their children"
-        own = {running.pid}
-        places = (Path(session).parents[2], tmp_path / "tmp")
-        assert wait_until(lambda: not any(map(os.listdir, places))), "Ray's session, and the logs of workers"
-        assert wait_until(lambda: not set(session_processes(session)) - own), "Ray's agents too"
-
-
-PRIVATE = """
 from pathlib import Path
 from tests.integration.processes import listeners_of, opened_by_others
+from tests.integration.ray_workers import devices_of
 for name in [name for name in os.environ if name.startswith("RAY_AUTH")]:
     del os.environ[name]
+os.environ["CUDA_VISIBLE_DEVICES"] = "4,5"
+os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
 home = Path(os.environ["RAY_TMPDIR"])
 home.chmod(0o755)
 (home / "public").touch(0o644)
 os.environ["HOME"] = str(home)
-with podium.connect("ray", preload=(), init={"num_cpus": 2}) as cluster:
+with podium.connect("ray", preload=(), init={"num_cpus": 2, "num_gpus": 2}) as cluster:
+    for pool in (cluster.pool([2], gpus=1), cluster.pool([1]), cluster.pool([1], cpus=1)):
+        print(sorted(cluster.start(Worker.bind(), pool, distributed=False).group.run(devices_of)), flush=True)
     busy = cluster.start(Busy.bind(), cluster.pool([2]), distributed=True)
     import ray
     session = Path(ray._private.worker._global_node.get_session_dir_path())
-    print(*listeners_of(os.getpid()))
     token = home / ".ray" / "auth_token"
-    print(oct(token.stat().st_mode)[-3:], len(token.read_text()))
     within = [*session.iterdir(), *session.glob("sockets/*"), *session.glob("logs/*")]
-    print(opened_by_others(home / "public", session, *within, token))
-print(session.exists())
+    print(*listeners_of(os.getpid()))
+    print(oct(token.stat().st_mode)[-3:], len(token.read_text()))
+    print(opened_by_others(home / "public", session, *within, token) if os.geteuid() == 0 else None)
+    pids = [*busy.group.pids, *busy.child()]
+print(session, *pids, flush=True)
+time.sleep(600)
 """
 
 
-def test_an_embedded_cluster_is_its_users_alone(tmp_path: Path) -> None:
+class Embedded(NamedTuple):
+    """What a script saw of its embedded cluster, and what was left when it had closed the cluster.
+
+    Attributes:
+        devices: What workers of three pools saw: with an accelerator each, without resources, with a core.
+        listeners: The addresses on which the script and its descendants listened.
+        token: Mode and length of the file with Ray's token.
+        opened: What another user could open of a public file, Ray's session and the token. Only root can ask.
+        left: The files and processes that were left.
+    """
+
+    devices: list[str]
+    listeners: str
+    token: str
+    opened: str
+    left: list[str]
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    directory = tmp_path_factory.mktemp("embedded")
+    with script(directory, EMBEDDED) as running:
+        *devices, listeners, token, opened, last = (line(running, directory) for _ in range(7))
+        session, *pids = last.split()
+        kept = (Path(session).parents[2], {"public", ".ray"})
+        yield Embedded(devices, listeners, token, opened, left_of(session, pids, running.pid, directory, kept))
+
+
+def left_of(
+    session: str, pids: Sequence[str], script_pid: int, directory: Path, kept: tuple[Path, set[str]]
+) -> list[str]:
+    """Return what does not go within a minute: workers with their children, Ray's agents, its files, and workers' logs.
+
+    ``kept`` is Ray's directory and the names of what stays there.
+    """
+    from tests.integration.ray_nodes import session_processes
+
+    def rest() -> list[str]:
+        processes = set(session_processes(session)) - {script_pid}
+        return [*map(str, processes), *(set(os.listdir(kept[0])) - kept[1]), *os.listdir(directory / "tmp")]
+
+    numbers = [int(pid) for pid in pids]
+    if all_end(numbers) and wait_until(lambda: not rest()):
+        return []
+    return [*(str(pid) for pid in numbers if alive(pid)), *rest()]
+
+
+def test_an_embedded_cluster_that_is_closed_leaves_nothing(embedded: Embedded) -> None:
+    assert not embedded.left
+
+
+def test_an_embedded_cluster_is_its_users_alone(embedded: Embedded) -> None:
     """It listens on loopback. Another user opens neither its directory nor its token."""
-    if os.geteuid() != 0:
+    assert {*embedded.listeners.split()} == {"127.0.0.1"}
+    assert embedded.token == "600 64"
+    if embedded.opened == "None":
         pytest.skip("only root can try this as another user")
-    with script(tmp_path, PRIVATE) as running:
-        listeners, token, opened, session = (line(running, tmp_path) for _ in range(4))
-    assert {*listeners.split()} == {"127.0.0.1"}
-    assert token == "600 64"
-    assert re.fullmatch(r"\['/[^',]*/public'\]", opened)
-    assert session == "False", "it is removed with the cluster"
+    assert re.fullmatch(r"\['/[^',]*/public'\]", embedded.opened)
+
+
+def test_accelerators_that_the_script_may_use_are_dealt_and_no_others(embedded: Embedded) -> None:
+    """Where Ray leaves the variable alone, too; slots that ask for none see none."""
+    assert embedded.devices == ["[((0,), '4'), ((0,), '5')]", "[((), '')]", "[((), '')]"]
+
+
+def test_an_embedded_cluster_ends_with_a_script_that_is_killed(tmp_path: Path) -> None:
+    from tests.integration.ray_nodes import session_processes
+
+    text = """
+cluster = podium.connect("ray", preload=())
+busy = cluster.start(Busy.bind(), cluster.pool([2], cpus=0.5), distributed=False)
+import ray
+print(ray._private.worker._global_node.get_session_dir_path(), *busy.group.pids, *busy.child(), flush=True)
+time.sleep(600)
+"""
+    with script(tmp_path, text) as running:
+        session, *pids = line(running, tmp_path).split()
+        assert len(session_processes(session)) > 3, "they are found where there are some"
+        running.kill()
+        running.wait()
+        assert not left_of(session, pids, running.pid, tmp_path, (Path(session).parents[2], set()))
 
 
 def test_a_ray_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -342,28 +386,14 @@ def test_a_ray_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch, tm
     assert re.fullmatch(rf"{said}\(Ray's logs: {tmp_path}/podium-\w+/ray\)", str(caught.value))
 
 
-def test_accelerators_that_the_script_may_use_are_dealt_and_no_others(tmp_path: Path) -> None:
-    """Where Ray leaves the variable alone, too; slots that ask for none see none."""
-    text = """
-os.environ["CUDA_VISIBLE_DEVICES"] = "4,5"
-os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-from tests.integration.ray_workers import devices_of
-with podium.connect("ray", preload=(), init={"num_cpus": 2, "num_gpus": 2}) as cluster:
-    for pool in (cluster.pool([2], gpus=1), cluster.pool([1]), cluster.pool([1], cpus=1)):
-        print(sorted(cluster.start(Worker.bind(), pool, distributed=False).group.run(devices_of)), flush=True)
-"""
-    with script(tmp_path, text) as running:
-        seen = [line(running, tmp_path) for _ in range(3)]
-    assert seen == ["[((0,), '4'), ((0,), '5')]", "[((), '')]", "[((), '')]"]
-
-
 # -- detached groups -------------------------------------------------------------------------------------------------
 
 DETACHED = """
 cluster = podium.connect("ray", address={address!r}, preload=())
 pool = cluster.pool([2], cpus=1, detached=True)
 busy = cluster.start(Busy.bind(), pool, name={name!r}, detached=True, distributed=False)
-print(*busy.group.pids, flush=True)
+ends = cluster.start(Busy.bind(), distributed=False)
+print(*busy.group.pids, *ends.group.pids, flush=True)
 {then}
 """
 
@@ -377,13 +407,13 @@ def test_a_detached_group_outlives_its_script(cluster: Cluster, head: Head, tmp_
     name = f"kept_{ending}"
     text = DETACHED.format(address=head.address, name=name, then="time.sleep(600)" if ending == "kill" else "")
     with script(tmp_path, text) as starter:
-        pids = tuple(int(pid) for pid in line(starter, tmp_path).split())
+        *pids, ends = (int(pid) for pid in line(starter, tmp_path).split())
         if ending == "kill":
             starter.kill()
         starter.wait(LONG_S)
-    time.sleep(1.0)  # what ends with its script is gone by then
+    assert all_end([ends]), "its other group ends with it"
     kept = cluster.attach(name)
-    assert kept.group.pids == pids
+    assert list(kept.group.pids) == pids
     assert kept.ping(1) == [1, 1]
     with pytest.raises(ConfigError, match=r"another controller's.*cluster\.stop"):
         kept.group.restart()
@@ -403,7 +433,7 @@ def test_a_detached_group_outlives_its_script(cluster: Cluster, head: Head, tmp_
 
 def test_the_death_of_a_detached_worker_is_seen_by_who_attached(cluster: Cluster, head: Head, tmp_path: Path) -> None:
     with script(tmp_path, DETACHED.format(address=head.address, name="mortal", then="")) as starter:
-        pids = [int(pid) for pid in line(starter, tmp_path).split()]
+        *pids, _ = (int(pid) for pid in line(starter, tmp_path).split())
         starter.wait(LONG_S)
     kept = cluster.attach("mortal")
     call = kept.wait.submit()
