@@ -57,7 +57,7 @@ test: $(STAMP)  ## the everyday tests, in as many processes as there are cores
 test-all: $(STAMP)  ## every test, those marked exhaustive too: before a release, and nightly
 	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --all $(ARGS)
 
-test-ray: $(STAMP)  ## every test with Ray; if all pass, `make test` leaves them out until Ray's code changes
+test-ray: $(STAMP)  ## every test with Ray: ten minutes; if all pass, `make test` leaves most out until Ray's code changes
 	@$(BIN)/python -m tests.ray_selection
 
 test-seconds: $(STAMP)  ## the everyday tests; record the seconds of each file in tests/seconds.json

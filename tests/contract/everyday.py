@@ -165,6 +165,7 @@ KINDS: Final = (
         everyday=("test_leaving_python_in_an_endpoint_is_an_error_of_it",),
         exhaustive=(
             "test_an_error_names_method_and_rank_and_brings_its_traceback",
+            "test_a_constructor_that_raises_names_its_rank_and_leaves_nothing",
             "test_a_group_whose_ranks_all_raise_alike_stays_usable",
             "test_a_worker_inside_a_worker_is_an_ordinary_object",
             "test_debug_records_frame_construction_and_calls",
@@ -177,12 +178,12 @@ KINDS: Final = (
     Kind(
         "handles: a worker's call goes through the script, as the script's own",
         everyday=(
-            "test_a_worker_calls_with_the_endpoints_own_dispatch_and_collect",
+            "test_many_calls_are_awaited_at_once_and_each_callers_order_is_kept",
             "test_references_go_and_come",
         ),
         exhaustive=(
+            "test_a_worker_calls_with_the_endpoints_own_dispatch_and_collect",
             "test_a_handle_comes_back_as_the_one_that_was_given",
-            "test_many_calls_are_awaited_at_once_and_each_callers_order_is_kept",
             "test_errors_are_those_of_the_call",
             "test_an_argument_that_the_script_cannot_read_is_an_error_of_its_call",
             "test_deadlines_hold",
@@ -194,11 +195,9 @@ KINDS: Final = (
     ),
     Kind(
         "pools and groups: the script counts slots and names; a backend holds places and starts processes",
-        everyday=(
-            "test_groups_run_on_parts_of_a_pool_and_share_it",
-            "test_replicas_are_independent",
-        ),
+        everyday=("test_groups_run_on_parts_of_a_pool_and_share_it",),
         exhaustive=(
+            "test_replicas_are_independent",
             "test_sizes_may_be_single_numbers",
             "test_joined_pools_are_released_together_or_not_at_all",
             "test_a_pool_has_at_least_one_slot_a_node",
@@ -210,11 +209,9 @@ KINDS: Final = (
     ),
     Kind(
         "colocation: workers that share a process are requests to a process that runs",
-        everyday=(
-            "test_colocated_workers_reach_each_other_as_plain_objects",
-            "test_restart_makes_all_colocated_workers_anew",
-        ),
+        everyday=("test_colocated_workers_reach_each_other_as_plain_objects",),
         exhaustive=(
+            "test_restart_makes_all_colocated_workers_anew",
             "test_colocated_workers_can_be_declared",
             "test_the_name_of_a_colocated_group_is_kept",
             "test_closing_a_colocated_worker_does_not_wait_for_its_sibling",
