@@ -70,6 +70,19 @@ class Faulty(Worker):
         return self.ctx.rank
 
     @endpoint
+    def raise_one_after_the_other(self, signal: str, then: str) -> list[float]:
+        """Rank 0 raises at once. The other ranks wait for the file ``signal``, and ``then`` raise the same error, are
+        done, wait in a collective, or wait for a message of rank 0."""
+        if self.ctx.rank != 0:
+            while not Path(signal).exists():
+                time.sleep(0.01)
+        if self.ctx.rank == 0 or then == "raise":
+            raise KeyError("the same on all ranks")
+        if then == "receive":
+            dist.recv(torch.zeros(1), src=0)
+        return all_gather(1.0, self.ctx.world_size) if then == "gather" else []
+
+    @endpoint
     def gather_ranks(self) -> list[float]:
         return all_gather(float(self.ctx.rank), self.ctx.world_size)
 

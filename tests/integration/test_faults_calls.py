@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -70,6 +71,60 @@ def test_siblings_freed_from_a_collective_are_secondary(faulty: Handle[Faulty]) 
             faulty.fail_on(0, "raise", "collective", 0.2)
         assert (caught.value.rank, "the first cause" in str(caught.value)) == (0, True)
         faulty.group.restart()
+
+
+@pytest.fixture
+def third_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that appears when the siblings of a failed rank have been looked at three times."""
+    looked = tmp_path / "looked"
+    find = process_calls.find_waiting_siblings
+
+    def find_and_count(failed: int, ask: Callable[[], Any], *others: Any) -> list[int]:
+        looks = itertools.count(1)
+
+        def ask_and_count() -> Any:
+            states = ask()
+            if next(looks) == 3:
+                looked.touch()
+            return states
+
+        return find(failed, ask_and_count, *others)
+
+    monkeypatch.setattr(process_calls, "find_waiting_siblings", find_and_count)
+    return looked
+
+
+@pytest.mark.parametrize("then", ["raise", "return"])
+def test_a_late_end_of_the_siblings_breaks_nothing(faulty: Handle[Faulty], third_look: Path, then: str) -> None:
+    with pytest.raises(EndpointError, match="the same on all ranks"):
+        faulty.raise_one_after_the_other(str(third_look), then)
+    assert not third_look.exists(), "the error was raised while the siblings were at work"
+    assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3  # it waits for the siblings, and meets nobody
+    assert third_look.exists()
+
+
+@pytest.mark.parametrize("then", ["gather", "receive"])
+def test_siblings_that_come_to_wait_for_a_failed_rank_are_freed(
+    faulty: Handle[Faulty], third_look: Path, then: str
+) -> None:
+    with pytest.raises(EndpointError, match="the same on all ranks"):
+        faulty.raise_one_after_the_other(str(third_look), then)
+    with pytest.raises(EndpointError, match=r"is broken: rank 0 raised KeyError.*\d.* waited for it in a collective"):
+        faulty.gather_ranks()
+    faulty.group.restart()
+    assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_a_call_behind_a_failed_one_keeps_its_deadline(faulty: Handle[Faulty], tmp_path: Path) -> None:
+    signal = tmp_path / "signal"
+    with pytest.raises(EndpointError, match="the same on all ranks"):
+        faulty.raise_one_after_the_other(str(signal), "return")
+    with pytest.raises(
+        DeadlineExceeded, match=r"before it was sent: ranks \[1, 2\] of faulty still run faulty\.raise_one"
+    ):
+        faulty.gather_ranks.within(timeout_s=0.5)()
+    signal.touch()
+    assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
 
 
 def test_all_ranks_raise_alike_and_the_group_stays_usable(faulty: Handle[Faulty]) -> None:

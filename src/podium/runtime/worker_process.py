@@ -23,6 +23,7 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from podium.errors import SerializationError, StoreFullError
-from podium.runtime.calls import Call, Outbox, Wanted, cause_of
+from podium.runtime.calls import Call, Collectives, Outbox, Wanted, cause_of, is_inside_collective
 from podium.runtime.codec import Reading, read_as, take_back
 from podium.runtime.endpoints import Returns, endpoints_of
 from podium.runtime.messages import Failure
@@ -407,14 +408,14 @@ class WorkerProcess:
 
     def do_status(self) -> str:
         """What runs here, for how long, and where in the code, for the message of a deadline."""
+        frames, requests = self._look_at_requests()
+        return "; ".join(map(partial(_status, frames), requests)) or "idle: the request is queued or lost"
+
+    def _look_at_requests(self) -> tuple[Mapping[int, FrameType], list[_Running]]:
+        """Return the frames of all threads, and the requests that run beside this one."""
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - nothing else shows another thread's stack
-        mine = threading.get_ident()
-        running = [
-            request
-            for request in list(self._running.values())
-            if request.thread != mine and request.label != "take_call"
-        ]
-        return "; ".join(map(partial(_status, frames), running)) or "idle: the request is queued or lost"
+        requests = [request for request in list(self._running.values()) if request.label != "take_call"]
+        return frames, [request for request in requests if request.thread != threading.get_ident()]
 
     def do_loading(self) -> tuple[int, int] | None:
         """How many tensors of how many the constructor has read that runs here; None if it reads none, or none runs."""
@@ -446,6 +447,22 @@ class WorkerProcess:
         world = dist.get_world_size()
         dist.destroy_process_group()
         return world > 1
+
+    def do_collectives(self) -> Collectives | None:
+        """The collectives that this rank has begun, and whether a worker is inside one; None without process groups."""
+        if not self._owns_process_group:
+            return None
+        from torch.distributed import distributed_c10d as c10d
+
+        begun: dict[str, int] = {}
+        world: Any = c10d._world  # pyright: ignore[reportPrivateUsage] - torch has no public list of all groups
+        names: dict[Any, str] = world.pg_names
+        for group, name in [*names.items()]:
+            with suppress(RuntimeError):  # a group that has not been used yet may have no count
+                begun[name] = group._get_sequence_number_for_group()
+        frames, requests = self._look_at_requests()
+        stacks = ("".join(_stack(frames, request)) for request in requests)
+        return Collectives(begun, next((stack for stack in stacks if is_inside_collective(stack)), ""))
 
     def do_limit_collectives(self, timeout_s: float) -> None:
         """Have each collective that begins from now on fail after ``timeout_s`` seconds, in all process groups."""

@@ -2,8 +2,8 @@
 
 import os
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from podium.errors import CallCancelled, ConfigError, EndpointError, SerializationError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Worker, colocate, endpoint
+from podium.runtime.calls import process_calls
 from podium.testing.shipped import exit_on
 from podium.testing.target import Target, need, refuses
 from podium.testing.workers import Counter, Keeper, RaisesOn
@@ -140,14 +141,24 @@ class LifetimeContract:
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         need(cluster, "collectives", "processes")
-        # Siblings are freed while the new workers are at work.
-        monkeypatch.setattr("podium.runtime.calls.process_calls.BREAK_S", 1.0)
+        freed, restarted = threading.Event(), threading.Event()
+        find = process_calls.find_waiting_siblings
+
+        def find_late(*args: Any) -> list[int]:
+            ranks = find(*args)
+            restarted.wait()  # siblings are freed while the new workers are at work
+            freed.set()
+            return ranks
+
+        monkeypatch.setattr(process_calls, "find_waiting_siblings", find_late)
         gatherer = cluster.start(Gatherer.bind(), cluster.pool([2]))
         with pytest.raises(EndpointError, match="ValueError: I am the cause"):
             gatherer.gather_unless(rank=1)
-        until = time.monotonic() + 1.3
         gatherer.group.restart()
-        while time.monotonic() < until:
+        restarted.set()
+        while not freed.is_set():
+            assert gatherer.gather_all(1.0) == [[1.0, 2.0]] * 2
+        for _ in range(20):
             assert gatherer.gather_all(1.0) == [[1.0, 2.0]] * 2
 
 

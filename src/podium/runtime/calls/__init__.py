@@ -20,23 +20,26 @@ A call ends once. The first of these events decides how:
 
     the last rank's reply is there    the joined results, or DeadlineExceeded if the deadline has passed
     a rank raised                     EndpointError at once
-    a rank raised what looks like a   held for SETTLE_S, since the cause may still arrive; then EndpointError
-      consequence (a broken
+    a rank raised what looks like a   held until the cause arrives, or all ranks are known to live; then
+      consequence (a broken           EndpointError
       collective)
     a process ended                   WorkerDied at once, for every call that waits for that process
     the deadline passed               DeadlineExceeded, with the stacks of the ranks that have not replied
     the caller cancelled              CallCancelled; the ranks are told to drop the call
     the group restarted or closed     CallCancelled
 
-Other ranks may still run a call that failed, and wait in a collective for the rank that raised. If they do so after
-BREAK_S, the rank that raised is told to destroy its process groups. That frees its siblings, and the group is broken
-until it restarts. Until then it is open which collectives the siblings are in, so the next call waits to be sent. Where
-all ranks raise alike (a bad argument, say), nobody waits and nothing breaks.
+Other ranks may still run a call that failed, and wait in a collective for the rank that raised. Once one of them does
+so (siblings.py), the rank that raised is told to destroy its process groups. That frees its siblings, and the group is
+broken until it restarts. While the others still compute, it is open whether they enter a collective, so the next call
+waits to be sent. Where all ranks raise alike (a bad argument, say), nobody waits and nothing breaks, however far apart
+in time they raise. No clock decides what an error means.
 """
 
 from podium.runtime.calls.call import Call, CallArgument, Watch, refuse_in_a_fork, wait
 from podium.runtime.calls.process_calls import WAITS_FOR_ITSELF, ProcessCalls, limit_of
 from podium.runtime.calls.relay import Outbox, Wanted, cause_of, reachable, travelled
+from podium.runtime.calls.siblings import Collectives
+from podium.runtime.calls.stacks import is_inside_collective
 
-__all__ = ["WAITS_FOR_ITSELF", "Call", "CallArgument", "Outbox", "ProcessCalls", "Wanted", "Watch", "cause_of"]
-__all__ += ["limit_of", "reachable", "refuse_in_a_fork", "travelled", "wait"]
+__all__ = ["WAITS_FOR_ITSELF", "Call", "CallArgument", "Collectives", "Outbox", "ProcessCalls", "Wanted", "Watch"]
+__all__ += ["cause_of", "is_inside_collective", "limit_of", "reachable", "refuse_in_a_fork", "travelled", "wait"]

@@ -26,6 +26,7 @@ from podium.errors import (
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.calls.call import Call, Here, Watch, refuse_in_a_fork
 from podium.runtime.calls.relay import Relay, travelled
+from podium.runtime.calls.siblings import find_waiting_siblings
 from podium.runtime.calls.stacks import collective_of, outside_stack
 from podium.runtime.collect import Collect, gather
 from podium.runtime.dispatch import Split
@@ -38,8 +39,7 @@ WAITS_FOR_ITSELF = (
     "self.ctx.colocated[...], or declare the endpoint with concurrent=True"
 )
 
-BREAK_S = 0.2
-SETTLE_S = 1.0
+SETTLE_S = 0.2  # after which the ranks are asked whether one of them is the cause of a broken collective
 STATUS_S = 1.0
 STALL_S, REPORT_S = 60.0, 2.0
 LOADING_S = 0.5  # before the processes of a start are asked how far they are
@@ -86,6 +86,7 @@ class InFlight:
     expired: bool = False  # the deadline has passed, and the ranks are being asked for their stacks
     cancelled: bool = False  # the ranks were told to drop the call
     breaking: bool = False  # a rank that raised is destroying its process groups
+    watched: bool = False  # a thread looks whether a rank waits in a collective for one that raised
     next_stall: float = STALL_S  # seconds of waiting after which the next warning is due
     reported: bool = False  # half the deadline has passed, and the ranks are being asked for their stacks
     asked: set[int] = field(default_factory=set[int])  # the ranks that have yet to say how far they are with loading
@@ -148,8 +149,8 @@ class ProcessCalls:
         WorkerDied, EndpointError or CallCancelled if the group has lost a rank, is broken or is closed."""
         if self._sender == threading.get_ident() and not concurrent:
             raise ConfigError(f"{call.label}: {WAITS_FOR_ITSELF}")
-        if self._unsettled:
-            self._wait_until(lambda: not self._unsettled, BREAK_S + STATUS_S)
+        if self._unsettled and not concurrent:
+            self._wait_for_settlement(call, method)
         if self._process not in (Here.pid, 0) or not self.usable:
             self._refuse(call.label)
         try:
@@ -301,14 +302,15 @@ class ProcessCalls:
             remote_traceback=failure.traceback,
         )
         error.__cause__ = failure.original()
-        if flight.open:
+        if flight.open and self.collectives_s and not flight.watched:
+            flight.watched = True
             self._unsettled.add(flight)
-            _later(BREAK_S, self._free_siblings, flight, rank, failure)
+            _later(0.0, self._free_siblings, flight, rank, failure)
         if not (failure.secondary and flight.open):
             flight.call.fail(error)
         elif flight.held is None:
             flight.held = error
-            _later(SETTLE_S, flight.call.fail, error)
+            _later(SETTLE_S, self._report_secondary, flight, error)
 
     def on_death(self, rank: int, death: Death) -> None:
         """The process of ``rank`` has ended: fail every call that waits for it."""
@@ -358,15 +360,51 @@ class ProcessCalls:
     def _node(self, rank: int) -> str:
         return self.nodes[rank] if rank < len(self.nodes) else "an unknown node"
 
+    def _report_secondary(self, flight: InFlight, error: PodiumError) -> None:
+        """Fail a call with the error of a broken collective once all ranks are known to live. The death of one of them
+        would be the cause, and may be noticed later than the errors that it causes."""
+        ranks, answers = [rank for rank in range(len(self.handles)) if rank not in self.lost], dict[int, Reply]()
+        for rank in ranks:
+            self._ask(rank, "status", {}, partial(answers.__setitem__, rank))
+
+        def is_known() -> bool:
+            return flight.call.done() or all(rank in answers or rank in self.lost for rank in ranks)
+
+        self._wait_until(is_known, flight.call.deadline - time.monotonic())
+        flight.call.fail(error)
+
     def _free_siblings(self, flight: InFlight, rank: int, failure: Failure) -> None:
-        """Free the ranks that still run: they may wait in a collective for ``rank``, which raised."""
-        if not flight.open or self._ended or rank in self.lost:
+        """Free the ranks that wait in a collective for ``rank``, which raised. A rank that computes may still end by
+        itself, or begin a collective later, so this goes on until all have answered."""
+
+        def is_over() -> bool:
+            return not flight.open or self._ended or rank in self.lost
+
+        def ask_for_collectives() -> dict[int, Any]:
+            replies = self._ask_all([rank, *sorted(flight.open)], "collectives", STATUS_S)
+            return {at: self._backend.unpack(reply.payload) for at, reply in replies.items() if reply.status == "ok"}
+
+        waiting = find_waiting_siblings(rank, ask_for_collectives, is_over, self._wait_until)
+        if is_over() or not waiting:
             self._settle(flight)
             return
         raised = f"rank {rank} raised {failure.type_name} in {flight.call.label}"
-        why = f"{raised} while ranks {sorted(flight.open)} went on, so its process group was destroyed to free them"
+        why = f"{raised} while ranks {waiting} waited for it in a collective, so its process group was destroyed to"
         flight.breaking = True
-        self._break(flight, rank, why)
+        self._break(flight, rank, f"{why} free them")
+
+    def _wait_for_settlement(self, call: Call[Any], method: str) -> None:
+        """Wait until no rank can be in a collective of a call that failed on another rank: it would meet the others
+        there with the tensors of ``call``. Raises DeadlineExceeded."""
+        self._wait_until(lambda: not self._unsettled, call.deadline - time.monotonic())
+        for flight in list(self._unsettled):
+            running = tuple(sorted(flight.open))
+            raise DeadlineExceeded(
+                f"{call.label} passed its deadline of {call.timeout_s:g} s before it was sent: ranks {list(running)} "
+                f"of {self.name} still run {flight.call.label}, which failed on another rank",
+                method=method,
+                running=running,
+            )
 
     def _break(self, flight: InFlight, rank: int, why: str) -> None:
         """Destroy the process groups of ``rank``. If it had any, the group is broken, for the reason ``why``."""

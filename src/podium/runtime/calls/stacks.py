@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["collective_of", "outside_stack"]
+__all__ = ["collective_of", "is_inside_collective", "outside_stack"]
 
 _DUMP_S = 5.0
 _COLLECTIVE = re.compile(r'distributed_c10d\.py", line \d+, in (\w+)|(\w+) \(\S*distributed_c10d\.py')
@@ -35,6 +35,11 @@ def outside_stack(pid: int) -> str:
     main = next((thread for thread in threads[1:] if "MainThread" in thread.partition("\n")[0]), "")
     lines = [line.strip() for line in main.splitlines()[1:] if line.strip()]
     return "\n".join(itertools.takewhile(lambda line: not line.startswith("WorkerProcess."), lines))
+
+
+def is_inside_collective(stack: str) -> bool:
+    """Whether a stack of Python leads into a function of torch.distributed's collectives."""
+    return _COLLECTIVE.search(stack) is not None
 
 
 def collective_of(statuses: Mapping[int, str]) -> str:
