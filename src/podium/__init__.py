@@ -18,6 +18,26 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from podium.data import Batch as Batch, Jagged as Jagged, TensorRef as TensorRef
+    from podium.errors import (
+        CallCancelled as CallCancelled,
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        ContextFull as ContextFull,
+        DataError as DataError,
+        DeadlineExceeded as DeadlineExceeded,
+        EndpointError as EndpointError,
+        GenerationError as GenerationError,
+        LostTooOften as LostTooOften,
+        NoRowsError as NoRowsError,
+        PlacementError as PlacementError,
+        PodiumError as PodiumError,
+        RefLostError as RefLostError,
+        RewardError as RewardError,
+        SerializationError as SerializationError,
+        StoreFullError as StoreFullError,
+        WorkerDied as WorkerDied,
+        WorkerStartError as WorkerStartError,
+    )
     from podium.runtime import (
         Call as Call,
         Cluster as Cluster,

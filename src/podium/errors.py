@@ -13,8 +13,11 @@ PodiumError
 ├── StoreFullError       tensors that are kept by reference do not fit
 ├── RefLostError         the tensors behind a reference are gone with their owner
 ├── GenerationError      no token can be drawn from the model
+├── ContextFull          a conversation leaves no room for an answer in the model's context
+├── NoRowsError          the sessions of an environment have given nothing to train or to judge
 ├── RewardError          a reward function raised, or returned a value that is no score
-└── CheckpointError      a checkpoint is missing, unfinished or does not fit
+├── CheckpointError      a checkpoint is missing, unfinished or does not fit
+└── LostTooOften         a run has lost workers more often than it goes on after
 
 All of them pickle, so that a worker of a worker can raise them through two processes.
 """
@@ -26,10 +29,13 @@ __all__ = [
     "CallCancelled",
     "CheckpointError",
     "ConfigError",
+    "ContextFull",
     "DataError",
     "DeadlineExceeded",
     "EndpointError",
     "GenerationError",
+    "LostTooOften",
+    "NoRowsError",
     "PlacementError",
     "PodiumError",
     "RefLostError",
@@ -138,9 +144,21 @@ class GenerationError(PodiumError):
     """No token can be drawn: the model's logits are not finite, or not all of its weights have arrived."""
 
 
+class ContextFull(PodiumError):
+    """A conversation leaves no room for an answer in the model's context."""
+
+
+class NoRowsError(PodiumError):
+    """The sessions of an environment have given nothing to train or to judge: all failed, or none asked the model."""
+
+
 class RewardError(PodiumError):
     """A reward function raised, ran out of time, or returned what is no finite score."""
 
 
 class CheckpointError(PodiumError):
     """A checkpoint is missing, unfinished or does not fit the model or the configuration."""
+
+
+class LostTooOften(PodiumError):
+    """A run has lost workers more often than it goes on after. The message lists the losses, the first one first."""

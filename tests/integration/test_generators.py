@@ -18,11 +18,11 @@ import torch
 
 from podium import Cluster, Worker, concat, connect, endpoint, shard
 from podium.data import Batch
-from podium.errors import PodiumError
+from podium.errors import LostTooOften, PodiumError
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Handle
 from podium.trainer.generators import Generators
-from podium.trainer.recovery import Losses, LostTooOften
+from podium.trainer.recovery import Losses
 from podium.workers import WeightSync
 from tests.integration.processes import wait_for
 

@@ -80,9 +80,14 @@ class Batch(Rows):
     def __repr__(self) -> str:
         return f"Batch(rows={len(self)}, columns={{{', '.join(f'{k}: {_kind(v)}' for k, v in self._columns.items())}}})"
 
-    def keys(self) -> tuple[str, ...]:
-        """Return the names of the columns in the order in which they were added."""
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns, in the order in which they were added. Iteration over the batch gives them too."""
         return tuple(self._columns)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return :attr:`columns`, by the name that mappings have for it."""
+        return self.columns
 
     @property
     def nbytes(self) -> int:

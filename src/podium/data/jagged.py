@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -97,6 +97,10 @@ class Jagged(Rows):
 
     def __repr__(self) -> str:
         return f"Jagged(rows={len(self)}, values={list(self.data.shape)}, {self.data.dtype})"
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Give each row as a view ``[L, …]``."""
+        return iter(self.unbind())
 
     def row(self, index: int) -> Tensor:
         """Return row ``index`` as a view ``[L, …]``."""

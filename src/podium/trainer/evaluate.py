@@ -9,7 +9,7 @@ from typing import Final
 from transformers import PreTrainedTokenizerBase
 
 from podium.data import completion_texts, fields
-from podium.errors import ConfigError
+from podium.errors import ConfigError, NoRowsError
 from podium.models import load_tokenizer
 from podium.rewards import Grader, RewardFn
 from podium.rollout.environments.config import EnvironmentConfig
@@ -25,7 +25,7 @@ from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
 from podium.trainer.roles import started_generator
-from podium.trainer.sessions import NoRowsError, Sessions, grade_sessions
+from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, RewardModel
 

@@ -8,15 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from podium.errors import PodiumError
+from podium.errors import LostTooOften, PodiumError
 
-__all__ = ["Losses", "LostTooOften", "RunLost"]
+__all__ = ["Losses", "RunLost"]
 
 WINDOW_S: Final = 3600.0
-
-
-class LostTooOften(PodiumError):
-    """Workers were lost more often than the run goes on after."""
 
 
 class RunLost(Exception):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from podium.data import Batch, fields
-from podium.errors import PodiumError
+from podium.errors import NoRowsError, PodiumError
 from podium.rewards import Grade, Grader, RewardConfig
 from podium.telemetry import Note, emit, metrics as names
 from podium.telemetry.formatting import percent
@@ -37,16 +37,12 @@ if TYPE_CHECKING:
     from podium.runtime import Handle
     from podium.workers import Generator, RewardModel, Rollout
 
-__all__ = ["NoRowsError", "SessionReport", "Sessions", "grade_sessions"]
+__all__ = ["SessionReport", "Sessions", "grade_sessions"]
 
 _MODEL: Final = "policy"
 _GRACE_S: Final = 60.0  # for a wave of sessions to end after their time is over
 _LOOK_S: Final = 5.0  # between two looks at what the workers note
 _TOTALS: Final = ("sessions", "context_full", "turns", "splits", "tool_calls", "tool_errors")
-
-
-class NoRowsError(PodiumError):
-    """Sessions have given nothing to train or to judge: all have failed, or none has asked the model."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class TokenTexts:
 
         Special tokens have 0. Of tokens that are parts of one character, the last has it.
 
-        >>> from podium.workers import char_tokenizer
+        >>> from podium.models import char_tokenizer
         >>> TokenTexts(char_tokenizer("ab")).lengths([4, 5, 5, 2], "abb")
         [1, 1, 1, 0]
         """

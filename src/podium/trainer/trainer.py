@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from podium.config import config_to_dict
-from podium.errors import ConfigError, PodiumError
+from podium.errors import ConfigError, LostTooOften, PodiumError
 from podium.models import load_tokenizer
 from podium.models.manifest import explain, is_refusal
 from podium.rewards import Grader, RewardFn
@@ -67,7 +67,7 @@ from podium.trainer.evaluate import score_held_out
 from podium.trainer.generators import Generators, parts_of
 from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import Prompt, load_held_out
-from podium.trainer.recovery import Losses, LostTooOften, RunLost
+from podium.trainer.recovery import Losses, RunLost
 from podium.trainer.roles import Roles, RoleWorkers, started_roles
 from podium.trainer.saving import Saver, load_checkpoint
 from podium.trainer.schedules.steps import Rollout, StageClock, Steps, named_stage

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import pkgutil
 import re
 from pathlib import Path
@@ -77,8 +75,3 @@ def test_the_document_knows_every_setting_estimator_and_loss() -> None:
     assert [name for name in (*ADVANTAGES, *LOSSES) if f"| `{name}` |" not in text] == []
     explained_elsewhere = {"gamma", "lam", "epochs", "minibatches"}
     assert [name for name in vars(AlgorithmConfig()) if name not in text and name not in explained_elsewhere] == []
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(name), raise_on_error=False).failed == 0

@@ -21,6 +21,7 @@ def test_rows_go_in_and_come_out() -> None:
     assert jagged.lengths.tolist() == [3, 0, 1, 2]
     assert lists(jagged) == [[1, 2, 3], [], [4], [5, 6]]
     assert jagged.row(3).tolist() == [5, 6]
+    assert [row.tolist() for row in jagged] == lists(jagged)
     assert len(Jagged.from_rows([])) == 0
 
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from podium.rollout.environments.client import Client as Client, ContextFull as ContextFull, Reply as Reply
+    from podium.errors import ContextFull as ContextFull
+    from podium.rollout.environments.client import Client as Client, Reply as Reply
     from podium.rollout.environments.config import EnvironmentConfig as EnvironmentConfig
     from podium.rollout.environments.contract import (
         Environment as Environment,

@@ -22,9 +22,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
-from podium.errors import ConfigError, GenerationError
+from podium.errors import ConfigError, ContextFull, GenerationError
 from podium.processes import Channel, Requests, Supervisor, serve_forks, supervise
-from podium.rollout.environments.client import ContextFull, Reply, agent_name, hash_seed
+from podium.rollout.environments.client import Reply, agent_name, hash_seed
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.contract import Messages
 from podium.rollout.environments.resolve import Play, resolve_environment

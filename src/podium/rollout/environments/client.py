@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from podium.errors import GenerationError, PodiumError
+from podium.errors import ContextFull, GenerationError
 from podium.rollout.service.service import Answer, Service
 from podium.rollout.service.wire import ChatRequest, Refusal
 
@@ -17,14 +17,10 @@ if TYPE_CHECKING:
     from podium.rollout.environments.contract import Messages
     from podium.rollout.service.sessions import Session
 
-__all__ = ["MOST_AGENTS", "Client", "ContextFull", "Reply", "agent_name"]
+__all__ = ["MOST_AGENTS", "Client", "Reply", "agent_name"]
 
 MOST_AGENTS: Final = 1023  # of one session, beside the client itself
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-class ContextFull(PodiumError):
-    """The conversation leaves no room for an answer in the model's context."""
 
 
 @dataclass(frozen=True)

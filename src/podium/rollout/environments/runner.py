@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from podium.errors import ContextFull
 from podium.rollout.environments.calls import contain_exits, is_cancelled, session_counts
-from podium.rollout.environments.client import MOST_AGENTS, Client, ContextFull
+from podium.rollout.environments.client import MOST_AGENTS, Client
 from podium.rollout.environments.contract import Outcome, Reward
 from podium.telemetry import Note, emit
 
