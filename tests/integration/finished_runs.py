@@ -88,9 +88,9 @@ def _sft(folder: Path) -> None:
 
 def _sessions(folder: Path) -> None:
     """Sessions of two turns, each of which has a reward of its own."""
-    from tests.integration.test_environments import config_of  # which reads these runs
+    from tests.integration.test_environments import sessions_config  # which reads these runs
 
-    train(config_of("twice", folder, algorithm={"advantage": "grpo_turns"}))
+    train(sessions_config(folder))
 
 
 LAYOUTS: dict[str, Callable[[Path], None]] = {"grpo": _grpo, "lora": _lora, "sft": _sft, "sessions": _sessions}

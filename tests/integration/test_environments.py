@@ -24,6 +24,7 @@ from podium.config import config_to_dict
 from podium.data import Batch, fields
 from podium.errors import ConfigError, PodiumError
 from podium.rollout.engines import Engine
+from podium.rollout.environments import runner
 from podium.runs.ledger import read_ledger
 from podium.runtime import endpoint, first, only
 from podium.telemetry import Note, metrics, subscribe
@@ -31,7 +32,7 @@ from podium.trainer import GRPOConfig, InferenceConfig, PPOConfig, PPOTrainer, b
 from podium.trainer.evaluate import evaluate_model
 from podium.workers import Estimator, Generator, Policy
 from tests.integration import worlds
-from tests.integration.training import MODEL, losses, metrics_rows, tiny
+from tests.integration.training import MODEL, losses, metrics_rows, tiny, train
 
 WORLDS = Path(worlds.__file__)
 TEMPLATE = (
@@ -47,6 +48,13 @@ def config_of(world: str, folder: Path, cls: type[Any] = GRPOConfig, **sections:
     options = sections.pop("options", {})
     data = {"chat_template": str(folder / "chat.jinja"), **sections.pop("data", {})}
     return tiny(cls, folder, environment={"name": f"{WORLDS}:{world}", "options": options}, data=data, **sections)
+
+
+def sessions_config(folder: Path, **sections: Any) -> Any:
+    """Sessions of two turns, each of which has a reward of its own: the finished run that tests share."""
+    return config_of(
+        "twice", folder, **{"algorithm": {"advantage": "grpo_turns"}, "reward": {"name": "exact"}, **sections}
+    )
 
 
 SHORT = 20
@@ -72,14 +80,15 @@ def told() -> Iterator[list[str]]:
         unsubscribe()
 
 
-def train(config: PPOConfig, cluster: str | Cluster = "inline", **options: Any) -> Path:
-    PPOTrainer(config, cluster=cluster, show=False, **options).fit()
-    return Path(config.run.dir) / config.run.name
-
-
 @pytest.mark.parametrize("world", ["twice", "Guess"])
-def test_a_session_of_several_turns_is_a_row_and_its_turns_are_rewarded(world: str, tmp_path: Path) -> None:
-    run = train(config_of(world, tmp_path, algorithm={"advantage": "grpo_turns"}))
+def test_a_session_of_several_turns_is_a_row_and_its_turns_are_rewarded(
+    world: str, finished_sessions: Path, tmp_path: Path
+) -> None:
+    if world == "twice":
+        run = finished_sessions / "runs" / "run"
+        check_no_remarks((run / "logs" / "controller.log").read_text())
+    else:
+        run = train(config_of(world, tmp_path, algorithm={"advantage": "grpo_turns"}))
     for row in metrics_rows(run):
         assert row[metrics.SESSIONS_TRAINED] == row[metrics.SESSIONS_ROWS] == 16
         assert row[metrics.SESSIONS_FAILED] == row[metrics.SESSIONS_SPLITS] == 0
@@ -98,6 +107,11 @@ def test_a_session_of_several_turns_is_a_row_and_its_turns_are_rewarded(world: s
         assert sum(rewards) == pytest.approx(reward)
 
 
+def check_no_remarks(text: str) -> None:
+    """Check that of no setting it was said that it is not used."""
+    assert "scored nothing" not in text and "has no use" not in text
+
+
 _SPECIAL = re.compile("<(pad|bos|eos|unk)>")
 
 
@@ -112,27 +126,30 @@ def _turns_are_the_row(table: dict[str, list[Any]]) -> None:
         assert _SPECIAL.sub("", "".join(whole)) == _SPECIAL.sub("", table["conversation"][row])
 
 
-def test_backends_and_layouts_train_on_the_same_sessions(tmp_path: Path, preloaded: Cluster) -> None:
-    """In the trainer's process, in worker processes, and with the generator in a process of its own, over HTTP."""
-    found = {
-        (cluster, layout): losses(
-            train(
-                config_of("twice", tmp_path / f"{cluster}-{layout}", placement={"layout": layout}),
-                preloaded if cluster == "local" else cluster,
-            )
-        )
-        for cluster, layout in (("inline", "colocated"), ("local", "colocated"), ("local", "split"))
-    }
-    assert len({tuple(one) for one in found.values()}) == 1, found
-
-
 @pytest.mark.parametrize("layout", ["colocated", "split"])
+def test_backends_and_layouts_train_on_the_same_sessions(
+    layout: str, finished_sessions: Path, tmp_path: Path, preloaded: Cluster
+) -> None:
+    """In the trainer's process, in worker processes, and with the generator in a process of its own, over HTTP."""
+    run = train(sessions_config(tmp_path, placement={"layout": layout}), preloaded)
+    assert losses(run) == losses(finished_sessions / "runs" / "run")
+
+
+WHERE = [
+    ("colocated", "inline"),
+    ("split", "local"),
+    pytest.param("colocated", "local", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("layout", "backend"), WHERE)
 def test_an_agent_that_knows_only_an_address_is_trained_by_the_sampling_of_the_run(
-    layout: str, tmp_path: Path, preloaded: Cluster
+    layout: str, backend: str, tmp_path: Path, preloaded: Cluster
 ) -> None:
     pytest.importorskip("openai")
+    config = config_of("agent", tmp_path, placement={"layout": layout})
     with told() as notes:
-        run = train(config_of("agent", tmp_path, placement={"layout": layout}), preloaded)
+        run = train(config, "inline" if backend == "inline" else preloaded)
     for row in metrics_rows(run):
         assert (row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_TURNS]) == (16, 2)
         assert row[metrics.MISMATCH_MAX] < 1e-5
@@ -163,26 +180,30 @@ def test_sessions_that_fail_end_alone_and_are_counted(tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["dropped"] == {"every session failed": sum(gone)}
 
 
-def test_the_speed_of_sessions_is_that_of_the_tokens_they_sampled(tmp_path: Path) -> None:
-    run = train(config_of("interleaved", tmp_path))
-    for row in metrics_rows(run):
-        table = pq.read_table(run / "completions" / f"step-{row['step']:06d}.parquet").to_pydict()
-        sampled = sum(map(len, table["tokens"]))
-        assert row["tokens_per_s/rollout"] * row["time/rollout"] == pytest.approx(sampled)
-    assert json.loads((run / "summary.json").read_text())["tokens_per_s"]["rollout"] > 0
-
-
-@pytest.mark.parametrize("cluster", ["inline", "local"])
+@pytest.mark.parametrize("cluster", ["inline", pytest.param("local", marks=pytest.mark.exhaustive)])
 def test_an_environment_that_blocks_the_others_is_named_while_it_does(
-    cluster: str, tmp_path: Path, preloaded: Cluster
+    cluster: str, tmp_path: Path, preloaded: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It blocks them until it was named."""
+    monkeypatch.setattr(runner, "_STALL_S", 0.5)  # in this process
+    notes: list[str] = []
+
+    def see(event: object) -> None:
+        if isinstance(event, Note) and "blocks all sessions" in event.text:
+            notes.append(event.text)
+            (tmp_path / "named").touch()
+
     config = config_of(
-        "blocking", tmp_path, run={"steps": 1}, batch={"prompts": 1}, sampling={"n": 2}, eval={"items": 0}
-    )
-    with told() as notes:
+        "blocking", tmp_path, options={"until": str(tmp_path / "named")},
+        run={"steps": 1}, batch={"prompts": 1}, sampling={"n": 2}, eval={"items": 0},
+    )  # fmt: skip
+    unsubscribe = subscribe(see)
+    try:
         train(config, preloaded if cluster == "local" else cluster)
-    (note,) = [note for note in notes if "blocks all sessions" in note]
-    assert "time.sleep(7)" in note
+    finally:
+        unsubscribe()
+    (note,) = notes
+    assert "in wait_for_file" in note
 
 
 def test_a_step_without_a_session_ends_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -190,7 +211,7 @@ def test_a_step_without_a_session_ends_the_run_with_the_reason(tmp_path: Path) -
         train(config_of("hopeless", tmp_path))
 
 
-def test_the_name_of_a_run_that_has_computed_nothing_is_free(tmp_path: Path) -> None:
+def test_the_name_of_a_run_that_has_computed_nothing_is_free(finished_sessions: Path, tmp_path: Path) -> None:
     with pytest.raises(PodiumError, match="the world is closed"):
         train(config_of("hopeless", tmp_path))
     run = train(config_of("twice", tmp_path))
@@ -198,16 +219,17 @@ def test_the_name_of_a_run_that_has_computed_nothing_is_free(tmp_path: Path) -> 
     assert "hopeless" in (run / "config.1.yaml").read_text()
     assert "hopeless" not in (run / "config.yaml").read_text()
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    fresh = train(config_of("twice", tmp_path / "fresh"))
-    assert len(lines) == len((fresh / "ledger.jsonl").read_text().splitlines())
+    assert len(lines) == len((finished_sessions / "runs" / "run" / "ledger.jsonl").read_text().splitlines())
     with pytest.raises(ConfigError, match="a finished run"):
         train(config_of("twice", tmp_path))
 
 
 @pytest.mark.parametrize("cluster", ["inline", "local"])
-def test_a_model_that_is_never_asked_ends_the_run_with_what_to_do(cluster: str, tmp_path: Path) -> None:
+def test_a_model_that_is_never_asked_ends_the_run_with_what_to_do(
+    cluster: str, tmp_path: Path, preloaded: Cluster
+) -> None:
     with pytest.raises(PodiumError, match=r"no session of .*:forgets' asked the model: .*client\.chat") as caught:
-        train(config_of("forgets", tmp_path), cluster)
+        train(config_of("forgets", tmp_path), preloaded if cluster == "local" else cluster)
     where = f"; what sessions print is in {tmp_path / 'runs' / 'run' / 'logs'}"
     assert str(caught.value).endswith(where if cluster == "local" else "is trained")
 
@@ -240,16 +262,19 @@ def test_a_call_that_is_answered_after_its_session_is_not_trained(tmp_path: Path
     assert [(row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_TURNS]) for row in rows] == [(16, 1), (16, 1)]
 
 
-@pytest.mark.parametrize("layout", ["colocated", "split"])
+@pytest.mark.parametrize(("layout", "backend"), WHERE)
 def test_a_plain_function_may_talk_from_an_event_loop_of_its_own(
-    layout: str, tmp_path: Path, preloaded: Cluster
+    layout: str, backend: str, tmp_path: Path, preloaded: Cluster
 ) -> None:
-    rows = metrics_rows(train(config_of("in_a_thread", tmp_path, placement={"layout": layout}), preloaded))
+    config = config_of("in_a_thread", tmp_path, placement={"layout": layout})
+    rows = metrics_rows(train(config, "inline" if backend == "inline" else preloaded))
     assert [(row[metrics.SESSIONS_ROWS], row[metrics.SESSIONS_FAILED]) for row in rows] == [(16, 0), (16, 0)]
 
 
 def test_the_reward_scores_what_the_environment_does_not(tmp_path: Path) -> None:
-    run = train(config_of("graded_by_reward", tmp_path, reward={"name": "fraction"}))
+    with told() as notes:
+        run = train(config_of("graded_by_reward", tmp_path, reward={"name": "fraction"}))
+    check_no_remarks("\n".join(notes))
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     for text, answer, score in zip(table["completion"], table["expected"], table["reward"], strict=True):
         assert score == pytest.approx(worlds_fraction(text, answer))
@@ -262,20 +287,28 @@ def worlds_fraction(text: str, answer: str) -> float:
     return float(fraction(text, {"answer": answer}))
 
 
-def test_a_full_context_ends_a_session_which_is_trained(tmp_path: Path) -> None:
-    run = train(config_of("endless", tmp_path))
-    assert [row[metrics.SESSIONS_FULL] for row in metrics_rows(run)] == [1.0, 1.0]
-    assert [row[metrics.SESSIONS_FAILED] for row in metrics_rows(run)] == [0.0, 0.0]
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose sessions end when the context is full."""
+    with told() as notes:
+        run = train(config_of("endless", tmp_path_factory.mktemp("endless"), reward={"name": "exact"}))
+    check_no_remarks("\n".join(notes))
+    return run
 
 
-@pytest.mark.parametrize("layout", ["colocated", "split"])
+def test_a_full_context_ends_a_session_which_is_trained(endless: Path) -> None:
+    assert [row[metrics.SESSIONS_FULL] for row in metrics_rows(endless)] == [1.0, 1.0]
+    assert [row[metrics.SESSIONS_FAILED] for row in metrics_rows(endless)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("layout", "backend"), WHERE)
 def test_the_context_of_an_engine_may_be_shorter_than_the_models(
-    layout: str, tmp_path: Path, preloaded: Cluster
+    layout: str, backend: str, endless: Path, tmp_path: Path, preloaded: Cluster
 ) -> None:
-    whole = train(config_of("endless", tmp_path / "whole"))
-    config = config_of("endless", tmp_path / "short", placement={"layout": layout})
-    short = train(config, preloaded, workers={"generator": ShortGenerator})
-    for row, longer in zip(metrics_rows(short), metrics_rows(whole), strict=True):
+    config = config_of("endless", tmp_path, placement={"layout": layout})
+    cluster = "inline" if backend == "inline" else preloaded
+    short = train(config, cluster, workers={"generator": ShortGenerator})
+    for row, longer in zip(metrics_rows(short), metrics_rows(endless), strict=True):
         assert (row[metrics.SESSIONS_FULL], row[metrics.SESSIONS_FAILED]) == (1.0, 0.0)
         assert 1 < row[metrics.SESSIONS_TURNS] < 0.75 * longer[metrics.SESSIONS_TURNS]
 
@@ -290,19 +323,15 @@ def test_a_full_context_leaves_the_rewards_of_turns_and_is_never_correct(tmp_pat
 
 
 def test_agents_of_one_session_have_rewards_and_groups_of_their_own(tmp_path: Path) -> None:
-    run = train(config_of("debate", tmp_path))
+    """And a session counts once, by the verdict on its client."""
+    run = train(config_of("debate", tmp_path, reward={"correct_at": 0.3}))
     assert [row[metrics.SESSIONS_TRAINED] for row in metrics_rows(run)] == [32, 32]
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     for group in range(4):
         own = [a for a, g in zip(table["advantage"], table["group"], strict=True) if g == group]
         assert sum(own[0::2]) == pytest.approx(0, abs=0.02)
         assert sum(own[1::2]) == pytest.approx(0, abs=0.02)
-
-
-def test_a_session_counts_once_by_the_verdict_on_its_client(tmp_path: Path) -> None:
-    run = train(config_of("debate", tmp_path, reward={"correct_at": 0.3}))
     row = metrics_rows(run)[0]
-    table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     rows = [*zip(table["agent"], table["correct"], table["reward"], strict=True)]
     own = [correct for agent, correct, _ in rows if not agent]
     judged = [reward for agent, _, reward in rows if agent == "judge"]
@@ -334,6 +363,10 @@ def test_a_trajectory_of_two_rows_counts_once_and_in_the_order_of_time(advantage
     for row in metrics_rows(run):
         assert row[metrics.SESSIONS_ROWS] == 2 * row[metrics.SESSIONS_TRAINED]
         assert row[metrics.SESSIONS_TURNS] == 3
+        table = pq.read_table(run / "completions" / f"step-{row['step']:06d}.parquet").to_pydict()
+        sampled = sum(map(len, table["tokens"]))  # their speed is that of the tokens that sessions sampled
+        assert row["tokens_per_s/rollout"] * row["time/rollout"] == pytest.approx(sampled)
+    assert json.loads((run / "summary.json").read_text())["tokens_per_s"]["rollout"] > 0
     table = pq.read_table(run / "completions" / "step-000001.parquet").to_pydict()
     assert [len(turns) for turns in table["turn_said"]] == [2, 1] * (len(table["turn_said"]) // 2)
 
@@ -467,15 +500,6 @@ def test_settings_without_a_use_in_sessions_are_said_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("world", "reward"), [("graded_by_reward", "fraction"), ("twice", "exact"), ("endless", "exact")]
-)
-def test_settings_that_have_a_use_are_not_mentioned(world: str, reward: str, tmp_path: Path) -> None:
-    with told() as notes:
-        train(config_of(world, tmp_path, reward={"name": reward}, run={"steps": 1}))
-    assert not [note for note in notes if "scored nothing" in note or "has no use" in note]
-
-
-@pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("nothing", {}, "has no 'nothing'"),
@@ -551,16 +575,16 @@ class Struck(PPOTrainer):
 
 def test_a_lost_generator_loses_no_session(tmp_path: Path, preloaded: Cluster) -> None:
     placement = {"layout": "split", "generator_ranks": 2}
-    config = config_of("patient", tmp_path, placement=placement, run={"steps": 3, "max_restarts": 8})
+    config = config_of("patient", tmp_path, placement=placement, run={"steps": 2, "max_restarts": 8})
     with told() as notes:
         Struck(config, cluster=preloaded, show=False).fit()
     rows = metrics_rows(tmp_path / "runs" / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert sum("generator" in note for note in notes) >= 3, notes
+    assert [row["step"] for row in rows] == [1, 2]
+    assert sum("generator" in note for note in notes) >= 2, notes
     for row in rows:
         assert row[metrics.SESSIONS_TRAINED] == row[metrics.SESSIONS_ROWS] == 16 * (1 - row[metrics.SESSIONS_FAILED])
         assert row[metrics.MISMATCH_MAX] < 1e-5  # ids and log-probabilities are those of one policy
-    assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 12}
+    assert read_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").counts() == {"trained": 8}
 
 
 class Orphaned(Struck):
@@ -578,7 +602,7 @@ def test_sessions_of_a_lost_rollout_worker_are_lived_again(tmp_path: Path, prelo
 
     with told() as notes:
         Orphaned(config("disturbed"), cluster=preloaded, show=False).fit()
-    train(config("undisturbed"), preloaded)
+    train(config("undisturbed"))
     runs = [tmp_path / name / "runs" / "run" for name in ("disturbed", "undisturbed")]
     assert sum("SIGKILL" in note for note in notes) == 2, notes
     trained = [pq.read_table(run / "completions", columns=["prompt", "tokens", "reward"]).to_pylist() for run in runs]

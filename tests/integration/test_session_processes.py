@@ -18,17 +18,21 @@ from podium.rollout.environments import Client
 from podium.rollout.environments.child import DistantClient
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.processes import SessionProcesses
+from podium.runtime import Cluster
 from podium.telemetry import metrics
 from podium.trainer import PPOConfig
-from tests.integration.test_environments import WORLDS, config_of, losses, told, train
-from tests.integration.training import metrics_rows
+from tests.integration.test_environments import WORLDS, config_of, told
+from tests.integration.training import losses, metrics_rows, train
 from tests.waits import all_end, wait_until
 
 
-@pytest.mark.parametrize("world", ["twice", "debate", "endless", "agent", "tools"])
+@pytest.mark.parametrize(
+    "world",
+    ["twice", "agent", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("debate", "endless", "tools"))],
+)
 def test_the_same_is_trained_as_in_the_workers_process(world: str, tmp_path: Path) -> None:
     here, apart = (
-        train(config_of(world, tmp_path / str(processes), options={"processes": processes})) for processes in (0, 3)
+        train(config_of(world, tmp_path / str(processes), options={"processes": processes})) for processes in (0, 2)
     )
     assert losses(here) == losses(apart)
     for one, other in zip(metrics_rows(here), metrics_rows(apart), strict=True):
@@ -45,11 +49,11 @@ def test_worlds_of_reset_and_step_live_there_too(tmp_path: Path) -> None:
     assert losses(here) == losses(apart)
 
 
-def test_what_never_ends_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_what_never_ends_is_killed_with_all_that_it_started(tmp_path: Path, preloaded: Cluster) -> None:
     """Some sessions compute in C with the interpreter's lock, some end their process, some leave another behind."""
     options = {"time_limit_s": 2.0, "processes": 4}
     with told() as notes:
-        run = train(config_of("stubborn", tmp_path, options=options, batch={"prompts": 12}), "local")
+        run = train(config_of("stubborn", tmp_path, options=options, batch={"prompts": 12}), preloaded)
     said = "\n".join(notes)
     for reason in ("time limit", "its process ended (exit code 3)", "ValueError: a process is left"):
         assert reason in said, said

@@ -172,15 +172,16 @@ async def tools(task: Task, client: Client) -> float:
     return digits(reply.text)
 
 
-_blocked: list[str] = []
-
-
-async def blocking(task: Task, client: Client) -> float:
-    """Holds up all sessions of its process, once."""
-    if not _blocked:
-        _blocked.append(task["prompt"])
-        time.sleep(7)  # noqa: ASYNC251 - what nobody should do
+async def blocking(task: Task, client: Client, until: str) -> float:
+    """Holds up all sessions of its process until there is a file ``until``."""
+    wait_for_file(until)
     return digits((await client.chat(task["prompt"])).text)
+
+
+def wait_for_file(path: str) -> None:
+    deadline = time.monotonic() + 60
+    while not os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def stubborn(task: Task, client: Client) -> float:
