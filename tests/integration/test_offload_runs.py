@@ -13,8 +13,7 @@ from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, concat, endpoint, nothing, shard
 from podium.trainer import PPOConfig, PPOTrainer
 from podium.workers import Critic, Generator, Policy
-from tests.integration.test_train_backends import timeless
-from tests.integration.training import tiny
+from tests.integration.training import timeless, tiny
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "algorithm": {"kl_coef": 0.1},

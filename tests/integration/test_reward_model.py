@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import podium
-from podium import Worker, endpoint
+from podium import Cluster, Worker, endpoint
 from podium.cli import main
 from podium.data import Batch
 from podium.errors import ConfigError, DataError, EndpointError
@@ -99,14 +99,14 @@ class Stuck(Worker):
         raise LookupError("on purpose")
 
 
-def test_a_run_that_ends_does_not_wait_for_a_score_that_never_comes(tmp_path: Path) -> None:
+def test_a_run_that_ends_does_not_wait_for_a_score_that_never_comes(tmp_path: Path, preloaded: Cluster) -> None:
     config = tiny(
         GRPOConfig, tmp_path, reward={"name": "model", "path": str(write_scorer(tmp_path / "scorer"))},
         run={"schedule": "asynchronous"}, engine={"max_sequences": 4}, eval={"items": 0},
         placement={"pools": {name: {"roles": [name]} for name in ("policy", "generator", "reward")}},
     )  # fmt: skip
     with pytest.raises(EndpointError, match="on purpose"):
-        PPOTrainer(config, cluster="local", workers={"reward": Stuck.bind()}, show=False).fit()
+        PPOTrainer(config, cluster=preloaded, workers={"reward": Stuck.bind()}, show=False).fit()
 
 
 def test_a_reward_of_ones_own_reads_the_models_score(tmp_path: Path) -> None:
