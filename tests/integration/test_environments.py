@@ -147,7 +147,9 @@ def test_an_agent_that_knows_only_an_address_is_trained_by_the_sampling_of_the_r
     layout: str, backend: str, tmp_path: Path, preloaded: Cluster
 ) -> None:
     pytest.importorskip("openai")
-    config = config_of("agent", tmp_path, placement={"layout": layout})
+    config = config_of(
+        "agent", tmp_path, run={"steps": 2 if layout == "colocated" else 1}, placement={"layout": layout}
+    )
     with told() as notes:
         run = train(config, "inline" if backend == "inline" else preloaded)
     for row in metrics_rows(run):
@@ -160,7 +162,7 @@ def test_an_agent_that_asks_for_the_temperature_of_training_is_not_overruled(tmp
     """Also where evaluation, which draws without chance, overrules it."""
     pytest.importorskip("openai")
     with told() as notes:
-        train(config_of("agent", tmp_path, options={"temperature": 1.0}))
+        train(config_of("agent", tmp_path, options={"temperature": 1.0}, run={"steps": 1}))
     assert not [note for note in notes if "its own" in note]
 
 
