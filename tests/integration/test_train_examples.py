@@ -44,7 +44,7 @@ def test_the_loop_of_grpo_runs_and_draws_its_curve(tmp_path: Path) -> None:
     assert [float(line.split()[-1]) for line in lines[4:]] == pytest.approx(rewards, abs=0.006)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_loop_of_grpo_learns_to_copy(tmp_path: Path) -> None:
     curve = run(str(EXAMPLES / "grpo_loop.py"), cwd=tmp_path).splitlines()[160:]
