@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
-from tests import scheduling
+from tests import scheduling, warm_python
 from tests.ray_selection import RaySelection
 
 
@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    warm_python.start_fork_servers_warm()
     config.pluginmanager.register(RaySelection(config))
     if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(scheduling.SecondsRecorder())

@@ -6,13 +6,14 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
 import sys
 import termios
 from contextlib import suppress
 from pathlib import Path
 
 import pyte
+
+from tests.warm_python import WarmPopen
 
 __all__ = ["in_pty"]
 
@@ -24,7 +25,7 @@ def in_pty(*arguments: str, cwd: Path | None = None, width: int = 80, height: in
     main, other = pty.openpty()
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES", "CI")}
-    child = subprocess.Popen(
+    child = WarmPopen(
         [sys.executable, *arguments],
         stdin=other,
         stdout=other,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from podium.processes import children_of
 from podium.testing.target import alive, all_gone, wait_for
+from tests.warm_python import NewPopen, WarmPopen
 
 __all__ = ["alive", "all_gone", "descriptors", "listeners_of", "opened_by_others", "parent_of", "run_script"]
 __all__ += ["start_script", "wait_for"]
@@ -54,10 +55,11 @@ def opened_by_others(*paths: Path) -> list[str]:
     return asked.stdout.splitlines()
 
 
-def start_script(directory: Path, text: str, **env: str) -> subprocess.Popen[str]:
+def start_script(directory: Path, text: str, *, warm: bool = True, **env: str) -> subprocess.Popen[str]:
     """Start ``text`` as a script in a session of its own; its temporary files go to ``directory/tmp``.
 
-    Its standard output is a pipe; its standard error goes to ``directory/stderr``.
+    Its standard output is a pipe; its standard error goes to ``directory/stderr``. Its imports are done if
+    it is ``warm``.
     """
     temporary = directory / "tmp"
     temporary.mkdir(exist_ok=True)
@@ -65,7 +67,7 @@ def start_script(directory: Path, text: str, **env: str) -> subprocess.Popen[str
     path.write_text(text)
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     with (directory / "stderr").open("w") as errors:
-        return subprocess.Popen(
+        return (WarmPopen if warm else NewPopen)(
             [sys.executable, str(path)],
             env={**environment, "TMPDIR": str(temporary), **env},
             stdout=subprocess.PIPE,
@@ -75,9 +77,9 @@ def start_script(directory: Path, text: str, **env: str) -> subprocess.Popen[str
         )
 
 
-def run_script(directory: Path, text: str, *, timeout_s: float = 60.0, **env: str) -> str:
+def run_script(directory: Path, text: str, *, timeout_s: float = 60.0, warm: bool = True, **env: str) -> str:
     """Run ``text`` to its end and return what it printed; its standard error is in the assertion if it fails."""
-    script = start_script(directory, text, **env)
+    script = start_script(directory, text, warm=warm, **env)
     try:
         out, _ = script.communicate(timeout=timeout_s)
     finally:

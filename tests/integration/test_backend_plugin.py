@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from podium.runtime import backend
+from tests.warm_python import run_python
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "backend_plugin"
 SUITE = """
@@ -43,8 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Path, directory: Path, *arguments: str) -> str:
     """Standard output of ``python ARGUMENTS`` where the package is installed."""
     env = {**os.environ, "PYTHONPATH": str(site)}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=580, check=False)
+    done = run_python(*arguments, cwd=directory, env=env, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

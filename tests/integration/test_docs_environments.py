@@ -22,6 +22,7 @@ from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
 from tests.integration.training import MODEL, metrics_rows, tiny
 from tests.unit.rollout.test_templates import FAMILIES, tokenizer_of
+from tests.warm_python import run_python
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -51,7 +52,7 @@ def price(name: str) -> int:
 
 def test_the_tools_of_the_page_answer_as_printed(tmp_path: Path) -> None:
     assert "tools.py" in files_of("environments.md", tmp_path)
-    done = subprocess.run([sys.executable, str(tmp_path / "tools.py")], capture_output=True, text=True, check=True)
+    done = run_python(tmp_path / "tools.py")
     assert done.stdout in (DOCS / "environments.md").read_text()
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm_python import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -19,10 +20,8 @@ RAY = (pytest.mark.ray, pytest.mark.slow)
 
 def run(name: str, backend: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     warnings = "default" if backend == "ray" else "error"  # those of Ray itself are not ours to mend
-    return subprocess.run(
-        [sys.executable, "-W", warnings, str(EXAMPLES / name), "--backend", backend],
-        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return run_python("-W", warnings, EXAMPLES / name, "--backend", backend, cwd=cwd, env=environment)
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("local", 6), ("inline", 1), pytest.param("ray", 6, marks=RAY)])

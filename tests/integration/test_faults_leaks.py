@@ -297,6 +297,7 @@ with podium.connect("local", preload={preload}) as cluster:
     shared = cluster.start(Threads.bind(), cluster.pool([cores]))
     print(set(shared.threads()) == {{({preload != "[]"}, 1, 1, "1")}})
 """,
+        warm=preload != "[]",  # a warm fork server has torch
     )
     assert out == "True\nTrue\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from podium.processes import children_of
 from podium.trainer import InferenceConfig, build_config, served
 from tests.integration.processes import listeners_of
 from tests.waits import all_end, wait_until
+from tests.warm_python import WarmPopen, run_python
 
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -58,7 +60,7 @@ def command(*words: str, token: str | None = "secret", **how: Any) -> subprocess
     env = {name: value for name, value in os.environ.items() if name != "PODIUM_TOKEN"}
     if token is not None:
         env["PODIUM_TOKEN"] = token
-    return subprocess.Popen(
+    return WarmPopen(
         [sys.executable, "-m", "podium", "serve", *words],
         env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how,
     )  # fmt: skip
@@ -128,8 +130,12 @@ def counted(text: str) -> Mapping[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
-def test_a_person_serves_a_model_asks_it_and_ends_it(model: Path) -> None:
-    with serving(str(model), token=None) as served:
+def test_a_person_serves_a_model_asks_it_and_ends_it(model: Path, tmp_path: Path) -> None:
+    """The page asks for no number of tokens, so that the model's context is their limit."""
+    small = Path(shutil.copytree(model, tmp_path / model.name))
+    settings = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 256}))
+    with serving(str(small), token=None) as served:
         given = re.search(r"OPENAI_API_KEY=(\S+)", served.said)
         assert given is not None
         token = given[1]
@@ -144,8 +150,10 @@ def test_a_person_serves_a_model_asks_it_and_ends_it(model: Path) -> None:
         env = {**os.environ, "OPENAI_BASE_URL": f"{served.url}/v1", "OPENAI_API_KEY": token}
         for language, block in re.findall(r"```(python|bash)\n(.*?)```", PAGE.read_text(), re.DOTALL)[:2]:
             with_name = block.replace('"NAME"', '"tiny"')
-            program = ["bash", "-c", with_name] if language == "bash" else [sys.executable, "-c", with_name]
-            done = subprocess.run(program, env=env, capture_output=True, text=True, check=True)
+            if language == "bash":
+                done = subprocess.run(["bash", "-c", with_name], env=env, capture_output=True, text=True, check=True)
+            else:
+                done = run_python("-c", with_name, env=env)
             assert done.stdout.strip() and '"error"' not in done.stdout, (block, done)
         status, errors = served.end()
         assert (status, errors) == (0, "loading tiny\n")

@@ -23,6 +23,7 @@ from podium.trainer import PRELOAD, PPOConfig, SFTConfig, config_to_yaml
 from tests.integration.finished_runs import grpo_config, sft_config
 from tests.integration.processes import all_gone, wait_for
 from tests.integration.training import losses, metrics_rows, timeless, tiny, train
+from tests.warm_python import WarmPopen
 
 CONTROLLER = "import sys; from podium.cli import main; sys.exit(main())"
 
@@ -117,7 +118,7 @@ class Run:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.path = folder / "runs" / "run"
         command = [sys.executable, "-c", CONTROLLER, "train", "sft", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = WarmPopen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
     def wait_for_step(self, step: int) -> None:
         """Until the checkpoint of ``step`` or a later one is there."""

@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from podium.trainer import GRPOConfig, PPOTrainer, load_config
 from tests.integration.training import metrics_rows, tiny
+from tests.warm_python import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(*arguments: str, cwd: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_python(*arguments, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

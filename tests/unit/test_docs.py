@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from podium.cli import main
 from podium.trainer import GRPOConfig, PPOConfig, SFTConfig, keys_of
+from tests.warm_python import run_python
 
 ROOT = Path(__file__).parents[2]
 COMING_FROM = ("coming-from-trl", "coming-from-verl", "coming-from-areal")
@@ -44,7 +43,7 @@ def _scripts() -> list[tuple[str, str]]:
 def test_a_script_of_the_docs_runs_as_printed(script: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(script)
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)
+    done = run_python(path)
     assert done.returncode == 0, done.stderr
 
 
@@ -66,10 +65,7 @@ def test_the_scripts_of_the_page_on_ray_run_as_printed_one_after_the_other(tmp_p
         for number, script in enumerate(scripts):
             path = tmp_path / f"script_{number}.py"
             path.write_text(script)
-            done = subprocess.run(
-                [sys.executable, str(path)], env={**os.environ, "RAY_ADDRESS": str(nodes.address)},
-                capture_output=True, text=True, timeout=200, check=False,
-            )  # fmt: skip
+            done = run_python(path, env={**os.environ, "RAY_ADDRESS": str(nodes.address)})
             assert done.returncode == 0, f"{script}\n{done.stderr}"
 
 
@@ -77,7 +73,7 @@ def test_the_requests_of_the_page_on_engines_are_served(tmp_path: Path) -> None:
     script, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "engines.md").read_text(), re.DOTALL)
     path = tmp_path / "script.py"
     path.write_text(script)
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)
+    done = run_python(path)
     assert done.returncode == 0, done.stderr
     assert {line.partition(" ")[0] for line in done.stdout.splitlines()} == {"a", "b"}
 
@@ -94,7 +90,7 @@ def test_the_page_on_configuration_prints_what_it_says(tmp_path: Path) -> None:
     assert len(blocks) == page.count("```python")
     for code, printed in blocks:
         (tmp_path / "script.py").write_text(code)
-        done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = run_python("script.py", cwd=tmp_path)
         assert sorted(done.stdout.splitlines()) == sorted(printed.splitlines()), done.stderr
 
 
@@ -118,7 +114,7 @@ def test_the_run_of_the_page_on_training_goes_as_printed(
         name = code.partition("\n")[0].removeprefix("# ")
         Path(name).write_text(code)
         if language == "python":
-            done = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=200, check=False)
+            done = run_python(name)
             assert done.returncode == 0, done.stderr
             printed = done.stdout
     assert len((tmp_path / "runs/copy/metrics.jsonl").read_text().splitlines()) == 5 + 3  # 0, 3 and 5 were evaluated
@@ -134,7 +130,7 @@ def test_the_commands_of_the_page_on_how_to_can_be_planned(tmp_path: Path, monke
         r"^```(?:python|yaml)\n# ([\w.]+)\n(.*?)^```", TRAINING + page, re.DOTALL | re.MULTILINE
     ):
         (tmp_path / name).write_text(text)
-    subprocess.run([sys.executable, "make_data.py"], check=True)
+    assert run_python("make_data.py").returncode == 0
     assert main(["train", "sft", "--config", "warm.yaml", "--run.steps", "1", "--backend", "inline"]) == 0
     lines = re.findall(r"^podium (train .*)$", page, re.MULTILINE)
     assert len(lines) > 15

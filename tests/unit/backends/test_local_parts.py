@@ -155,10 +155,10 @@ def test_a_fork_server_whose_socket_is_closed_starts_nothing(tmp_path: Path) -> 
 
 def test_a_backend_takes_the_server_that_was_prepared_for_it() -> None:
     LocalBackend.prepare(["json"])
-    ((private, server),) = LocalBackend._prepared.values()
+    private, server = LocalBackend._prepared[("json",)]
     LocalBackend.prepare(["json"])  # one is enough
     with podium.connect("local", preload=["json"], echo=False) as cluster:
-        assert LocalBackend._prepared == {}
+        assert ("json",) not in LocalBackend._prepared
         assert private.is_dir()
         assert cluster.start(Counter.bind()).add(2) == [2]
         assert server.alive()

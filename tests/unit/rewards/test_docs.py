@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from podium.config import keys_of
 from podium.rewards import NAMED_REWARDS, Grader, RewardConfig
+from tests.warm_python import run_python
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
 
@@ -19,9 +18,7 @@ def test_the_examples_run_as_printed(tmp_path: Path) -> None:
     assert [name for name, _ in blocks] == ["my_rewards.py", "try_it.py", "joined.py"]
     for name, code in blocks:
         (tmp_path / name).write_text(code)
-    done = subprocess.run(
-        [sys.executable, "try_it.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True
-    )
+    done = run_python("try_it.py", cwd=tmp_path)
     assert f"```\n{done.stdout}```" in PAGE
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from podium.errors import DataError
 from podium.rollout.tasks import DataConfig, load_examples
+from tests.warm_python import run_python
 
 PAGE = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
 
@@ -19,7 +18,7 @@ PAGE = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
 def test_the_example_runs_and_prints_what_is_shown(tmp_path: Path) -> None:
     ((name, code),) = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / name).write_text(code)
-    done = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    done = run_python(name, cwd=tmp_path)
     first, second = done.stdout.splitlines()
     assert f"```\n{first}\n```" in PAGE
     assert re.fullmatch(r"'\d\d [+-] \d\d = ' '-?\d+' \[\d+(, \d+)*\]", second)
