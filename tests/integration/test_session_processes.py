@@ -51,7 +51,7 @@ def test_worlds_of_reset_and_step_live_there_too(tmp_path: Path) -> None:
 
 def test_what_never_ends_is_killed_with_all_that_it_started(tmp_path: Path, preloaded: Cluster) -> None:
     """Some sessions compute in C with the interpreter's lock, some end their process, some leave another behind."""
-    options = {"time_limit_s": 2.0, "processes": 4}
+    options = {"time_limit_s": 5.0, "processes": 4}
     with told() as notes:
         run = train(config_of("stubborn", tmp_path, options=options, batch={"prompts": 12}), preloaded)
     said = "\n".join(notes)

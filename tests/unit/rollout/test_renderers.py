@@ -113,7 +113,7 @@ def test_answers_are_read_and_gone_on_with_by_the_template(said: str, content: s
 
 
 def test_a_library_that_cannot_be_imported_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = ModuleType("renderers")
+    tokenizer, broken = tokenizer_of(qwen3()), ModuleType("renderers")  # made while the library can be imported
 
     def missing(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
@@ -123,7 +123,6 @@ def test_a_library_that_cannot_be_imported_is_no_secret(monkeypatch: pytest.Monk
     notes: list[str] = []
     unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
     try:
-        tokenizer = tokenizer_of(qwen3())
         assert chat_format(Writer(tokenizer, DataConfig()), tokenizer).library is None
     finally:
         unsubscribe()
