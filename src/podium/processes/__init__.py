@@ -48,34 +48,8 @@ from podium.processes.table import (
     kill_marked,
 )
 
-__all__ = [
-    "HEADER",
-    "LONGEST_BODY",
-    "START_LIMIT_S",
-    "Channel",
-    "ForkServer",
-    "Frame",
-    "FrameError",
-    "Launched",
-    "Requests",
-    "Supervisor",
-    "become_subreaper",
-    "children_of",
-    "command",
-    "descendants_of",
-    "describe_exit",
-    "end_of",
-    "find_secrets",
-    "import_path",
-    "is_ending",
-    "is_stopped",
-    "kill",
-    "kill_marked",
-    "limit_memory",
-    "make_frame",
-    "raise_descriptor_limit",
-    "read_frame",
-    "serve_forks",
-    "supervise",
-    "working_directory",
-]
+__all__ = ["HEADER", "LONGEST_BODY", "START_LIMIT_S", "Channel", "ForkServer", "Frame", "FrameError", "Launched"]
+__all__ += ["Requests", "Supervisor"]
+__all__ += ["become_subreaper", "children_of", "command", "descendants_of", "describe_exit", "end_of", "find_secrets"]
+__all__ += ["import_path", "is_ending", "is_stopped", "kill", "kill_marked", "limit_memory", "make_frame"]
+__all__ += ["raise_descriptor_limit", "read_frame", "serve_forks", "supervise", "working_directory"]

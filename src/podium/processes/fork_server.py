@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podium.processes.channel import Channel
@@ -24,22 +24,30 @@ __all__ = ["ForkServer", "serve_forks"]
 class ForkServer(Launched):
     """The controller's side of a process whose ``main`` calls :func:`serve_forks`."""
 
-    def fork(self, number: int, arguments: tuple[Any, ...], *descriptors: int) -> None:
-        """Start a child, which gets copies of ``descriptors``. Raises OSError if the fork server is gone."""
-        self._tell(number, pickle.dumps(arguments), *descriptors)
+    def __init__(self, line: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
+        super().__init__(line, env=env)
+        self._on_end: dict[int, Callable[[int | None], object]] = {}  # by the child's number
+
+    def fork(
+        self, number: int, arguments: tuple[Any, ...], *descriptors: int, on_end: Callable[[int | None], object]
+    ) -> None:
+        """Start a child, which gets copies of ``descriptors``. Where :meth:`read_ends` runs, ``on_end`` is called with
+        the child's wait status, or with None if the fork server ends before. Raises OSError if that is gone."""
+        self._on_end[number] = on_end
+        self.resume()
+        self.channel.send(number, pickle.dumps(arguments), *descriptors)
 
     def kill(self, number: int) -> None:
         """Kill a child, unless it has ended. Raises OSError if the fork server is gone."""
-        self._tell(number)
-
-    def read_ends(self, *, wait: bool) -> list[tuple[int, int]] | None:
-        """Return the number and the wait status of children that have ended; None if the fork server has ended."""
-        frames = self.channel.read(wait=wait)
-        return None if frames is None else [(number, int(status)) for number, status in frames]
-
-    def _tell(self, number: int, body: bytes = b"", *descriptors: int) -> None:
         self.resume()
-        self.channel.send(number, body, *descriptors)
+        self.channel.send(number)
+
+    def read_ends(self, *, wait: bool = True) -> bool:
+        """Read once, and tell of the children that have ended. Returns False when the fork server has ended."""
+        frames = self.channel.read(wait=wait)
+        for number, status in [(number, None) for number in self._on_end] if frames is None else frames:
+            self._on_end.pop(number)(None if status is None else int(status))
+        return frames is not None
 
 
 def serve_forks(supervisor: Supervisor, channel: Channel, run: Callable[..., int]) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from podium.processes import (
     serve_forks,
     supervise,
 )
-from tests.unit.rewards.deeds import SLEEPER, alive_with, daemonize, wait_until
+from tests.unit.rewards.deeds import SLEEPER, alive_with, daemonize
+from tests.waits import wait_until
 
 ECHO = """
 import os, signal, socket, sys
@@ -58,7 +60,7 @@ def test_a_process_that_does_not_end_is_killed_with_what_it_started_in_other_ses
     launched = launch(start, "signal.pause()")
     launched.channel.send(1)
     assert launched.channel.receive() == (1, b"")
-    assert wait_until(lambda: alive_with(tag), seconds=60)
+    assert wait_until(lambda: alive_with(tag))
     launched.end(0.1)
     launched.channel.close()
     assert launched.process.returncode == -signal.SIGKILL
@@ -67,7 +69,7 @@ def test_a_process_that_does_not_end_is_killed_with_what_it_started_in_other_ses
 
 def test_a_process_that_a_signal_has_stopped_goes_on() -> None:
     launched = launch("os.kill(os.getpid(), signal.SIGSTOP)")
-    assert wait_until(lambda: is_stopped(launched.process.pid), seconds=60)
+    assert wait_until(lambda: is_stopped(launched.process.pid))
     launched.resume()
     launched.channel.send(1)
     assert launched.channel.receive() == (1, b"")
@@ -112,28 +114,31 @@ def _is_socket(fd: int) -> bool:
 def test_a_fork_server_starts_and_kills_by_number_and_reports_ends() -> None:
     tag = f"tag-{os.getpid()}-forks"
     server = ForkServer(command("tests.unit.processes.test_launcher", tag))
-    channels = list[Channel]()
+    channels, ends = list[Channel](), dict[int, int | None]()
     try:
         for number, word in enumerate(("first", "second"), start=1):
             near, far = socket.socketpair()
             channels.append(Channel(near))
             with far:
-                server.fork(number, (word,), far.fileno())
+                server.fork(number, (word,), far.fileno(), on_end=partial(ends.__setitem__, number))
         words = [frame[1] for frame in (channel.receive() for channel in channels) if frame is not None]
         assert words == [b"first True", b"second True"], "a child has its own descriptors and no other's"
         near, far = socket.socketpair()
         with near, far:
-            server.fork(3, ("code",), far.fileno())
-        assert server.read_ends(wait=True) == [(3, 7 << 8)]
+            server.fork(3, ("code",), far.fileno(), on_end=partial(ends.__setitem__, 3))
+        assert server.read_ends()
+        assert ends == {3: 7 << 8}
         server.kill(1)
-        assert server.read_ends(wait=True) == [(1, signal.SIGKILL)]
+        assert server.read_ends()
+        assert ends == {3: 7 << 8, 1: signal.SIGKILL}
         assert channels[0].receive() is None
         assert wait_until(lambda: not alive_with(f"{tag}-first"))
         assert alive_with(f"{tag}-second")
         server.kill(1)  # it has ended: nothing
         server.kill(99)
         os.kill(server.process.pid, signal.SIGKILL)
-        assert server.read_ends(wait=True) is None
+        assert not server.read_ends()
+        assert ends == {3: 7 << 8, 1: signal.SIGKILL, 2: None}
         server.end()
         assert wait_until(lambda: alive_with(f"{tag}-second") == []), "nobody but the launcher ends this daemon"
     finally:

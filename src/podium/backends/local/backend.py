@@ -33,7 +33,7 @@ from podium.backends.process import THREAD_VARIABLES, accelerators, machine
 from podium.errors import ConfigError, WorkerStartError
 from podium.processes import ForkServer, command, raise_descriptor_limit
 from podium.runtime.backend import Backend, ProcessHandle
-from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec
+from podium.runtime.messages import Capabilities, Node, OnDeath, ProcessSpec
 
 __all__ = ["LocalBackend", "WorkerServer"]
 
@@ -193,17 +193,9 @@ class LocalBackend(Backend):
         return server
 
     def _on_server(self, server: WorkerServer) -> bool:
-        ends = server.read_ends(wait=False)
-        if ends is None:
-            for process in list(self.processes.values()):
-                if process.server is server:
-                    process.end(Death("the fork server ended, and the worker processes with it"))
+        if not server.read_ends(wait=False):
             self.io.unwatch(server.channel.fileno())
             server.channel.close()
-        for token, status in ends or ():
-            if (process := self.processes.get(token)) is not None:
-                process.drain()
-                process.end(process.died(status))
         return True
 
 

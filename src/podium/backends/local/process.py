@@ -100,11 +100,10 @@ class LocalProcess(ProcessHandle):
         arguments = (env, self._prefix if fresh else None, str(self.log.path), *settings)
         with calls, control:
             try:
-                server.fork(token, arguments, calls.fileno(), control.fileno())
+                server.fork(token, arguments, calls.fileno(), control.fileno(), on_end=self._on_end)
             except OSError as error:
                 self.end(None)
-                why = f"the fork server is gone: {error}"
-                raise WorkerStartError(f"{spec.label}: {why}", rank=spec.rank) from error
+                raise WorkerStartError(f"{spec.label}: the fork server is gone: {error}", rank=spec.rank) from error
 
     def invoke(self, request: Request, done: Callable[[Reply], None]) -> None:
         if not self.takes_calls:
@@ -171,6 +170,16 @@ class LocalProcess(ProcessHandle):
         if death is not None and had_started and not told:
             self._on_death(self.rank, death)
         self._reported.set()
+
+    def _on_end(self, status: int | None) -> None:
+        """The fork server has told of the process's end, or has ended."""
+        if self.ended.is_set():  # its start was given up
+            return
+        if status is None:
+            self.end(Death("the fork server ended, and the worker processes with it"))
+        else:
+            self.drain()
+            self.end(self.died(status))
 
     def drain(self) -> None:
         """Take in all that the process sent before it ended."""

@@ -18,6 +18,7 @@ import pickle
 import socket
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from podium.errors import PodiumError
@@ -28,41 +29,13 @@ from podium.rollout.environments.contract import Outcome
 from podium.rollout.environments.runner import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from podium.rollout.environments.client import Client
     from podium.rollout.environments.config import EnvironmentConfig
     from podium.rollout.environments.contract import Task
 
 __all__ = ["SessionProcesses"]
-
-
-class _SessionServer(ForkServer):
-    """The process that has loaded the environment."""
-
-    def __init__(self, line: Sequence[str]) -> None:
-        super().__init__(line)
-        self._ends: dict[int, Future[int | None]] = {}  # by the number of the session
-
-    def fork_session(self, number: int, connection: socket.socket) -> Future[int | None]:
-        """Start a session. Returns the future wait status of its process; None if this server ends before."""
-        end = self._ends[number] = Future[int | None]()
-        self.fork(number, (), connection.fileno())
-        return end
-
-    def settle_ends(self) -> None:
-        """Take in the ends of sessions' processes, until this server has ended."""
-        while (ends := self.read_ends(wait=True)) is not None:
-            for number, status in ends:
-                _settle(self._ends.pop(number), status)
-        self.channel.close()
-        for end in list(self._ends.values()):
-            _settle(end, None)
-
-
-def _settle(end: Future[int | None], status: int | None) -> None:
-    if end.set_running_or_notify_cancel():
-        end.set_result(status)
 
 
 class SessionProcesses:
@@ -76,7 +49,7 @@ class SessionProcesses:
         self._config = config
         self._starting = threading.Lock()
         self._numbers = itertools.count(1)
-        self._server: _SessionServer | None = None
+        self._server: ForkServer | None = None
 
     def start(self) -> None:
         """Load the environment in a process, of which sessions are forks, unless there is one. It may take long.
@@ -88,7 +61,7 @@ class SessionProcesses:
             if self._server is not None and self._server.alive():
                 return
             self.close()
-            server = self._server = _SessionServer(command("podium.rollout.environments.child"))
+            server = self._server = ForkServer(command("podium.rollout.environments.child"))
             connection = server.channel.connection
             try:
                 server.channel.send(0, pickle.dumps(self._config))
@@ -106,7 +79,7 @@ class SessionProcesses:
                 server.channel.close()
                 raise PodiumError(f"environment.name = {self._config.name!r} in a process of its own: {reason}")
             connection.settimeout(None)
-            threading.Thread(target=server.settle_ends, name="podium-sessions", daemon=True).start()
+            threading.Thread(target=_read_ends, args=(server,), name="podium-sessions", daemon=True).start()
 
     async def play(self, task: Task, client: Client) -> Ending:
         """Live a session, and return how it ended."""
@@ -117,8 +90,9 @@ class SessionProcesses:
         near, far = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=near)
         try:
+            end = Future[int | None]()
             with far:
-                end = server.fork_session(number, far)
+                server.fork(number, (), far.fileno(), on_end=partial(_settle, end))
             _send(writer, 0, _facts(task, client))
             while (frame := await read_frame(reader)) is not None:
                 request, message = frame[0], _read(frame[1])
@@ -145,6 +119,17 @@ class SessionProcesses:
         if self._server is not None:
             self._server.end()
             self._server = None
+
+
+def _settle(end: Future[int | None], status: int | None) -> None:
+    if end.set_running_or_notify_cancel():
+        end.set_result(status)
+
+
+def _read_ends(server: ForkServer) -> None:
+    while server.read_ends():
+        pass
+    server.channel.close()
 
 
 def _facts(task: Task, client: Client) -> Facts:
