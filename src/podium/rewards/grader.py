@@ -1,9 +1,9 @@
 """Run a reward over completions, in processes that can be killed.
 
-    submit(), grade() ──items──▶ dispatcher ──chunks of items──▶ grading processes
-    reader thread     ◀─lines──             ◀─one line an item──
+    submit(), grade() ──items───▶ dispatcher ──chunks of items───▶ grading processes
+    reader thread     ◀─results──             ◀─one result an item─
 
-The caller's thread sends items. A thread of the grader reads the lines and settles futures.
+The caller's thread sends items. A thread of the grader reads the results and settles futures.
 """
 
 from __future__ import annotations
