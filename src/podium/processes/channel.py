@@ -166,9 +166,14 @@ class Requests:
 
     def send(self, request: Mapping[str, Any]) -> Future[Any]:
         """Send a request as JSON. The answer is the future's result. Raises OSError if the other end is gone."""
-        number, answer = next(self._numbers), Future[Any]()
-        self._pending[number] = answer
+        number = next(self._numbers)
+        answer = self.expect(number)
         self._channel.send(number, json.dumps(request).encode())
+        return answer
+
+    def expect(self, number: int) -> Future[Any]:
+        """Return the future of what the other end may say under a number. Requests count from 1."""
+        answer = self._pending[number] = Future[Any]()
         return answer
 
     def cancel(self, answer: Future[Any]) -> None:
