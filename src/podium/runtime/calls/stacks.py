@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from podium.processes import descendants_of
+
 __all__ = ["collective_of", "is_inside_collective", "outside_stack"]
 
 _DUMP_S = 5.0
@@ -23,7 +25,7 @@ def outside_stack(pid: int) -> str:
     """
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
-    if program is None or not _is_below(pid):
+    if program is None or pid not in descendants_of(os.getpid()):
         return ""
     try:
         done = subprocess.run(
@@ -51,17 +53,3 @@ def collective_of(statuses: Mapping[int, str]) -> str:
     names = " or ".join(sorted({found[1] or found[2] for found in inside.values()}))
     rest = f"ranks {outside} have not entered it" if outside else "all ranks that have not answered are in it"
     return f"ranks {sorted(inside)} wait in {names}; {rest}"
-
-
-def _is_below(pid: int) -> bool:
-    """Whether a process of this machine is one that this process started, or that such a process started."""
-    seen: set[int] = set()
-    while pid > 1 and pid not in seen:
-        seen.add(pid)
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-        if pid == os.getpid():
-            return True
-    return False
