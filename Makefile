@@ -27,6 +27,7 @@ GPU_WHEELS := .gpu-wheels
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
 
+PLUGINS := $(wildcard plugins/podium-*)
 PEERS := ray trl verl monarch areal
 
 ##@ Use
@@ -76,7 +77,7 @@ fuzz: $(STAMP)  ## all of the ten thousand broken inputs, of which the tests try
 	@$(BIN)/python -W ignore -m tests.integration.test_fuzz
 
 test-monarch: .venvs/monarch/.installed  ## the contract suite on Monarch, in an environment of its own: four minutes
-	@.venvs/monarch/bin/python -m pytest tests/contract -m monarch --all $(ARGS)
+	@.venvs/monarch/bin/python -m pytest plugins/podium-monarch/tests --all $(ARGS)
 
 test-vllm: .venvs/vllm/.installed  ## the engine vllm with vLLM's build for CPUs, in an environment of its own
 	@.venvs/vllm/bin/python -m pytest $$(grep -rl --include='*.py' 'mark\.vllm' tests) -m vllm $(ARGS)
@@ -128,7 +129,8 @@ help:  ## this list
 		/^[a-z-]+:.*##/ { printf "  make %-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # torch goes first and alone, so that the build chosen here is kept by everything that depends on it.
-$(STAMP): pyproject.toml constraints.txt
+# The plugins go without what they require: each of their tests is skipped, and counted, where its library is absent.
+$(STAMP): pyproject.toml constraints.txt $(PLUGINS:%=%/pyproject.toml)
 	@if [[ -z "$(PYTHON)" ]]; then \
 		echo "Podium needs Python 3.11 or newer; python3 here is $$(python3 --version 2>&1 || true)." \
 			"Install one, or name one: make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; fi
@@ -139,6 +141,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@{ grep -v '^torch==' constraints.txt; $(BIN)/pip freeze --disable-pip-version-check | grep '^torch=='; } \
 		> .venv/constraints.txt
 	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(PLUGINS:%=-e %)
 	@touch $@
 
 # A peer may have two more files: NAME.no-deps.txt lists packages that are installed without what they say they need, and

@@ -39,7 +39,7 @@ from tests.ray_selection import RaySelection
 
 def missing_requirement(mark: str) -> str | None:
     """Why tests with `mark` cannot run here, or None if they can."""
-    if mark in ("ray", "monarch", "vllm"):
+    if mark in ("ray", "vllm"):
         return None if importlib.util.find_spec(mark) else f"{mark} is not installed: pip install 'podium[{mark}]'"
     import torch  # only when a gpu test was collected: importing it takes longer than most tests
 
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("ray") is not None:
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
-    for mark in ("ray", "monarch", "vllm", "gpu"):
+    for mark in ("ray", "vllm", "gpu"):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := missing_requirement(mark)):
             for item in marked:

@@ -133,8 +133,9 @@ def what_raised(subject: str) -> Iterator[None]:
 
 def _statement(error: BaseException) -> str:
     """File and line of the last statement that led to an error, of installed packages only if there is no other."""
-    podium, frames = f"{Path(__file__).parent}/", traceback.extract_tb(error.__traceback__)
-    frames = [one for one in frames if not one.filename.startswith((podium, "<frozen "))]
+    podium, machinery = f"{Path(__file__).parent}/", f"{Path(importlib.__file__).parent}/"
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith((podium, machinery, "<frozen "))]
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     own = [one for one in frames if not one.filename.startswith(installed)]
     return "".join(f"{one.filename}:{one.lineno}: " for one in (own or frames)[-1:])

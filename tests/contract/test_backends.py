@@ -15,7 +15,6 @@ BACKENDS = [
     pytest.param(Target("local"), id="local"),
     # Its processes import torch one by one, two seconds each: only those do here that need it.
     pytest.param(Target("ray", preload=()), id="ray", marks=pytest.mark.ray),
-    pytest.param(Target("monarch"), id="monarch", marks=pytest.mark.monarch),
 ]
 
 

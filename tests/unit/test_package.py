@@ -58,3 +58,12 @@ def test_everything_that_is_installed_for_development_is_pinned(project: dict[st
     wanted = {canonical(item) for name in ("dev", "math", "plot", "ray", "tasks") for item in extras[name]}
     wanted |= {canonical(item) for item in project["dependencies"]}
     assert wanted - {"podium"} <= pinned  # "dev" names Podium with its extras
+
+
+def test_the_core_names_no_plugin() -> None:
+    names = [path.name.removeprefix("podium-") for path in (ROOT / "plugins").iterdir() if path.is_dir()]
+    assert len(names) == 4
+    for path in (ROOT / "src" / "podium").rglob("*"):
+        if path.suffix in (".py", ".yaml", ".js", ".html", ".css"):
+            text = path.read_text(encoding="utf-8").lower()
+            assert [name for name in names if name in text] == [], path

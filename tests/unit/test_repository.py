@@ -28,6 +28,7 @@ COMMAND_PAGES = (
     "docs/rewards.md",
     "docs/serve.md",
     "llms.txt",
+    *(f"plugins/{path.parent.name}/README.md" for path in sorted((ROOT / "plugins").glob("*/README.md"))),
 )
 
 

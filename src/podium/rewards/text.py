@@ -81,7 +81,7 @@ def final_number(text: str) -> Decimal | None:
 def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the completion's final number equals the answer's (5 and 5.0 are equal), else 0.
 
-    Answers of GSM8K end in a line ``#### 72`` (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems").
+    Answers of GSM8K end in a line ``#### 72`` (Cobbe et al. 2021, arXiv:2110.14168).
     """
     wanted = final_number(answer_of(row))
     if wanted is None:

@@ -74,14 +74,18 @@ def _say(line: str) -> None:
 def _loaded(scheme: str, backend: str) -> type[Backend]:
     found = backends()
     if scheme not in found:
-        raise ConfigError(f"no backend {backend!r}; installed are {sorted(found)}{nearest(scheme, found)}")
+        raise ConfigError(
+            f"no backend {backend!r}; installed are {', '.join(sorted(found))}{nearest(scheme, found)}; others come "
+            "with packages through the entry point group podium.backends (docs/backends.md)"
+        )
     entry = found[scheme]
     try:
         cls: Any = entry.load()
     except (Exception, SystemExit) as error:
         what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         own = entry.module.startswith("podium.")
-        remedy = f"pip install 'podium[{scheme}]'" if own else f"another version of the package of {entry.value}"
+        other = f"another version of the package of {entry.value}, or what that package requires"
+        remedy = f"pip install 'podium[{scheme}]'" if own else other
         raise ConfigError(f"backend {scheme!r} cannot be loaded: {what}; try: {remedy}") from error
     if not (inspect.isclass(cls) and issubclass(cls, Backend)):
         raise ConfigError(f"backend {scheme!r}: {entry.value} is no subclass of podium.runtime.Backend")

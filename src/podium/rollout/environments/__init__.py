@@ -6,6 +6,7 @@ from podium.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from podium.errors import ContextFull as ContextFull
+    from podium.rollout.environments.calls import in_thread as in_thread
     from podium.rollout.environments.client import Client as Client, Reply as Reply
     from podium.rollout.environments.config import EnvironmentConfig as EnvironmentConfig
     from podium.rollout.environments.contract import (

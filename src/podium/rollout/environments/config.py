@@ -1,21 +1,54 @@
-"""Settings of an environment. Imports no torch."""
+"""Settings of an environment, and the way from its name to what the name stands for. Imports no torch."""
 
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from pydantic import Field
 
 from podium.config import build_config, section
-from podium.functions import check_function_name
+from podium.errors import ConfigError
+from podium.functions import check_function_name, load_function, nearest, what_raised
 
-__all__ = ["NAMED_ENVIRONMENTS", "EnvironmentConfig", "SessionLimits"]
+__all__ = ["EnvironmentConfig", "SessionLimits", "installed_environments", "load_environment"]
 
-NAMED_ENVIRONMENTS: Final[Mapping[str, str]] = {
-    "openenv": "podium.rollout.environments.adapters.openenv:OpenEnv",
-    "textarena": "podium.rollout.environments.adapters.textarena:TextArena",
-    "verifiers": "podium.rollout.environments.adapters.verifiers:Verifiers",
-}
-"""Environments of other projects by their names, and where the adapter of each is."""
+_KEY: Final = "environment.name"
+_GROUP: Final = "podium.environments"
+
+
+def installed_environments() -> dict[str, EntryPoint]:
+    """Return the environments that installed packages bring through the entry point group, by their names."""
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+
+
+def load_environment(name: str) -> Any:
+    """Return the class or function that ``environment.name`` names.
+
+    Raises:
+        ConfigError: It does not exist, or its module raised an exception while it was loaded.
+    """
+    if ":" in name:
+        return load_function(name, key=_KEY)
+    entry = _entry_of(name)
+    subject = f"{_KEY} = {name!r}: {entry.value} of the package {entry.dist.name if entry.dist else 'unknown'}"
+    with what_raised(f"{subject} cannot be loaded"):
+        environment = entry.load()
+    if not callable(environment):
+        raise ConfigError(f"{subject} is no class or function but of type {type(environment).__name__}")
+    return environment
+
+
+def _entry_of(name: str) -> EntryPoint:
+    """Return the installed environment of a name. Raises ConfigError if there is none."""
+    environments = installed_environments()
+    if name not in environments:
+        listed = f"installed are {', '.join(sorted(environments))}" if environments else "none is installed"
+        raise ConfigError(
+            f"{_KEY} = {name!r}: no environment of this name is installed; {listed}{nearest(name, environments)}; "
+            f"others come with packages through the entry point group {_GROUP} (docs/environments.md); an environment "
+            f"of your own is path/file.py:{name} or module:{name}"
+        )
+    return environments[name]
 
 
 @section("environment.options")
@@ -41,15 +74,26 @@ class EnvironmentConfig:
     """The environment in which the policy acts, where a prompt and its answer are not all."""
 
     name: str = ""
-    """The policy acts in this environment: openenv, textarena, verifiers, module:function or path/file.py:function. An
+    """The policy acts in this environment: module:function, path/file.py:function or the name of an installed one. An
     empty name means that each prompt is answered once."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """The environment gets these options. time_limit_s, at_once and processes among them are about its sessions."""
 
     def __post_init__(self) -> None:
         if self.name:
-            check_function_name(self.name, key="environment.name", known=NAMED_ENVIRONMENTS)
             _ = self.limits
+            if ":" in self.name:
+                check_function_name(self.name, key=_KEY)
+            else:
+                _entry_of(self.name)
+
+    @property
+    def code(self) -> str:
+        """Where the code of the environment is, as ``module:function`` or ``path/file.py:function``. "" without one."""
+        if ":" in self.name or not self.name:
+            return self.name
+        entry = _entry_of(self.name)
+        return f"{entry.module}:{entry.attr}"
 
     @property
     def limits(self) -> SessionLimits:

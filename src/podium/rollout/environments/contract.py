@@ -78,7 +78,8 @@ class Environment(Protocol):
     """A world that answers the model. There is an instance for each session; both methods may be ``async``.
 
     It may also have ``tools``, a list of functions that the model may call while it answers, and ``tasks(split)``,
-    a class method that returns the rows of "train" or "test" where the data have none.
+    a class method that returns the rows of "train" or "test" where the data have none. An environment of any form may
+    have ``code_options``: the names of those of its options whose values name code or programs.
     """
 
     def reset(self, task: Task) -> Messages:

@@ -10,16 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from podium.errors import ConfigError
-from podium.functions import load_function, nearest, what_raised
+from podium.functions import nearest, what_raised
 from podium.rollout.environments.calls import in_thread
-from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig, SessionLimits
+from podium.rollout.environments.config import EnvironmentConfig, SessionLimits, load_environment
 from podium.rollout.environments.contract import Outcome, Reward, Step, Task
 
 if TYPE_CHECKING:
     from podium.rollout.environments.client import Client, Reply
     from podium.rollout.environments.tools import Toolbox
 
-__all__ = ["Play", "ResolvedEnvironment", "converse", "resolve_environment"]
+__all__ = ["Play", "ResolvedEnvironment", "code_options_of", "converse", "resolve_environment"]
 
 Play = Callable[[Task, "Client"], Awaitable[Reward]]
 _KEY = "environment.name"
@@ -47,7 +47,7 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
         ConfigError: It does not exist, or it is none; an option is unknown to it; its module, or what makes it, raised
             an exception.
     """
-    found = load_function(config.name, key=_KEY, known=NAMED_ENVIRONMENTS)
+    found = load_environment(config.name)
     subject, options = f"{_KEY} = {config.name!r}", config.own_options
     if not inspect.isclass(found) and _takes_session(found):
         _check_options(found, options, subject, given=2)
@@ -66,6 +66,19 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
         f"{subject} is no environment: expected an async function of (task, client), a class with reset and step, or a "
         "function that makes an object with one of these"
     )
+
+
+def code_options_of(config: EnvironmentConfig) -> Sequence[str]:
+    """Return the names of the options that name code or programs, as the environment declares them: its attribute
+    ``code_options``.
+
+    Raises:
+        ConfigError: The environment cannot be loaded, or what it declares is no list of names.
+    """
+    names: Any = getattr(load_environment(config.name), "code_options", ())
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{_KEY} = {config.name!r}: code_options = {names!r}; expected a list of names of options")
+    return names
 
 
 async def converse(

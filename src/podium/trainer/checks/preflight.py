@@ -10,9 +10,10 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from podium.algorithms import check_functions
 from podium.annotations import signature_of
@@ -23,8 +24,8 @@ from podium.models.weight_files import stored_tensors
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
 from podium.rewards.text import answer_of
 from podium.rollout.engines import check_engine
-from podium.rollout.environments.config import NAMED_ENVIRONMENTS, EnvironmentConfig
-from podium.rollout.environments.resolve import resolve_environment
+from podium.rollout.environments.config import EnvironmentConfig
+from podium.rollout.environments.resolve import code_options_of, resolve_environment
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
 from podium.runs.config import SCHEDULES, InferenceConfig, PPOConfig, SFTConfig
@@ -139,67 +140,83 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
     """Refuse functions in files of ``run``: a user who resumes or evaluates the run of a stranger takes only data from
     there. Refuse those of Python's own library too, such as ``builtins:exec``, which runs as code what it should grade.
 
+    Options of an environment are refused where they are files of programs in ``run``. Those that the environment
+    declares as ``code_options`` are checked like the names of functions, and may also be names of modules.
+
     Raises:
-        ConfigError: A function is there. The message says what to do.
+        ConfigError: A function or a program is there. The message says what to do.
     """
+    environment = config.environment
     names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
-    names |= {"environment.name": NAMED_ENVIRONMENTS.get(config.environment.name, config.environment.name)}
-    options = config.environment.options
-    if config.environment.name == "textarena":
-        names["environment.options.opponent"] = str(options.get("opponent", ""))
+    names |= {"environment.name": environment.code}
     if isinstance(config, PPOConfig):
         names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
     for key, name in names.items():
-        file = _file_of(name.rpartition(":")[0])
-        path = Path(file).expanduser().resolve()
-        own = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
-        if own or file in ("built-in", "frozen"):
-            raise ConfigError(
-                f"{key} = {name!r} is a function of Python's own library, which runs as no part of a run that is "
-                f"there already: give another one with --{key}"
-            )
-        if file and path.is_relative_to(run.resolve()):
-            raise ConfigError(
-                f"{key} = {name!r} is code in the directory of the run itself, and nothing there is run as "
-                f"code: read {file}, move it elsewhere, and give its new place with --{key}"
-            )
-    for key, text in _texts(options, "environment.options"):
+        _refuse_code(run, key, name, name.rpartition(":")[0])
+    for key, text in _texts(environment.options, "environment.options"):
         if _is_code_of(run, text):
-            raise ConfigError(
-                f"{key} = {text!r} is code in the directory of the run itself, and nothing there is run as code: read "
-                f"it, move it elsewhere, and give its new place with --{key}"
-            )
+            _refuse(key, text, text)
+    options = environment.own_options if environment.name else {}
+    for option in code_options_of(environment) if options else ():  # it is loaded after its own place was checked
+        for key, text in _texts(options.get(option), f"environment.options.{option}"):
+            place, _, attribute = text.rpartition(":")
+            _refuse_code(run, key, text, place if attribute.isidentifier() and place else text)
+
+
+def _refuse_code(run: Path, key: str, name: str, place: str) -> None:
+    """Refuse ``name`` if ``place``, where its code is, leads into the directory of a run, or if it is a function of
+    Python's own library. ``place`` is a module, a file, or the whole name where the name is not that of a function."""
+    file = _file_of(place)
+    path = Path(os.path.expanduser(file)).resolve()
+    is_own = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
+    if place != name and (is_own or file in ("built-in", "frozen")):
+        raise ConfigError(
+            f"{key} = {name!r} is a function of Python's own library, which runs as no part of a run that is "
+            f"there already: give another one with --{key}"
+        )
+    if file and path.is_relative_to(run.resolve()):
+        _refuse(key, name, file)
+
+
+def _refuse(key: str, name: str, file: str) -> NoReturn:
+    raise ConfigError(
+        f"{key} = {name!r} is code in the directory of the run itself, and nothing there is run as code: read {file}, "
+        f"move it elsewhere, and give its new place with --{key}"
+    )
 
 
 def _is_code_of(run: Path, text: str) -> bool:
     """Whether an option, which may be any text, is a program in the directory of a run, or a function of one."""
-    path = Path(text.rpartition(":")[0] if ".py:" in text else text).expanduser()
+    path = Path(os.path.expanduser(text.rpartition(":")[0] if ".py:" in text else text))
     try:
         if not path.is_file() or not (path.suffix == ".py" or os.access(path, os.X_OK)):
             return False
         return path.resolve().is_relative_to(run.resolve()) or path.absolute().is_relative_to(run.absolute())
-    except (OSError, ValueError):  # no text of a path
+    except OSError:  # no text of a path
         return False
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """The texts in nested values, each with its key."""
+    """The texts in nested values that may be paths, each with its key."""
     if isinstance(value, str):
-        yield key, value
+        yield from [(key, value)] if "\0" not in value else []
     elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _texts(one, f"{key}.{name}")
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}")
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one, key)
+        for inner in value:
+            yield from _texts(inner, key)
 
 
 def _file_of(place: str) -> str:
-    """The file that ``place`` of a function is, or that holds the module or package; "" for one that is not found."""
-    if not place or place.endswith(".py"):
+    """The file that ``place`` is, or that holds the module or package; "" for one that is not found. A module in the
+    working directory counts: a program that an environment starts may find it there first."""
+    if not place or place.endswith(".py") or (os.sep in place and os.path.exists(os.path.expanduser(place))):
         return place
     try:
-        spec = find_spec(place.partition(".")[0])
+        name = place.partition(".")[0]
+        local = PathFinder.find_spec(name, [os.getcwd()])
+        spec = local if local and local.origin else find_spec(name) or local
     except ValueError:  # a module without a specification, such as __main__
         return ""
     return "" if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), "")

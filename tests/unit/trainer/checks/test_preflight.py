@@ -17,7 +17,7 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.tasks import DataConfig
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOTrainer, SFTConfig, SFTTrainer
-from podium.trainer.checks.preflight import check_given, check_lengths, names_of_given, refuse_code_of, unused_settings
+from podium.trainer.checks.preflight import check_given, check_lengths, names_of_given, unused_settings
 from podium.workers import Policy
 from tests.integration.rewards import longer_is_better
 from tests.integration.training import MODEL, metrics_rows, tiny
@@ -164,33 +164,6 @@ def test_code_in_the_directory_of_a_run_is_not_run_when_it_is_resumed_or_evaluat
     assert main(["eval", str(run)]) == 2
     assert "is code in the directory of the run itself" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "code was run").exists()
-
-
-def test_programs_in_the_directory_of_a_run_are_not_run_as_options_of_an_environment(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, mark = tmp_path / "runs" / "run", tmp_path / "code was run"
-    (run / "model").mkdir(parents=True)
-    (run / "python").write_text(f"#!/bin/sh\ntouch {str(mark)!r}\n")
-    (run / "python").chmod(0o755)
-    (run / "code.py").write_text(f"open({str(mark)!r}, 'w')\ndef play(text): return 'a'\n")
-    inside, own = "is code in the directory of the run itself", "is a function of Python's own library"
-    for name, options, why in (
-        ("verifiers", {"taskset": "gsm8k", "python": str(run / "python")}, inside),
-        ("verifiers", {"taskset": "gsm8k", "config": {"agent": {"python": [f"{run}/../run/python"]}}}, inside),
-        ("textarena", {"env": "TicTacToe-v0", "opponent": f"{run}/code.py:play"}, inside),
-        ("textarena", {"env": "TicTacToe-v0", "opponent": "os:system"}, own),
-    ):
-        config = tiny(GRPOConfig, tmp_path, environment={"name": name, "options": options}, data={"train": ""})
-        (run / "config.yaml").write_text(config_to_yaml(config))
-        for command in (["train", "grpo", "--resume", str(run), "--dry-run"], ["eval", str(run)]):
-            assert main(command) == 2
-            said = " ".join(capsys.readouterr().err.split())
-            assert "environment.options." in said
-            assert why in said
-    assert not mark.exists()
-    elsewhere = {"python": str(tmp_path / "python"), "notes": "a: b.py: c", "long": "x" * 5000}
-    refuse_code_of(run, tiny(GRPOConfig, tmp_path, environment={"name": "verifiers", "options": elsewhere}))
 
 
 def test_supervised_fine_tuning_uses_what_sessions_do_not() -> None:

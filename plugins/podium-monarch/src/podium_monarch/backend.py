@@ -38,13 +38,13 @@ from monarch.actor import Channel, default_bootstrap_cmd, this_host
 from monarch.config import configure
 
 from podium.backends.files import Files, Log
-from podium.backends.monarch.actor import Message, Parcel, ProcessActor, pack
 from podium.backends.process import Surroundings, accelerators, environment_of, machine
 from podium.errors import WorkerStartError
 from podium.processes import describe_exit, is_stopped
 from podium.runtime.backend import Backend, ProcessHandle
 from podium.runtime.codec import decode
 from podium.runtime.messages import Capabilities, Death, Node, OnDeath, ProcessSpec, Reply, Request
+from podium_monarch.actor import Message, Parcel, ProcessActor, pack
 
 __all__ = ["MonarchBackend"]
 
@@ -209,7 +209,8 @@ class _MonarchProcess(ProcessHandle):
         except Exception as error:  # noqa: BLE001 - raised again where the start is waited for
             with contextlib.suppress(Exception):
                 self._procs.stop().get(timeout=KILL_S)
-            self._started.set_exception(error)
+            is_late = isinstance(error, TimeoutError)  # Monarch's has no message
+            self._started.set_exception(TimeoutError(f"no answer within {timeout_s:.3g} s") if is_late else error)
             return
         self._started.set_result(None)
         cause = _end_of(process)

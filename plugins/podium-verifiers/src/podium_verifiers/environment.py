@@ -17,17 +17,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from podium.errors import ConfigError, PodiumError
-from podium.rollout.environments.contract import Outcome, Task
+from podium.rollout.environments import Outcome
 
 if TYPE_CHECKING:
-    from podium.rollout.environments.client import Client
+    from podium.rollout.environments import Client, Task
 
 __all__ = ["Verifiers"]
 
-_CHILD = Path(__file__).with_name("verifiers_child.py")
+_CHILD = Path(__file__).with_name("child.py")
 
 
 class Verifiers:
@@ -45,6 +45,9 @@ class Verifiers:
     Raises:
         ConfigError: There is no such interpreter.
     """
+
+    code_options: ClassVar = ("taskset", "taskset_config", "config", "python")
+    """verifiers imports modules by the names in its settings, also from the working directory."""
 
     def __init__(
         self,
@@ -71,22 +74,22 @@ class Verifiers:
         self._process: _Process | None = None
 
     def tasks(self, split: Literal["train", "test"]) -> Sequence[Task]:
-        """The tasks of a split."""
+        """Return the tasks of a split."""
         command = [self._python, "-P", str(_CHILD), "tasks", self._settings]
         done = subprocess.run(command, capture_output=True, text=True, env=_environment(self._python), check=False)
         if done.returncode:
-            raise ConfigError(f"environment.options.taskset = {self._label!r}: {_reason(done)}")
-        found: list[dict[str, Any]] = json.loads(done.stdout)
-        first = len(found) - max(1, round(self._held_out * len(found)))
-        places = range(first) if split == "train" else range(first, len(found))
-        return [{**found[place], "answer": None, "place": place} for place in places]
+            raise ConfigError(f"environment.options.taskset = {self._label!r}: {_explain_end(done)}")
+        rows: list[dict[str, Any]] = json.loads(done.stdout)
+        first = len(rows) - max(1, round(self._held_out * len(rows)))
+        places = range(first) if split == "train" else range(first, len(rows))
+        return [{**rows[place], "answer": None, "place": place} for place in places]
 
     async def play(self, task: Task, client: Client) -> Outcome:
         """Live the episode of a task."""
         loop = asyncio.get_running_loop()
         if self._process is None or self._process.loop is not loop or self._process.over:
             self._process = _Process(loop, [self._python, "-P", str(_CHILD), "live", self._settings])
-        found = await self._process.ask(
+        answer = await self._process.ask(
             {
                 "place": int(task["place"]),
                 "base_url": client.base_url,
@@ -94,9 +97,9 @@ class Verifiers:
                 "model": client.model,
             }
         )
-        if "error" in found:
-            raise PodiumError(f"verifiers: {found['error']}")
-        return Outcome(score=float(found["score"]), parts=found["parts"])
+        if "error" in answer:
+            raise PodiumError(f"verifiers: {answer['error']}")
+        return Outcome(score=float(answer["score"]), parts=answer["parts"])
 
 
 class _Process:
@@ -119,15 +122,15 @@ class _Process:
         return child
 
     async def ask(self, episode: Mapping[str, Any]) -> dict[str, Any]:
-        """What became of an episode. Raises PodiumError where the process ended."""
+        """Return the outcome of an episode. Raises PodiumError where the process ended."""
         child, id = await asyncio.shield(self._started), str(next(self._numbers))
         if self.over:
             raise PodiumError(f"the process of verifiers ended with exit status {child.returncode}{self._reason}")
-        found = self._waiting[id] = self.loop.create_future()
+        outcome = self._waiting[id] = self.loop.create_future()
         assert child.stdin is not None
         child.stdin.write(json.dumps({"id": id, **episode}).encode() + b"\n")
         try:
-            return await found
+            return await outcome
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):
                 child.stdin.write(json.dumps({"cancel": id}).encode() + b"\n")
@@ -153,8 +156,8 @@ class _Process:
                 waiting.set_exception(error)
 
 
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """Why the process ended with an error: what it told or, where Python itself did not start, the last it wrote."""
+def _explain_end(done: subprocess.CompletedProcess[str]) -> str:
+    """Say why the process ended with an error: what it answered or, where Python did not start, its last line."""
     if done.stdout:
         error = str(json.loads(done.stdout)["error"])
     else:
@@ -165,7 +168,7 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """The environment of the process, in which the commands beside ``python`` are found."""
+    """Return the environment of the process, in which the commands beside ``python`` are found."""
     path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")])
     modules = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return {**os.environ, "PATH": path, "PYTHONPATH": modules}

@@ -10,15 +10,14 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from podium.errors import ConfigError, PodiumError
 from podium.functions import load_function
-from podium.rollout.environments.calls import in_thread
-from podium.rollout.environments.contract import Outcome, Task
+from podium.rollout.environments import Outcome, in_thread
 
 if TYPE_CHECKING:
-    from podium.rollout.environments.client import Client
+    from podium.rollout.environments import Client, Task
 
 __all__ = ["TextArena"]
 
@@ -44,6 +43,8 @@ class TextArena:
         ConfigError: textarena is not installed, there is no such game, or no such opponent.
     """
 
+    code_options: ClassVar = ("opponent",)
+
     def __init__(
         self,
         env: str,
@@ -66,20 +67,20 @@ class TextArena:
 
     def _make(self) -> Any:
         try:
-            import textarena  # pyright: ignore[reportMissingImports]
+            import textarena  # pyright: ignore[reportMissingImports] - it is not installed where types are checked
         except ImportError as error:
             raise ConfigError(
                 f"environment.name = 'textarena' needs {error.name}, which is not installed: "
-                "pip install 'podium[textarena]'"
+                "pip install 'podium-textarena[textarena]'"
             ) from None
-        made: Any = textarena
+        library: Any = textarena
         try:
-            return made.make(f"{self.env.removesuffix('-raw')}-raw", **self._settings)
+            return library.make(f"{self.env.removesuffix('-raw')}-raw", **self._settings)
         except (ValueError, KeyError) as error:
             raise ConfigError(f"environment.options.env = {self.env!r}: {error}") from None
 
     def tasks(self, split: Literal["train", "test"]) -> Sequence[Task]:
-        """Games by seed, in which the policy sits at each place equally often."""
+        """Return games by seed, in which the policy sits at each place equally often."""
         first, count = (0, self.games) if split == "train" else (_TEST_SEEDS, max(1, self.games // 10))
         return [
             {"prompt": f"{self.env}, game {seed}", "answer": None, "seed": seed, "seat": seed % self.players}
@@ -90,23 +91,23 @@ class TextArena:
         """Play one game to its end."""
         game, seat = self._make(), int(task["seat"])
         game.reset(num_players=self.players, seed=int(task["seed"]))
-        said: dict[int, list[dict[str, Any]]] = {}
+        conversations: dict[int, list[dict[str, Any]]] = {}
         rules: dict[int, list[str]] = {}  # what the game itself has said to each player
-        players = {seat: client}
+        clients = {seat: client}
         dice = random.Random(client.seed)  # a game seeds Python's own numbers, for all sessions of a prompt alike
         done = False
         while not done:
             player, observation = game.get_observation()
             names = game.state.role_mapping
-            spoken = [
+            lines = [
                 what if by == _GAME else f"[{names.get(by, f'Player {by}')}] {what}" for by, what, _ in observation
             ]
-            text = "\n".join(spoken)
+            text = "\n".join(lines)
             if player == seat or not (self._is_random or self._opponent):
-                talk = players.setdefault(player, client.agent(f"player-{player}") if player != seat else client)
-                messages = said.setdefault(player, [])
+                speaker = clients.setdefault(player, client.agent(f"player-{player}") if player != seat else client)
+                messages = conversations.setdefault(player, [])
                 messages.append({"role": "user", "content": text})
-                reply = await talk.chat(messages)
+                reply = await speaker.chat(messages)
                 messages.append(reply.message)
                 action = reply.text
             elif self._is_random:
@@ -114,12 +115,12 @@ class TextArena:
                 rules.setdefault(player, []).extend(what for by, what, _ in observation if by == _GAME)
                 action = _random_move("\n".join(rules[player]), dice)
             else:
-                action = await self._asked(text)
+                action = await self._ask_opponent(text)
             done, _ = game.step(action)
         rewards, info = game.close()
         if rewards is None:
             raise PodiumError(f"{self.env} ended without rewards")
-        invalid = {player for player, known in info.items() if known.get("invalid_move")}
+        invalid = {player for player, facts in info.items() if facts.get("invalid_move")}
         return Outcome(
             score=float(rewards[seat]),
             parts={
@@ -127,23 +128,23 @@ class TextArena:
                 "invalid": float(seat in invalid),
                 "opponent_invalid": float(bool(invalid - {seat})),
             },
-            agents={f"player-{player}": float(rewards[player]) for player in players if player != seat},
+            agents={f"player-{player}": float(rewards[player]) for player in clients if player != seat},
         )
 
-    async def _asked(self, text: str) -> str:
-        """What the opponent's function does."""
+    async def _ask_opponent(self, text: str) -> str:
+        """Return what the opponent's function does."""
         assert self._opponent is not None
         if inspect.iscoroutinefunction(self._opponent):
-            found: Any = await self._opponent(text)
+            action: Any = await self._opponent(text)
         else:
-            found = await in_thread(self._opponent, text)
-            found = await found if inspect.isawaitable(found) else found
-        if not isinstance(found, str):
-            raise TypeError(f"environment.options.opponent returned {type(found).__name__}; expected a text")
-        return found
+            action = await in_thread(self._opponent, text)
+            action = await action if inspect.isawaitable(action) else action
+        if not isinstance(action, str):
+            raise TypeError(f"environment.options.opponent returned {type(action).__name__}; expected a text")
+        return action
 
 
 def _random_move(text: str, dice: random.Random) -> str:
-    """One of the moves in brackets in the last line that has any."""
-    lines = [found for line in text.splitlines() if (found := _MOVE.findall(line))]
-    return dice.choice(lines[-1]) if lines else ""
+    """Return one of the moves in brackets in the last line that has any."""
+    moves = [line_moves for line in text.splitlines() if (line_moves := _MOVE.findall(line))]
+    return dice.choice(moves[-1]) if moves else ""

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError, PodiumError
-from podium.rollout.environments.contract import Outcome, Task
+from podium.rollout.environments import Outcome
 
 if TYPE_CHECKING:
-    from podium.rollout.environments.client import Client
+    from podium.rollout.environments import Client, Task
 
 __all__ = ["OpenEnv"]
 
@@ -44,10 +44,11 @@ class OpenEnv:
         reset: Mapping[str, Any] | None = None,
     ) -> None:
         try:
-            import websockets.asyncio.client  # pyright: ignore[reportMissingImports]  # noqa: F401
+            import websockets.asyncio.client  # pyright: ignore[reportMissingImports]  # noqa: F401 - it is only tried
         except ImportError:
             raise ConfigError(
-                "environment.name = 'openenv' needs websockets, which is not installed: pip install 'podium[openenv]'"
+                "environment.name = 'openenv' needs websockets, which is not installed: "
+                "pip install 'podium-openenv[openenv]'"
             ) from None
         base = url.rstrip("/").replace("http://", "ws://", 1).replace("https://", "wss://", 1)
         self._url = base if base.endswith("/ws") else f"{base}/ws"
@@ -55,17 +56,17 @@ class OpenEnv:
 
     async def play(self, task: Task, client: Client) -> Outcome:
         """Reset the environment, and let the model act until it is done. Each step's reward is that of its turn."""
-        said: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         seed = {"seed": task["seed"]} if "seed" in task else {}
         async with self._connected() as socket:
             step = await self._ask(socket, {"type": "reset", "data": {**self._reset, **seed}})
             for _ in range(self._turns):
                 if step.get("done"):
                     break
-                first = str(task.get("prompt") or "") if not said else ""
-                said.append({"role": "user", "content": "\n\n".join(filter(None, [first, self._text(step)]))})
-                reply = await client.chat(said)
-                said.append(reply.message)
+                first = str(task.get("prompt") or "") if not messages else ""
+                messages.append({"role": "user", "content": "\n\n".join(filter(None, [first, self._text(step)]))})
+                reply = await client.chat(messages)
+                messages.append(reply.message)
                 step = await self._ask(socket, {"type": "step", "data": {self._action: reply.text}})
                 if step.get("reward"):
                     client.reward(float(step["reward"]))
@@ -98,11 +99,14 @@ class OpenEnv:
         return answer.get("data", {})
 
     def _text(self, step: Mapping[str, Any]) -> str:
-        seen = step.get("observation") or {}
+        observation = step.get("observation") or {}
         if self._observation:
-            if self._observation not in seen:
+            if self._observation not in observation:
+                fields = ", ".join(observation)
                 raise PodiumError(
-                    f"environment.options.observation = {self._observation!r}: the observation has {', '.join(seen)}"
+                    f"environment.options.observation = {self._observation!r}: the observation has {fields}"
                 )
-            return str(seen[self._observation])
-        return json.dumps({name: value for name, value in seen.items() if name != "metadata"}, ensure_ascii=False)
+            return str(observation[self._observation])
+        return json.dumps(
+            {name: value for name, value in observation.items() if name != "metadata"}, ensure_ascii=False
+        )

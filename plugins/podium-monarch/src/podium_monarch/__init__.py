@@ -1,0 +1,14 @@
+"""The backend ``monarch``: one Monarch proc a rank, on this machine."""
+
+from importlib.util import find_spec
+
+from podium.runtime.backend import CONTRACT_VERSION
+
+if CONTRACT_VERSION != 1:
+    raise ImportError(f"podium-monarch keeps version 1 of Podium's contract, which is at {CONTRACT_VERSION}")
+if find_spec("monarch") is None:
+    raise ImportError("torchmonarch is not installed: pip install 'podium-monarch[monarch]'")
+
+from podium_monarch.backend import MonarchBackend
+
+__all__ = ["MonarchBackend"]
