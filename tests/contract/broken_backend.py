@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import random
 import signal
 import sys
 import threading
@@ -30,7 +29,7 @@ from podium.processes import Channel, Frame, command, supervisor
 from podium.runtime import Death, Node, Place, ProcessHandle, ProcessSpec, Reply, Request
 from podium.runtime.messages import OnDeath
 
-__all__ = ["FAULTS", "BrokenBackend", "main"]
+__all__ = ["FAULTS", "HANGS", "PATIENCE_S", "STAYS", "BrokenBackend", "main"]
 
 FAULTS: dict[str, str] = {
     # -- nodes and reservations
@@ -96,6 +95,41 @@ FAULTS: dict[str, str] = {
 }
 """By fault, the test of the public suite that finds it."""
 
+HANGS = (
+    "ignores start limits",
+    "waits in invoke",
+    "runs all in order",
+    "waits too long",
+    "waits in line",
+    "does not wake",
+    "hears no end of what it attached to",
+    "reports no end",
+)
+"""The faults with which a test waits for what never comes. The limit of the test finds them, and no other fault."""
+STAYS = ("starts some of a group", "leaves children", "leaves processes at close", "outlives its controller")
+"""The faults with which a process stays. A test waits in vain for the end of the process."""
+PATIENCE_S = 1.0
+"""How long a test waits in vain, from the moment at which the fault acts."""
+
+
+class _Limit:
+    """The limit of the running test, which ends soon after a fault from HANGS has acted."""
+
+    acted = False
+
+    def shorten(self, seconds: float = PATIENCE_S) -> None:
+        """Let the test end after ``seconds``, because the fault has acted just now."""
+        if signal.getitimer(signal.ITIMER_REAL)[0] > seconds:
+            self.acted = True
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    @property
+    def over(self) -> bool:
+        """Whether the test has ended at its limit. The fault is gone then, so that what it began can be ended."""
+        return self.acted and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+
+
+limit = _Limit()
 
 _tokens = itertools.count(1)  # of the processes that this server starts, for whichever backend
 
@@ -150,6 +184,8 @@ class BrokenBackend(LocalBackend):
         self._thread = threading.get_ident()
         self._closes = 0
         self._unpacked: Any = None
+        self._order = 1
+        self._late = list[Callable[[], object]]()  # what is done once somebody waits, or once a process has ended
         self._line = threading.Lock()
         self._kept: list[Place] = []
         with mock.patch("podium.backends.local.backend.command", partial(_command, fault)):
@@ -174,7 +210,8 @@ class BrokenBackend(LocalBackend):
     def nodes(self) -> Sequence[Node]:
         nodes = [*super().nodes()]
         if self.fault == "nodes change their order":
-            random.shuffle(nodes)
+            self._order = -self._order
+            nodes = nodes[:: self._order]
         if self._kept:
             cpus = sum(place.resources.get("cpu", 0.0) for place in self._kept)
             nodes = [dataclasses.replace(node, taken={"a pool that was released": {"cpu": cpus}}) for node in nodes]
@@ -211,7 +248,7 @@ class BrokenBackend(LocalBackend):
             return [BrokenProcess(process, self.fault, self.wake) for process in found]
         with self._while_starting():
             processes = super().start_processes(specs, partial(self._died, on_death))
-        broken = [BrokenProcess(process, self.fault) for process in processes]
+        broken = [BrokenProcess(process, self.fault, late=self._late) for process in processes]
         return broken[:1] * len(broken) if self.fault == "one process for two ranks" else broken
 
     def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
@@ -228,6 +265,8 @@ class BrokenBackend(LocalBackend):
         """What another backend reports is heard in a thread of that one."""
 
         def heard(rank: int, death: Death) -> None:
+            if self.fault == "hears no end of what it attached to":
+                limit.shorten()
             on_death(rank, death)
             self.wake()
 
@@ -250,6 +289,7 @@ class BrokenBackend(LocalBackend):
             case "ignores env":
                 return dataclasses.replace(spec, env={})
             case "ignores start limits":
+                limit.shorten(spec.timeout_s + PATIENCE_S)
                 return dataclasses.replace(spec, timeout_s=600.0)
             case "gives output no name":
                 return dataclasses.replace(spec, label=f"process-{spec.rank}")
@@ -275,6 +315,7 @@ class BrokenBackend(LocalBackend):
     def _died(self, on_death: OnDeath, rank: int, death: Death) -> None:
         match self.fault:
             case "reports no end":
+                limit.shorten()
                 return
             case "loses causes":
                 death = death._replace(cause="it ended")
@@ -283,6 +324,12 @@ class BrokenBackend(LocalBackend):
             case "reports ends twice":
                 on_death(rank, death)
         on_death(rank, death)
+        if self.fault == "reports ends before replies":
+            self._do_what_is_late()
+
+    def _do_what_is_late(self) -> None:
+        while self._late:
+            self._late.pop(0)()
 
     def pack(self, value: Any, readers: int) -> Any:
         try:
@@ -307,11 +354,28 @@ class BrokenBackend(LocalBackend):
         return _Store() if self.fault == "loses what is put" else super().store()
 
     def wait(self, ended: Callable[[], bool], timeout_s: float | None) -> bool:
-        with self._line if self.fault == "waits in line" else contextlib.nullcontext():
-            return super().wait(ended, None if self.fault == "waits too long" else timeout_s)
+        if self.fault == "sends late":
+            self._do_what_is_late()
+        if self.fault == "waits too long" and timeout_s is not None and not limit.over:
+            limit.shorten()
+            timeout_s = None
+        with self._stand_in_line() if self.fault == "waits in line" else contextlib.nullcontext():
+            return super().wait(ended, timeout_s)
+
+    @contextlib.contextmanager
+    def _stand_in_line(self) -> Iterator[None]:
+        if not self._line.acquire(blocking=False):
+            limit.shorten()
+            self._line.acquire()
+        try:
+            yield
+        finally:
+            self._line.release()
 
     def wake(self) -> None:
-        if self.fault != "does not wake":
+        if self.fault == "does not wake":
+            limit.shorten()
+        else:
             super().wake()
 
     def close(self) -> None:
@@ -331,10 +395,18 @@ class BrokenBackend(LocalBackend):
 
 
 class BrokenProcess(ProcessHandle):
-    """A process of ``local``, and a fault. ``wake`` is called after each reply."""
+    """A process of ``local``, and a fault. ``wake`` is called after each reply. What comes late goes to ``late``."""
 
-    def __init__(self, real: ProcessHandle, fault: str, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        real: ProcessHandle,
+        fault: str,
+        wake: Callable[[], None] = lambda: None,
+        late: list[Callable[[], object]] | None = None,
+    ) -> None:
         self._wake = wake
+        self._late = [] if late is None else late
+        self._held: Callable[[], None] | None = None
         self.pid = 0 if fault == "forgets process ids" else real.pid
         self.real = real
         self._fault = fault
@@ -345,28 +417,33 @@ class BrokenProcess(ProcessHandle):
         replied = threading.Event()
 
         def heard(reply: Reply) -> None:
-            self._pass_on(reply, done)
+            self._pass_on(request, reply, done)
             self._wake()
             replied.set()
 
         match self._fault:
             case "wants every result":
                 request = dataclasses.replace(request, wants_result=True)
-            case "runs all in order":
+            case "runs all in order" if request.concurrent and request.target and not limit.over:
+                limit.shorten()
                 request = dataclasses.replace(request, concurrent=False)
-            case "overtakes" if not request.concurrent and request.target and request.number % 2:
-                threading.Timer(0.05, self.real.invoke, (request, heard)).start()
+            case "overtakes" if request.method in ("note", "nap") and self._held is None:
+                self._held = partial(self.real.invoke, request, heard)
                 return
             case "sends late" if request.target:
-                threading.Timer(0.2, self.real.invoke, (request, heard)).start()
+                self._late.append(partial(self.real.invoke, request, heard))
                 return
             case "loses shutdown" if request.method == "shutdown":
                 return
         self.real.invoke(request, heard)
+        if self._held is not None:
+            self._held()
+            self._held = None
         if self._fault == "waits in invoke" and request.target:
+            limit.shorten()
             replied.wait()
 
-    def _pass_on(self, reply: Reply, done: Callable[[Reply], None]) -> None:
+    def _pass_on(self, request: Request, reply: Reply, done: Callable[[Reply], None]) -> None:
         match self._fault:
             case "answers twice":
                 done(reply)
@@ -374,8 +451,8 @@ class BrokenProcess(ProcessHandle):
                 reply, self._last = self._last or reply, reply
             case "has no clock":
                 reply = reply._replace(started_ns=0, ended_ns=0)
-            case "reports ends before replies":
-                threading.Timer(0.3, done, (reply,)).start()
+            case "reports ends before replies" if request.method == "double":
+                self._late.append(partial(done, reply))
                 return
         done(reply)
 
@@ -383,9 +460,7 @@ class BrokenProcess(ProcessHandle):
         self._kills += 1
         if self._fault == "kills once" and self._kills == 2:
             raise RuntimeError("killed already")
-        if self._fault == "kills later":
-            threading.Timer(0.3, self.real.kill).start()
-        else:
+        if self._fault != "kills later" or self._kills > 1:
             self.real.kill()
 
     def stopped(self) -> bool:

@@ -21,7 +21,7 @@ from podium.testing.workers import Stash
 
 __all__ = ["ReferenceContract"]
 
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 def batch(rows: int) -> Batch:

@@ -258,6 +258,7 @@ class Sleeper(Worker):
     def __init__(self) -> None:
         self.log: list[str] = []
         self.event = threading.Event()
+        self.entered = 0
 
     @endpoint
     def sleep(self, seconds: float, label: str = "sync") -> str:
@@ -267,6 +268,7 @@ class Sleeper(Worker):
 
     @endpoint
     async def nap(self, seconds: float, label: str = "async") -> str:
+        self.entered += 1
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
@@ -301,9 +303,15 @@ class Sleeper(Worker):
     @endpoint
     def wait_for_event(self, seconds: float, label: str = "") -> bool:
         """Return whether the event was set within ``seconds``. A label is noted then."""
+        self.entered += 1
         was_set = self.event.wait(seconds)
         self.log += [label] if label else []
         return was_set
+
+    @endpoint(concurrent=True)
+    def count_entered(self) -> int:
+        """How many calls of ``nap`` and ``wait_for_event`` have begun."""
+        return self.entered
 
     @endpoint(concurrent=True)
     def set_event(self) -> None:
@@ -322,6 +330,7 @@ class Sleeper(Worker):
         """Be as after the start."""
         self.log.clear()
         self.event.clear()
+        self.entered = 0
 
 
 class Counter(Worker):
