@@ -158,7 +158,7 @@ class Slow(Worker):
 
     @endpoint
     def wait(self) -> bool:
-        return self.free.wait(60.0)
+        return self.free.wait(600.0)
 
     @endpoint(concurrent=True)
     def let_go(self) -> None:

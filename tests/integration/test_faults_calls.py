@@ -1,4 +1,8 @@
-"""Failures during calls, with real processes: who failed, why, how soon, and what is usable afterwards."""
+"""Failures during calls, with real processes: who failed, why, and what is usable afterwards.
+
+Siblings are busy for ten minutes, twice the time limit of a test: what waits for them fails. How soon a failure is told
+is measured in ``bench``.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ import podium
 from podium import Cluster, Handle, telemetry
 from podium.backends.local.backend import LocalBackend
 from podium.errors import CallCancelled, ConfigError, DeadlineExceeded, EndpointError, PodiumError, WorkerDied
-from podium.runtime import colocate
+from podium.runtime import WorkerGroup, colocate
 from podium.runtime.calls import process_calls
 from tests.integration.fault_workers import Faulty, Slow
 from tests.integration.processes import alive, all_gone, parent_of, wait_for
 
-PROMPT_S = 20.0  # far below the minutes that siblings are busy; the figures themselves are bench's
+LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -45,10 +49,8 @@ def faulty(local: Cluster) -> Iterator[Handle[Faulty]]:
 def test_one_rank_raises_while_the_others_are_busy_for_minutes(
     faulty: Handle[Faulty], rank: int, siblings: str
 ) -> None:
-    started = time.monotonic()
     with pytest.raises(EndpointError, match=r"faulty\.fail_on raised LookupError.*the first cause") as caught:
         faulty.fail_on(rank, "raise", siblings, 0.2)
-    assert time.monotonic() - started < PROMPT_S
     assert (caught.value.rank, caught.value.method) == (rank, "fail_on")
     assert isinstance(caught.value.__cause__, LookupError)
 
@@ -58,10 +60,8 @@ def test_after_that_the_group_says_it_is_broken_until_it_is_restarted(faulty: Ha
         faulty.fail_on(1, "raise", "collective", 0.1)
     with pytest.raises(EndpointError, match=r"faulty is broken: rank 1 raised LookupError in faulty\.fail_on.*restart"):
         faulty.gather_ranks()  # at once: it must not meet its siblings in the collective they are still in
-    started = time.monotonic()
     faulty.group.restart()
     assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
-    assert time.monotonic() - started < 2 * PROMPT_S
 
 
 def test_siblings_freed_from_a_collective_are_secondary(faulty: Handle[Faulty]) -> None:
@@ -135,10 +135,8 @@ def test_all_ranks_raise_alike_and_the_group_stays_usable(faulty: Handle[Faulty]
 
 
 def test_an_async_endpoint_raises_while_its_siblings_wait(faulty: Handle[Faulty]) -> None:
-    started = time.monotonic()
     with pytest.raises(EndpointError, match="the first cause"):
         faulty.fail_on_async(1, "raise")
-    assert time.monotonic() - started < PROMPT_S
 
 
 @pytest.mark.parametrize(
@@ -153,10 +151,8 @@ def test_an_async_endpoint_raises_while_its_siblings_wait(faulty: Handle[Faulty]
 def test_a_process_that_ends_in_a_call_is_named_with_cause_and_last_words(
     faulty: Handle[Faulty], how: str, cause: str
 ) -> None:
-    started = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         faulty.fail_on(1, how, "collective" if how == "kill" else "sleep", 0.1)
-    assert time.monotonic() - started < PROMPT_S
     error = caught.value
     assert (error.rank, error.cause, error.role, error.node) == (1, cause, "faulty", "localhost")
     assert f"rank 1 is about to {how}" in error.last_words
@@ -177,11 +173,9 @@ def test_leaving_python_politely_is_an_endpoint_error_and_the_process_lives(faul
 def test_killed_from_outside_during_a_call(faulty: Handle[Faulty]) -> None:
     call = faulty.fail_on.submit(99, "-", "sleep")
     time.sleep(0.1)
-    started = time.monotonic()
     os.kill(faulty.group.pids[2], signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"rank 2 of faulty on localhost ended while this call waited"):
         call.result()
-    assert time.monotonic() - started < PROMPT_S
 
 
 def test_killed_before_a_call(faulty: Handle[Faulty]) -> None:
@@ -200,10 +194,10 @@ def test_killed_after_a_call_its_results_stay(faulty: Handle[Faulty]) -> None:
     call = faulty.echo.submit(value)
     unread = faulty.echo.submit(value + 1)
     got = call.result()
-    assert wait_for(unread.done, PROMPT_S)
+    assert wait_for(unread.done, LIMIT_S)
     for pid in faulty.group.pids:
         os.kill(pid, signal.SIGKILL)
-    assert not all_gone(faulty.group.pids, PROMPT_S)
+    assert not all_gone(faulty.group.pids, LIMIT_S)
     time.sleep(0.1)
     assert torch.equal(got, value), "a tensor outlives the process that made it"
     assert torch.equal(unread.result(), value + 1), "a result that arrived can be read after the death"
@@ -211,23 +205,21 @@ def test_killed_after_a_call_its_results_stay(faulty: Handle[Faulty]) -> None:
     assert torch.equal(got, value), "and the restart"
 
 
-class PicklesSlowly:
-    """An argument whose way into the message takes a while."""
+class KillsWhilePacked:
+    """An argument that kills a rank, and waits until that is known, on its way into the message."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
 
     def __reduce__(self) -> tuple[Any, ...]:
-        time.sleep(self.seconds)
+        os.kill(self.group.pids[1], signal.SIGKILL)
+        assert wait_for(lambda: bool(self.group.lost), LIMIT_S)
         return str, ("pickled",)
 
 
 def test_killed_while_the_arguments_of_a_call_are_packed(faulty: Handle[Faulty]) -> None:
-    threading.Timer(0.1, os.kill, (faulty.group.pids[1], signal.SIGKILL)).start()
-    started = time.monotonic()
     with pytest.raises(WorkerDied, match=r"rank 1 of faulty"):
-        faulty.echo(PicklesSlowly(0.5))
-    assert time.monotonic() - started < PROMPT_S
+        faulty.echo(KillsWhilePacked(faulty.group))
 
 
 def test_two_ranks_killed_at_once(faulty: Handle[Faulty]) -> None:
@@ -248,29 +240,39 @@ def test_a_restart_fails_the_calls_in_the_air(faulty: Handle[Faulty]) -> None:
     for call in (running, queued):
         with pytest.raises(CallCancelled, match="was restarted while this call was in flight"):
             call.result()
-    assert not all_gone(old, PROMPT_S)
+    assert not all_gone(old, LIMIT_S)
     assert faulty.rank() == [0, 1, 2]
 
 
+def pass_deadline(faulty: Handle[Faulty], call: Callable[[float], object], *says: str) -> DeadlineExceeded:
+    """Have ``call``, which gets the seconds, pass its deadline when its ranks are where the error says ``says``.
+
+    On a busy machine they may not be there in time. The call gets a longer deadline then.
+    """
+    for timeout_s in (0.5, 5.0, 50.0):
+        with pytest.raises(DeadlineExceeded) as caught:
+            call(timeout_s)
+        if all(re.search(pattern, str(caught.value)) for pattern in says):
+            return caught.value
+        faulty.group.restart()
+    pytest.fail(f"the last error does not match {says}: {caught.value}")
+
+
 def test_a_passed_deadline_names_the_stuck_rank_and_restart_ends_it(faulty: Handle[Faulty]) -> None:
-    with pytest.raises(DeadlineExceeded) as caught:
-        faulty.fail_on.within(timeout_s=0.5)(99, "-", "sleep")
-    assert caught.value.running == (0, 1, 2)
-    assert "time.sleep(600)" in str(caught.value)
-    started = time.monotonic()
+    sleep = r"rank 0(.|\n)*time\.sleep\(600\)"
+    error = pass_deadline(faulty, lambda seconds: faulty.fail_on.within(timeout_s=seconds)(99, "-", "sleep"), sleep)
+    assert error.running == (0, 1, 2)
     faulty.group.restart()
     assert faulty.gather_ranks() == [[0.0, 1.0, 2.0]] * 3
-    assert time.monotonic() - started < 2 * PROMPT_S
 
 
 def test_a_deadline_in_a_collective_shows_who_is_not_in_it(faulty: Handle[Faulty]) -> None:
     """Rank 1 sleeps where its siblings wait for it: the stacks tell them apart."""
-    with pytest.raises(DeadlineExceeded) as caught:
-        faulty.sleep_or_gather.within(timeout_s=0.7)(1)
-    ranks = str(caught.value).split("  rank ")
-    assert "all_gather" in ranks[1]
-    assert "time.sleep" in ranks[2]
-    assert "all_gather" in ranks[3]
+    stacks = r"  rank 0(.|\n)*all_gather(.|\n)*  rank 1(.|\n)*time\.sleep(.|\n)*  rank 2(.|\n)*all_gather"
+    error = pass_deadline(faulty, lambda seconds: faulty.sleep_or_gather.within(timeout_s=seconds)(1), stacks)
+    ranks = str(error).split("  rank ")
+    assert ["all_gather" in rank for rank in ranks[1:4]] == [True, False, True]
+    assert ["time.sleep" in rank for rank in ranks[1:4]] == [False, True, False]
 
 
 def test_a_call_that_only_some_ranks_dropped_breaks_their_group(faulty: Handle[Faulty], tmp_path: Path) -> None:
@@ -294,7 +296,7 @@ def test_a_call_that_only_some_ranks_dropped_breaks_their_group(faulty: Handle[F
     call.when_done(at_once)
     with pytest.raises(DeadlineExceeded, match=r"\.gather_ranks passed its deadline"):
         call.result()
-    assert wait_for(lambda: bool(said), PROMPT_S)
+    assert wait_for(lambda: bool(said), LIMIT_S)
     next_one.join()
     assert re.search(r"broken: ranks \[1\] dropped faulty\.gather_ranks, which ranks \[0, 2\] ran", said[0])
     (tmp_path / "open").touch()
@@ -319,10 +321,8 @@ def _wait_for_file(_: Faulty, path: str) -> None:
 
 
 def test_a_deadline_passes_although_the_interpreter_is_held(faulty: Handle[Faulty]) -> None:
-    with pytest.raises(
-        DeadlineExceeded, match=r"holds the interpreter's lock, at\n +Faulty\.hold_the_interpreter \(fault_workers"
-    ):
-        faulty.hold_the_interpreter.within(timeout_s=0.3)(8)
+    says = r"holds the interpreter's lock, at\n +Faulty\.hold_the_interpreter \(fault_workers"
+    pass_deadline(faulty, lambda seconds: faulty.hold_the_interpreter.within(timeout_s=seconds)(600), says)
 
 
 def test_at_half_its_deadline_a_report_says_where_a_call_is(
@@ -339,23 +339,24 @@ def test_at_half_its_deadline_a_report_says_where_a_call_is(
     finally:
         unsubscribe()
     (report,) = [event.report for event in events if isinstance(event, telemetry.Stalled) and event.report]
-    assert re.match(r"faulty\.sleep_or_gather has waited [123] s of its 3 s; 3 of 3 ranks have not answered:", report)
+    assert re.match(r"faulty\.sleep_or_gather has waited \d+ s of its 3 s; 3 of 3 ranks have not answered:", report)
     for said in ("time.sleep(600)", "ranks [0, 2] wait in all_gather", "behind it: faulty.rank"):
         assert said in report
     assert not queued.done()
 
 
 def test_the_stack_of_a_process_that_a_signal_stopped(faulty: Handle[Faulty]) -> None:
-    slow = faulty.sleep_or_gather.within(timeout_s=1.5).submit(1)
-    time.sleep(0.5)
-    os.kill(faulty.group.processes.pids[1], signal.SIGSTOP)
-    try:
-        with pytest.raises(
-            DeadlineExceeded, match=r"signal has stopped process \d+: .*, at\n +Faulty\.sleep_or_gather \(fault_"
-        ):
+    def stop_and_wait(seconds: float) -> None:
+        slow = faulty.sleep_or_gather.within(timeout_s=seconds).submit(1)
+        time.sleep(seconds / 2)
+        os.kill(faulty.group.processes.pids[1], signal.SIGSTOP)
+        try:
             slow.result()
-    finally:
-        os.kill(faulty.group.processes.pids[1], signal.SIGCONT)
+        finally:
+            os.kill(faulty.group.processes.pids[1], signal.SIGCONT)
+
+    says = r"signal has stopped process \d+: .*, at\n +Faulty\.sleep_or_gather \(fault_"
+    pass_deadline(faulty, stop_and_wait, says)
 
 
 def test_colocated_workers_and_their_process_group_restart_together(local: Cluster) -> None:
@@ -398,7 +399,7 @@ def test_a_group_that_is_closed_while_it_is_restarted_leaves_no_process(local: C
     with pytest.raises(ConfigError, match="was closed while it was restarted"):
         group.restart()
     assert len(pids) == 2
-    assert not all_gone(pids, PROMPT_S)
+    assert not all_gone(pids, LIMIT_S)
 
 
 def test_other_groups_do_not_notice(local: Cluster, faulty: Handle[Faulty]) -> None:
@@ -421,7 +422,7 @@ def test_what_a_worker_started_ends_with_it_and_siblings_keep_theirs(faulty: Han
     else:
         with pytest.raises(WorkerDied):
             faulty.fail_on(0, "os._exit", "return")
-    assert not all_gone(mine, PROMPT_S)
+    assert not all_gone(mine, LIMIT_S)
     if ending == "crash":
         assert all(alive(pid) for pid in other)
 
@@ -441,7 +442,7 @@ def test_an_idle_worker_that_is_killed_is_noticed_without_a_call(faulty: Handle[
         lambda event: lost.append(event) if isinstance(event, telemetry.WorkerLost) else None
     )
     os.kill(faulty.group.pids[0], signal.SIGKILL)
-    assert wait_for(lambda: bool(lost), PROMPT_S)
+    assert wait_for(lambda: bool(lost), LIMIT_S)
     unsubscribe()
     assert lost == [telemetry.WorkerLost(role="faulty", rank=0, node="localhost", cause="signal SIGKILL")]
 
@@ -453,8 +454,8 @@ def test_the_death_of_the_fork_server_is_the_death_of_its_processes_and_another_
         pids = slow.group.pids
         os.kill(parent_of(pids[0]), signal.SIGKILL)
         with pytest.raises(WorkerDied, match=r"fork server|SIGKILL"):
-            call.result(timeout_s=20.0)
-        assert not all_gone(pids, PROMPT_S)
+            call.result(timeout_s=LIMIT_S)
+        assert not all_gone(pids, LIMIT_S)
         with pytest.raises(PodiumError):
             slow.note(1)
         slow.group.restart()
@@ -473,19 +474,19 @@ def test_processes_of_a_fork_server_end_although_another_one_starts_before_that_
         go_on = threading.Event()
         backend.io.soon(partial(_wait, go_on))
         os.kill(parent_of(slow.group.pids[0]), signal.SIGKILL)
-        assert wait_for(lambda: not old.server.alive(), PROMPT_S)
+        assert wait_for(lambda: not old.server.alive(), LIMIT_S)
         starting = threading.Thread(target=lambda: cluster.start(Slow.bind(), name="other"))
         starting.start()
         assert wait_for(
-            lambda: any(process.server is not old.server for process in backend.processes.copy().values()), PROMPT_S
+            lambda: any(process.server is not old.server for process in backend.processes.copy().values()), LIMIT_S
         )
         go_on.set()
-        assert old.ended.wait(PROMPT_S), "whoever waits for it would wait for ever"
+        assert old.ended.wait(LIMIT_S), "whoever waits for it would wait for ever"
         starting.join()
 
 
 def _wait(event: threading.Event) -> None:
-    assert event.wait(PROMPT_S)
+    assert event.wait(LIMIT_S)
 
 
 def test_a_fork_server_that_is_stopped_goes_on_when_it_is_needed() -> None:
@@ -493,7 +494,7 @@ def test_a_fork_server_that_is_stopped_goes_on_when_it_is_needed() -> None:
         slow = cluster.start(Slow.bind(), cluster.pool([2]))
         server, pids = parent_of(slow.group.pids[0]), slow.group.pids
         os.kill(server, signal.SIGSTOP)
-        other = cluster.start(Slow.bind(), start_timeout_s=PROMPT_S)
+        other = cluster.start(Slow.bind(), start_timeout_s=LIMIT_S)
         assert other.ping(3) == [3]
         os.kill(server, signal.SIGSTOP)
         slow.group.restart()

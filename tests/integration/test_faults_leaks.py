@@ -26,6 +26,7 @@ from podium.errors import CallCancelled, EndpointError, WorkerDied
 from tests.integration.fault_workers import Faulty, Slow
 from tests.integration.processes import all_gone, descriptors, opened_by_others, parent_of, run_script, wait_for
 
+LIMIT_S = 60.0
 FOUR_MIB = 1 << 20  # float32 elements
 TORCH_THREADS = """
 import os, sys, podium
@@ -76,7 +77,7 @@ def test_descriptors_and_segments_do_not_grow_over_500_large_calls(local: Cluste
     rounds(25)
     before = descriptors(os.getpid())
     rounds(100)
-    assert wait_for(lambda: descriptors(os.getpid()) <= before + 4, 15.0), (before, descriptors(os.getpid()))
+    assert wait_for(lambda: descriptors(os.getpid()) <= before + 4, LIMIT_S), (before, descriptors(os.getpid()))
     in_use = [backend_of(local).segments.usage()[0], *faulty.group.run(_segments_in_use)]
     assert in_use == [0, 0, 0], f"{in_use} bytes of segments are in use although nobody reads them"
 
@@ -106,7 +107,7 @@ def test_what_was_queued_for_a_worker_goes_with_it(local: Cluster, faulty: Handl
     assert max(one_life() for _ in range(2)) < first + 20, "segments are used again, and no duplicate is left"
     assert faulty.rank() == [0, 1]
     gc.collect()
-    assert wait_for(lambda: segments.usage()[0] == 0, 15.0), segments.usage()
+    assert wait_for(lambda: segments.usage()[0] == 0, LIMIT_S), segments.usage()
 
 
 def test_a_closed_cluster_leaves_no_descriptor_no_thread_and_no_process() -> None:
@@ -121,9 +122,9 @@ def test_a_closed_cluster_leaves_no_descriptor_no_thread_and_no_process() -> Non
     before, threads = descriptors(os.getpid()), threading.active_count()
     pids = one_life()
     gc.collect()
-    assert not all_gone(pids, 15.0)
-    assert wait_for(lambda: descriptors(os.getpid()) <= before, 15.0), (descriptors(os.getpid()), before)
-    assert wait_for(lambda: threading.active_count() <= threads, 15.0)
+    assert not all_gone(pids, LIMIT_S)
+    assert wait_for(lambda: descriptors(os.getpid()) <= before, LIMIT_S), (descriptors(os.getpid()), before)
+    assert wait_for(lambda: threading.active_count() <= threads, LIMIT_S)
 
 
 def test_the_interrupt_handler_of_the_script_is_given_back() -> None:
@@ -225,8 +226,8 @@ def test_thousands_of_queued_calls_neither_block_the_controller_nor_lose_their_o
     assert not busy.done()
     assert slow.ping(7) == [7], "the control connection is free"
     slow.let_go()
-    assert busy.result(20.0) == [True]
-    calls[-1].result(60.0)
+    assert busy.result(LIMIT_S) == [True]
+    calls[-1].result(LIMIT_S)
     assert slow.noted() == list(range(20_000))
     assert all(call.done() for call in calls)
     slow.group.close()
@@ -239,9 +240,9 @@ def test_thousands_of_concurrent_calls_behind_a_full_connection(local: Cluster) 
     held = faulty.hold_the_interpreter.submit(1)
     notes = [slow.note.submit(number) for number in range(3000)]
     pings = [slow.ping.submit(number) for number in range(3000)]
-    assert [ping.result(30.0) for ping in pings] == [[number] for number in range(3000)]
-    held.result(30.0)
-    notes[-1].result(30.0)
+    assert [ping.result(LIMIT_S) for ping in pings] == [[number] for number in range(3000)]
+    held.result(LIMIT_S)
+    notes[-1].result(LIMIT_S)
     assert slow.noted() == list(range(3000))
     faulty.group.close()
     slow.group.close()
@@ -253,7 +254,7 @@ def test_large_arguments_queue_behind_a_busy_worker(local: Cluster) -> None:
     busy = slow.wait.submit()
     calls = [faulty.echo.submit(torch.full((20_000,), at)) for at in range(400)]
     slow.let_go()
-    assert [int(call.result(30.0)[-1]) for call in calls] == list(range(400))
+    assert [int(call.result(LIMIT_S)[-1]) for call in calls] == list(range(400))
     busy.result()
     faulty.group.close()
     slow.group.close()
@@ -273,7 +274,7 @@ def test_many_threads_submit_and_each_gets_its_own(faulty: Handle[Faulty]) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(LIMIT_S)
     assert not wrong
     assert not any(thread.is_alive() for thread in threads)
 

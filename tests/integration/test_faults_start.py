@@ -1,8 +1,13 @@
-"""Constructors that fail: the first cause is reported, at once, and nothing is left behind."""
+"""Constructors that fail: the first cause is reported, and nothing is left behind.
+
+Siblings are busy for ten minutes, twice the time limit of a test: what waits for them fails.
+"""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,17 +16,13 @@ import podium
 from podium import Cluster, Worker, colocate
 from podium.errors import EndpointError, WorkerStartError
 from tests.integration.fault_workers import StartsBadly
-from tests.integration.processes import run_script
-
-PROMPT_S = 20.0  # far below the minutes that siblings are busy; the figures themselves are bench's
+from tests.integration.processes import parent_of, run_script
 
 
 @pytest.mark.parametrize("siblings", ["", "collective", "sleep"])
 def test_a_constructor_that_raises_is_reported_while_its_siblings_are_busy(local: Cluster, siblings: str) -> None:
-    started = time.monotonic()
     with pytest.raises(WorkerStartError, match=r"rank 2 of 3(.|\n)*the constructor's own error") as caught:
         local.start(StartsBadly.bind(2, "raise", siblings=siblings), local.pool([3]), name="bad")
-    assert time.monotonic() - started < PROMPT_S
     assert caught.value.rank == 2
     assert isinstance(caught.value.__cause__, LookupError)
     assert "in __init__" in caught.value.remote_traceback
@@ -34,15 +35,33 @@ def test_a_constructor_that_ends_its_process_is_reported(local: Cluster) -> None
 
 
 def test_a_constructor_that_takes_too_long_is_reported_with_its_stack(local: Cluster) -> None:
-    with pytest.raises(WorkerStartError, match=r"deadline of 0\.5 s(.|\n)*time\.sleep\(600\)") as caught:
-        local.start(StartsBadly.bind(1, "sleep"), local.pool([2]), name="bad", start_timeout_s=0.5)
-    assert caught.value.rank == 1
+    pool = local.pool([2])
+
+    def start(seconds: float) -> None:
+        local.start(StartsBadly.bind(1, "sleep"), pool, name="bad", start_timeout_s=seconds)
+
+    assert reach_limit(start, r"deadline of {:g} s(.|\n)*time\.sleep\(600\)").rank == 1
+
+
+def reach_limit(start: Callable[[float], None], says: str) -> WorkerStartError:
+    """Have ``start``, which gets the limit in seconds, end at it where the error says ``says``.
+
+    On a busy machine its processes may not be there in time. The start gets a longer limit then.
+    """
+    for seconds in (0.5, 5.0, 50.0):
+        with pytest.raises(WorkerStartError) as caught:
+            start(seconds)
+        if re.search(says.format(seconds), str(caught.value)):
+            return caught.value
+    pytest.fail(f"the last error does not match {says}: {caught.value}")
 
 
 def test_a_start_has_one_limit_for_its_processes_and_all_constructors(local: Cluster) -> None:
-    nap = _Naps.bind(0.8)
-    with pytest.raises(WorkerStartError, match=r"(first|second|third) did not start: .*deadline of 1\.5 s"):
-        local.start(colocate(first=nap, second=nap, third=nap), start_timeout_s=1.5)
+    def start(seconds: float) -> None:
+        nap = _Naps.bind(seconds / 2)
+        local.start(colocate(first=nap, second=nap, third=nap), start_timeout_s=seconds)
+
+    reach_limit(start, r"(first|second|third) did not start: .*deadline of {:g} s")
 
 
 class _Naps(Worker):
@@ -53,13 +72,13 @@ class _Naps(Worker):
 def test_a_fork_server_that_takes_long_to_import_fails_a_start_at_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "imported_slowly.py").write_text("import time\ntime.sleep(6)\n")
+    waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.01)\n"
+    (tmp_path / "imported_slowly.py").write_text(waits)
     monkeypatch.syspath_prepend(tmp_path)
     with podium.connect("local", preload=["imported_slowly"]) as cluster:
-        began = time.monotonic()
         with pytest.raises(WorkerStartError, match=r"early-0: its process did not start within 0\.5 s"):
             cluster.start(Worker.bind(), cluster.pool([2]), name="early", start_timeout_s=0.5)
-        assert time.monotonic() - began < 4.0
+        (tmp_path / "go").touch()
         assert cluster.start(Worker.bind(), name="early").group.run(lambda worker: worker.ctx.rank) == [0]
 
 
@@ -119,8 +138,7 @@ with podium.connect("local", preload=[]) as cluster:
 
 
 def test_eight_processes_start_from_a_warm_server(local: Cluster) -> None:
-    started = time.monotonic()
     eight = local.start(StartsBadly.bind(9, "raise"), local.pool([8]), name="eight", distributed=False)
     assert eight.rank() == list(range(8))
-    assert time.monotonic() - started < PROMPT_S
+    assert len({parent_of(pid) for pid in eight.group.pids}) == 1
     eight.group.close()
