@@ -96,12 +96,14 @@ FAULTS: dict[str, str] = {
 """By fault, the test of the public suite that finds it."""
 
 HANGS = (
+    "one process for two ranks",
     "ignores start limits",
     "waits in invoke",
     "runs all in order",
     "waits too long",
     "waits in line",
     "does not wake",
+    "finds what is not there",
     "hears no end of what it attached to",
     "reports no end",
 )
@@ -249,13 +251,17 @@ class BrokenBackend(LocalBackend):
         with self._while_starting():
             processes = super().start_processes(specs, partial(self._died, on_death))
         broken = [BrokenProcess(process, self.fault, late=self._late) for process in processes]
-        return broken[:1] * len(broken) if self.fault == "one process for two ranks" else broken
+        if self.fault == "one process for two ranks":
+            limit.shorten()
+            broken = broken[:1] * len(broken)
+        return broken
 
     def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
         detached = _Detached.found.get(name)
         left = detached.left if detached is not None else []
         if not left and self.fault == "finds what is not there":
             left = [process for other in _Detached.found.values() for process in other.processes]
+            limit.shorten()
         if detached is not None and self.fault != "hears no end of what it attached to":
             detached.on_death = self._and_wake(on_death)
         found = [BrokenProcess(process, self.fault, self.wake) for process in left]
@@ -265,8 +271,6 @@ class BrokenBackend(LocalBackend):
         """What another backend reports is heard in a thread of that one."""
 
         def heard(rank: int, death: Death) -> None:
-            if self.fault == "hears no end of what it attached to":
-                limit.shorten()
             on_death(rank, death)
             self.wake()
 
@@ -275,9 +279,13 @@ class BrokenBackend(LocalBackend):
     def let_go(self, processes: Sequence[ProcessHandle]) -> None:
         for detached in _Detached.found.values():
             if {*detached.processes} & {process.real for process in processes if isinstance(process, BrokenProcess)}:
-                detached.on_death = lambda rank, death: None
+                detached.on_death = self._hear_nothing
         for process in processes if self.fault == "ends what it lets go" else ():
             process.kill()
+
+    def _hear_nothing(self, rank: int, death: Death) -> None:
+        if self.fault == "hears no end of what it attached to":
+            limit.shorten()
 
     def _spoiled(self, spec: ProcessSpec) -> ProcessSpec:
         match self.fault:
