@@ -62,8 +62,8 @@ def test_the_tools_of_the_page_answer_as_printed(tmp_path: Path) -> None:
         ("environments.md", "blocking.py:play"),
         ("environments.md", "review.py:play"),
         ("agents.md", "shell_agent.py:play"),
-        ("coming-from-trl.md", "world.py:play"),
-        ("coming-from-verifiers.md", "ported.py:play"),
+        pytest.param("coming-from-trl.md", "world.py:play", marks=pytest.mark.exhaustive),
+        pytest.param("coming-from-verifiers.md", "ported.py:play", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_environment_of_the_pages_is_trained_in(
@@ -113,6 +113,7 @@ def test_the_commands_of_the_pages_run_in_a_directory_with_the_files_of_the_page
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_model_of_the_page_learns_the_prices_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In half of the page's steps it learns half of them."""
     monkeypatch.chdir(tmp_path)

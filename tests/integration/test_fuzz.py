@@ -1,8 +1,8 @@
 """Ten thousand broken inputs at the doors of the command line: each is taken, or refused by an error of Podium's.
 
-Anything else that is raised would be a traceback for the user. The suite tries every third input, and `make fuzz` all.
-An input that fails is named by its kind and number, and ``python -m tests.integration.test_fuzz KIND NUMBER`` shows its
-traceback.
+Anything else that is raised would be a traceback for the user. The suite tries every tenth input each day,
+`make test-all` every third, and `make fuzz` all. An input that fails is named by its kind and number, and
+``python -m tests.integration.test_fuzz KIND NUMBER`` shows its traceback.
 """
 
 import contextlib
@@ -421,9 +421,10 @@ def tried(kind: str, stride: int = 1) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stride", [10, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_broken_input_ends_in_a_traceback(kind: str) -> None:
-    assert not tried(kind, stride=3)
+def test_no_broken_input_ends_in_a_traceback(kind: str, stride: int) -> None:
+    assert not tried(kind, stride)
 
 
 if __name__ == "__main__":

@@ -284,10 +284,11 @@ async def simulate(
     return done, splits, found
 
 
+@pytest.mark.parametrize("count", [TURNS // 5, pytest.param(TURNS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_what_was_sampled_is_trained_as_it_was_sampled(family: Family) -> None:
-    turns, splits, found = asyncio.run(simulate(family, TURNS, 1))
-    assert turns >= TURNS
+def test_what_was_sampled_is_trained_as_it_was_sampled(family: Family, count: int) -> None:
+    turns, splits, found = asyncio.run(simulate(family, count, 1))
+    assert turns >= count
     assert found == []
     if not family.splits:
         assert splits == 0
@@ -310,8 +311,9 @@ def test_the_test_finds_a_history_that_is_tokenized_again(family: Family, monkey
     assert found
 
 
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 20), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_bridged_prompt_is_what_the_template_writes_for_the_whole_conversation(family: Family) -> None:
+def test_a_bridged_prompt_is_what_the_template_writes_for_the_whole_conversation(family: Family, seeds: range) -> None:
     """Where all answers are as the template writes them, ids that go on and ids of the whole text are the same."""
 
     async def live(seed: int) -> tuple[int, int]:
@@ -336,8 +338,8 @@ def test_a_bridged_prompt_is_what_the_template_writes_for_the_whole_conversation
                 messages.append({"role": "user", "content": "a dog"})
         return equal, len(service.sessions["s"].rows)
 
-    found = [asyncio.run(live(seed)) for seed in range(20)]
-    assert sum(equal for equal, _ in found) == 120
+    found = [asyncio.run(live(seed)) for seed in seeds]
+    assert sum(equal for equal, _ in found) == 6 * len(seeds)
     if not family.splits:
         assert all(rows == 1 for _, rows in found)
 
