@@ -197,7 +197,7 @@ def _plain(value: Any) -> Any:
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         inner = cast("Mapping[Any, Any]", value)
-        return {key if isinstance(key, int | float | None) else str(key): _plain(one) for key, one in inner.items()}
+        return {key if isinstance(key, int | float | None) else str(key): _plain(entry) for key, entry in inner.items()}
     if isinstance(value, list | tuple):
         return [*map(_plain, cast("Sequence[Any]", value))]
     return to_jsonable_python(value, fallback=str, inf_nan_mode="constants")
@@ -268,8 +268,8 @@ def _check_plain(value: object) -> None:
         for text in level:
             if isinstance(text, str) and _NO_TEXT.search(text):
                 raise ValueError(f"{text[:60]!r} holds a character that is no text: NUL, or half of a surrogate pair")
-        items = (cast("Mapping[Any, Any]", one).items() if isinstance(one, Mapping) else () for one in level)
-        lists = (cast("list[Any]", one) if isinstance(one, list) else () for one in level)
+        items = (cast("Mapping[Any, Any]", node).items() if isinstance(node, Mapping) else () for node in level)
+        lists = (cast("list[Any]", node) if isinstance(node, list) else () for node in level)
         level = list(islice(chain(chain.from_iterable(chain.from_iterable(items)), *lists), _LARGEST + 1))
         if not level:
             return
@@ -309,12 +309,12 @@ def _several(arms: Sequence[Any], text: str) -> Any:
 
 def _put(values: dict[str, Any], dotted: str, value: object) -> None:
     *sections, last = dotted.split(".")
-    for place, name in enumerate(sections):
+    for depth, name in enumerate(sections):
         inner = values.get(name)
         if inner is None:
             inner = values[name] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"--{dotted}: {'.'.join(sections[: place + 1])} is {inner!r}, which has no keys below it")
+            raise ConfigError(f"--{dotted}: {'.'.join(sections[: depth + 1])} is {inner!r}, which has no keys below it")
         values = cast("dict[str, Any]", inner)
     values[last] = value
 
@@ -337,10 +337,10 @@ def _refuse_conversions(cls: type, value: Any, info: ValidationInfo) -> Any:
     """
     arms = _arms(_fields(cls)[str(info.field_name)].annotation)
     taken = {inner for arm in arms for inner in (arm, *typing.get_args(arm))}
-    given = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
-    if any(isinstance(one, bool) for one in given) and not taken & {bool, Any}:
+    entries = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
+    if any(isinstance(entry, bool) for entry in entries) and not taken & {bool, Any}:
         raise PydanticCustomError("bool", "a truth value")
-    text = any(isinstance(one, str) and one not in taken for one in given)
+    text = any(isinstance(entry, str) and entry not in taken for entry in entries)
     if info.context is False and text and taken & {int, float, bool} and not taken & {str, Any}:
         raise PydanticCustomError("text", "text")
     return value
@@ -349,19 +349,19 @@ def _refuse_conversions(cls: type, value: Any, info: ValidationInfo) -> Any:
 def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[str, str]:
     """A line for each mistake, which says what is wrong, with the path of the key."""
     lines: dict[str, str] = {}
-    for one in error.errors(include_url=False):
-        names, field = _locate(cls, one["loc"])
-        path, value = ".".join([prefix, *names]).strip("."), one["input"]
-        raised = one.get("ctx", {}).get("error")
-        if one["type"] == "value_error" and raised is not None:  # a section's __post_init__
+    for problem in error.errors(include_url=False):
+        names, field = _locate(cls, problem["loc"])
+        path, value = ".".join([prefix, *names]).strip("."), problem["input"]
+        raised = problem.get("ctx", {}).get("error")
+        if problem["type"] == "value_error" and raised is not None:  # a section's __post_init__
             line = str(raised) if not path or str(raised).startswith(path) else f"{path}: {raised}"
-        elif one["type"] in ("unexpected_keyword_argument", "invalid_key"):
-            lines |= dict(_unknown(cls, prefix, names, one["loc"][-1], value))
+        elif problem["type"] in ("unexpected_keyword_argument", "invalid_key"):
+            lines |= dict(_unknown(cls, prefix, names, problem["loc"][-1], value))
             continue
-        elif one["type"] == "missing" and len(names) == len(one["loc"]):
+        elif problem["type"] == "missing" and len(names) == len(problem["loc"]):
             line = f"{path} is missing: expected {_expected(field)}"
         else:
-            finite = "a finite number" if one["type"] == "finite_number" else "a number"
+            finite = "a finite number" if problem["type"] == "finite_number" else "a number"
             literals = [arm for arm in _arms(field.annotation) if typing.get_origin(arm) is typing.Literal]
             choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
@@ -463,13 +463,15 @@ def _arm_expected(arm: Any, bounds: str) -> str:
 def _bounds(limits: Sequence[Any]) -> str:
     """The limits of a number or of a text's length, in words."""
     words = {"gt": " above", "ge": " of at least", "lt": " below", "le": " of at most"}
-    found = {name: getattr(limit, name) for limit in limits for name in words if hasattr(limit, name)}
-    found = {name: f"{value:g}".replace("e+0", "e").replace("e+", "e") for name, value in found.items()}
-    if found.keys() == {"ge", "le"}:
-        return f" from {found['ge']} to {found['le']}"
+    limits_by_name = {name: getattr(limit, name) for limit in limits for name in words if hasattr(limit, name)}
+    limits_by_name = {
+        name: f"{value:g}".replace("e+0", "e").replace("e+", "e") for name, value in limits_by_name.items()
+    }
+    if limits_by_name.keys() == {"ge", "le"}:
+        return f" from {limits_by_name['ge']} to {limits_by_name['le']}"
     if any(hasattr(limit, "min_length") or hasattr(limit, "pattern") for limit in limits):
         return " that is not empty"
-    return " and".join(f"{words[name]} {value}" for name, value in found.items()).replace("and of", "and")
+    return " and".join(f"{words[name]} {value}" for name, value in limits_by_name.items()).replace("and of", "and")
 
 
 def _fields(cls: type) -> dict[str, FieldInfo]:

@@ -189,8 +189,8 @@ def _gnu_openmp() -> ctypes.CDLL | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
-    found = re.search(r"/.*/libgomp[^/\n]*$", maps.read_text(), re.MULTILINE)
-    library = ctypes.CDLL(found[0]) if found else None
+    match = re.search(r"/.*/libgomp[^/\n]*$", maps.read_text(), re.MULTILINE)
+    library = ctypes.CDLL(match[0]) if match else None
     return library if hasattr(library, "omp_pause_resource_all") else None
 
 

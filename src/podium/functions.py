@@ -30,8 +30,8 @@ def check_function_name(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> N
     Raises:
         ConfigError: ``spec`` is neither a known name nor of the form ``place:function``; names the nearest known name.
     """
-    place, _, attribute = spec.rpartition(":")
-    if spec in known or (place and all(part.isidentifier() for part in attribute.split("."))):
+    module, _, attribute = spec.rpartition(":")
+    if spec in known or (module and all(part.isidentifier() for part in attribute.split("."))):
         return
     forms = ", ".join([*known, "module:function"])
     message = f"{key} = {spec!r}: expected one of {forms}, or path/file.py:function{nearest(spec, known)}"
@@ -61,17 +61,17 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callabl
     if not isinstance(target, str):
         return target
     subject = f"{key} = {spec!r}"
-    place, _, attribute = target.rpartition(":")
+    origin, _, attribute = target.rpartition(":")
     with _loading, what_raised(subject):
-        module = _load_file(Path(place), subject) if place.endswith(".py") else _import(place, attribute, subject)
-    found: Any = module
+        module = _load_file(Path(origin), subject) if origin.endswith(".py") else _import(origin, attribute, subject)
+    value: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{subject}: {place} has no {part!r}{_defined(module, part)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{subject}: {attribute!r} in {place} is not a function but of type {type(found).__name__}")
-    return found
+        if not hasattr(value, part):
+            raise ConfigError(f"{subject}: {origin} has no {part!r}{_defined(module, part)}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise ConfigError(f"{subject}: {attribute!r} in {origin} is not a function but of type {type(value).__name__}")
+    return value
 
 
 def _import(name: str, attribute: str, subject: str) -> ModuleType:
@@ -137,17 +137,17 @@ def _statement(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not frame.filename.startswith((podium, machinery, "<frozen "))]
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    own = [one for one in frames if not one.filename.startswith(installed)]
-    return "".join(f"{one.filename}:{one.lineno}: " for one in (own or frames)[-1:])
+    own_frames = [frame for frame in frames if not frame.filename.startswith(installed)]
+    return "".join(f"{frame.filename}:{frame.lineno}: " for frame in (own_frames or frames)[-1:])
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """The end of an error message that suggests the nearest of ``names``; "" if none is near."""
-    found = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _defined(module: ModuleType, wanted: str) -> str:
     named = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
-    own = [name for name, value in named.items() if getattr(value, "__module__", None) == module.__name__]
-    return nearest(wanted, own) or (f"; it defines {', '.join(own)}" if own else "; it defines no function")
+    own_names = [name for name, value in named.items() if getattr(value, "__module__", None) == module.__name__]
+    return nearest(wanted, own_names) or (f"; it defines {', '.join(own_names)}" if own_names else "; it defines no function")

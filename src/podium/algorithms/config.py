@@ -116,8 +116,12 @@ class AlgorithmConfig:
         Raises:
             ConfigError: An option has the wrong type or is out of its range.
         """
-        own = {one.name: self.options[one.name] for one in fields(cast("Any", section)) if one.name in self.options}
-        return build_config(section, own, key="algorithm.options")
+        options = {
+            option.name: self.options[option.name]
+            for option in fields(cast("Any", section))
+            if option.name in self.options
+        }
+        return build_config(section, options, key="algorithm.options")
 
     def normalizes(self, *, default: bool) -> bool:
         """``normalize_advantage``, or what an estimator does by ``default`` when it is not set."""

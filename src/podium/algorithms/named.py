@@ -117,8 +117,8 @@ def resolve_loss(spec: str) -> Loss:
 
 def advantage_declaration(spec: str) -> Declaration:
     """Return what the estimator declares. Raises ConfigError as :func:`resolve_advantage` does."""
-    own = _OWN_ADVANTAGES.get(spec)
-    return getattr(resolve_advantage(spec), _ATTRIBUTE, Declaration()) if own is None else own
+    estimator = _OWN_ADVANTAGES.get(spec)
+    return getattr(resolve_advantage(spec), _ATTRIBUTE, Declaration()) if estimator is None else estimator
 
 
 def loss_declaration(spec: str) -> Declaration:
@@ -145,7 +145,7 @@ def check_functions(config: AlgorithmConfig) -> None:
         _check_arguments(resolve_loss(config.loss), f"algorithm.loss = {config.loss!r}")
     if config.options or config.loss not in LOSSES:
         declared.append(loss_declaration(config.loss))
-    sections = [one.options for one in declared if one.options is not None]
+    sections = [declaration.options for declaration in declared if declaration.options is not None]
     names = [field.name for section in sections for field in fields(section)]
     for name, value in config.options.items():
         if name in names:

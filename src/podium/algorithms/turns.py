@@ -59,8 +59,8 @@ def find_turns(inputs: AdvantageInputs) -> Turns:
     number_M = torch.zeros_like(row_M) if inputs.turn_N is None else inputs.turn_N[chosen_M]
     most = int(number_M.max()) + 1 if len(number_M) else 1
     # torch.unique carries no annotations
-    found = torch.unique(row_M * most + number_M, return_inverse=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    code_K, index_M = cast("tuple[Tensor, Tensor]", found)
+    unique = torch.unique(row_M * most + number_M, return_inverse=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    code_K, index_M = cast("tuple[Tensor, Tensor]", unique)
     row_K = code_K.div(most, rounding_mode="floor")
     begins_K = torch.ones_like(row_K, dtype=torch.bool)
     begins_K[1:] = row_K[1:] != row_K[:-1]

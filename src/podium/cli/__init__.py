@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _in_short(error: PodiumError | OSError) -> str:
     """Say what is wrong. An error of Podium's that a worker raised says it without the worker's traceback."""
     if isinstance(error, OSError) and not isinstance(error, PodiumError):
-        place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror or error}; check the path, its permissions and the room on the disk"
+        prefix = f"{error.filename}: " if error.filename else ""
+        return f"{prefix}{error.strerror or error}; check the path, its permissions and the room on the disk"
     if isinstance(error.__cause__, PodiumError) and getattr(error, "remote_traceback", ""):
         return f"{error.__cause__} (raised in a worker; --debug shows where)"
     return str(error)

@@ -47,16 +47,18 @@ def _show(first: Path, second: Path, count: int) -> None:
     from podium.runs.changes import compare_evaluations
     from podium.telemetry.formatting import percent
 
-    found = compare_evaluations(first, second)
-    for name, path, correct in (("before", first, found.correct[0]), ("after", second, found.correct[1])):
-        share = percent(correct / found.items)
-        sys.stdout.write(f"{name:<9} {share}  ({correct} of {found.items})  {path}\n")
-    for name, changes in (("broke", found.broke), ("mended", found.mended)):
+    comparison = compare_evaluations(first, second)
+    for name, path, correct in (("before", first, comparison.correct[0]), ("after", second, comparison.correct[1])):
+        share = percent(correct / comparison.items)
+        sys.stdout.write(f"{name:<9} {share}  ({correct} of {comparison.items})  {path}\n")
+    for name, changes in (("broke", comparison.broke), ("mended", comparison.mended)):
         sys.stdout.write(f"{name:<9} {len(changes)}\n")
-    if found.apart:
+    if comparison.apart:
         why = "only one of the two has them: other data, or sessions that failed"
-        sys.stdout.write(f"left out  {found.apart}  ({why})\n")
-    for name, changes in (("broke", found.broke), ("mended", found.mended)):
-        for one in changes[:count]:
-            sys.stdout.write(f"\n{name:<9} {one.prompt!r}\nbefore    {one.before!r}\nafter     {one.after!r}\n")
-            sys.stdout.write(f"expected  {one.expected!r}\n")
+        sys.stdout.write(f"left out  {comparison.apart}  ({why})\n")
+    for name, changes in (("broke", comparison.broke), ("mended", comparison.mended)):
+        for change in changes[:count]:
+            sys.stdout.write(
+                f"\n{name:<9} {change.prompt!r}\nbefore    {change.before!r}\nafter     {change.after!r}\n"
+            )
+            sys.stdout.write(f"expected  {change.expected!r}\n")

@@ -57,13 +57,13 @@ def _words() -> _Words:
     from podium.cli import COMMANDS
 
     options = {name: dict.fromkeys(_options_of(name), "") for name in COMMANDS if name != "completion"}
-    own = options.pop("train")
+    train_options = options.pop("train")
     keys = {recipe: keys_of(cls) for recipe, cls in RECIPES.items()}
-    options |= {f"train {recipe}": {**own, **_helps(keys[recipe])} for recipe in RECIPES}
+    options |= {f"train {recipe}": {**train_options, **_helps(keys[recipe])} for recipe in RECIPES}
     for name in WITH_KEYS:
         options[name] |= _helps(keys_of(InferenceConfig))
     values: dict[str, Sequence[str]] = {"--backend": sorted(backends())}
-    values |= {f"--{key.path}": found for many in keys.values() for key in many if (found := _values(key))}
+    values |= {f"--{key.path}": choices for many in keys.values() for key in many if (choices := _values(key))}
     return _Words({name: text for name, (_, text) in COMMANDS.items()}, options, values)
 
 
@@ -71,10 +71,10 @@ def _options_of(command: str) -> list[str]:
     """The options in the help of a command."""
     from podium.cli import COMMANDS
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         getattr(import_module(f"podium.cli.{COMMANDS[command][0]}"), f"run_{command}")(["--help"])
-    text = said.getvalue().partition("\n\n")[2]  # without the line of usage
+    text = output.getvalue().partition("\n\n")[2]  # without the line of usage
     return list(dict.fromkeys(re.findall(r"^  (?:-\w, )?(--[a-z][a-z-]*)", text, re.MULTILINE)))
 
 
@@ -86,8 +86,8 @@ def _values(key: Key) -> list[str]:
     """The values of a key that takes only some words."""
     if key.expects == "true or false":
         return ["true", "false"]
-    found = re.fullmatch(r"one of ([\w-]+(?:, [\w-]+)*)(?: or null)?", key.expects)
-    return found[1].split(", ") if found else []
+    match = re.fullmatch(r"one of ([\w-]+(?:, [\w-]+)*)(?: or null)?", key.expects)
+    return match[1].split(", ") if match else []
 
 
 _BASH = """\
@@ -143,9 +143,11 @@ def _zsh(words: _Words) -> str:
 
 
 def _filled(script: str, words: _Words) -> str:
-    options = {f'"{name}"' if " " in name else f'"{name} "*': " ".join(found) for name, found in words.options.items()}
+    options = {
+        f'"{name}"' if " " in name else f'"{name} "*': " ".join(choices) for name, choices in words.options.items()
+    }
     return script.format(
-        values=_cases({name: " ".join(found) for name, found in words.values.items()}, 8),
+        values=_cases({name: " ".join(choices) for name, choices in words.values.items()}, 8),
         commands=" ".join(words.commands),
         recipes=" ".join(RECIPES),
         options=_cases(options, 12),

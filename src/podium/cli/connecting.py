@@ -37,7 +37,7 @@ def parse_with_backend(
         metavar="NAME",
         help=f"{default} (default), {others}, ray, ray://HOST:PORT, or another; its options: --backend.OPTION VALUE",
     )
-    found, rest = parser.parse_known_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
     words: list[str] = []
     overrides: list[str] = []
     while rest:
@@ -49,4 +49,4 @@ def parse_with_backend(
     options: dict[str, Any] = read_values(object, None, words).get("backend", {})
     if "" in options:
         raise ConfigError("--backend. names no option: write --backend.OPTION VALUE, as in --backend.address auto")
-    return found, overrides, Backend(found.backend, options, words)
+    return parsed, overrides, Backend(parsed.backend, options, words)

@@ -38,22 +38,22 @@ def run_export(arguments: Sequence[str]) -> int:
         _check_name(options.push)
     from podium.runs.export import export_model, find_model
 
-    found = find_model(options.model)
-    if found is not None and found.checkpoint is None and found.adapted and not options.merge:
-        found = find_model(options.model, final=False)  # the final model is merged, the checkpoint is not
-    if found is None:
+    source = find_model(options.model)
+    if source is not None and source.checkpoint is None and source.adapted and not options.merge:
+        source = find_model(options.model, final=False)  # the final model is merged, the checkpoint is not
+    if source is None:
         raise ConfigError(
             f"no run and no checkpoint at {options.model}: give the directory of a run, such as runs/NAME"
         )
-    found = dataclasses.replace(found, overrides=overrides)
-    found.check()
-    for remark in found.remarks():
+    source = dataclasses.replace(source, overrides=overrides)
+    source.check()
+    for remark in source.remarks():
         sys.stderr.write(f"{remark}\n")
     with contextlib.ExitStack() as stack:
         folder = options.to or str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model")
-        export_model(found, Path(folder), merge=options.merge)
-        kind = "adapters" if found.adapted and not options.merge else "model"
-        origin = found.checkpoint or found.run / "model"
+        export_model(source, Path(folder), merge=options.merge)
+        kind = "adapters" if source.adapted and not options.merge else "model"
+        origin = source.checkpoint or source.run / "model"
         if options.to:
             sys.stdout.write(f"{kind} of {origin} written to {folder}\n")
         if options.push:
@@ -92,7 +92,7 @@ def _push(folder: str, name: str, *, private: bool) -> str:
     except ConfigError:
         raise
     except Exception as error:  # of the hub, of whichever HTTP library huggingface_hub uses, and of its uploads
-        reasons = dict.fromkeys(" ".join(str(one).split()) for one in (error, error.__cause__) if one is not None)
+        reasons = dict.fromkeys(" ".join(str(cause).split()) for cause in (error, error.__cause__) if cause is not None)
         raise PodiumError(
             f"--push {name}: {' '.join(reasons)}; check the connection, the name and your rights there (`hf auth "
             "login`), and push again: files that were uploaded are not uploaded twice"

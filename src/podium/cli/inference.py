@@ -33,16 +33,16 @@ def run_eval(arguments: Sequence[str]) -> int:
         opened_config(options.model, options.config, overrides, needs=_SCORES) as config,
         connect(backend) as cluster,
     ):
-        found = evaluate_model(config, cluster)
-    for name, one in found.items():
-        low, high = one.interval()
+        evaluations = evaluate_model(config, cluster)
+    for name, evaluation in evaluations.items():
+        low, high = evaluation.interval()
         sys.stdout.write(f"set       {name}\n" if name else "")
         sys.stdout.write(
-            f"accuracy  {percent(one.accuracy)}  ({one.correct} of {one.items}; 95% interval {percent(low)} to "
-            f"{percent(high)})\nreward    {one.reward_mean:.4f}\n"
+            f"accuracy  {percent(evaluation.accuracy)}  ({evaluation.correct} of {evaluation.items}; 95% interval "
+            f"{percent(low)} to {percent(high)})\nreward    {evaluation.reward_mean:.4f}\n"
         )
-    for name, one in found.items():
-        for sample in one.samples:
+    for name, evaluation in evaluations.items():
+        for sample in evaluation.samples:
             sys.stdout.write(f"\nset       {name}\n" if name else "\n")
             sys.stdout.write(f"prompt    {sample.prompt!r}\nanswer    {sample.completion!r}\n")
             sys.stdout.write(f"expected  {sample.expected!r}  reward {sample.reward:g}\n")
@@ -87,14 +87,14 @@ def opened_config(
     from podium.runs.export import find_model, opened_model
 
     config = inference_config(model, path, overrides, needs)
-    found = find_model(model)
-    if found is not None:
-        for remark in remarks(config, found.run, _with_train(needs, bool(config.data.eval))):
+    source = find_model(model)
+    if source is not None:
+        for remark in remarks(config, source.run, _with_train(needs, bool(config.data.eval))):
             sys.stderr.write(f"{remark}\n")
-    if found is None or found.checkpoint is None or config.model.path != str(found.checkpoint):
+    if source is None or source.checkpoint is None or config.model.path != str(source.checkpoint):
         yield config
         return
-    with opened_model(found) as folder:
+    with opened_model(source) as folder:
         yield dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
 
 
@@ -113,29 +113,29 @@ def inference_config(
     from podium.runs.export import find_model
 
     values: dict[str, Any] = {}
-    found = find_model(model)
-    if found is not None:
-        known = {field.name for field in dataclasses.fields(InferenceConfig)}
-        values = {name: section for name, section in found.values.items() if name in known}
+    source = find_model(model)
+    if source is not None:
+        sections = {field.name for field in dataclasses.fields(InferenceConfig)}
+        values = {name: section for name, section in source.values.items() if name in sections}
         values.get("sampling", {}).pop("n", None)  # training samples several completions; here a prompt gets one
-        values["model"] = {"path": str(found.checkpoint or found.run / "model")}
+        values["model"] = {"path": str(source.checkpoint or source.run / "model")}
     else:
         _check_model(model)
     for name, section in read_values(InferenceConfig, path).items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     values = with_overrides(InferenceConfig, values, overrides)
     values.setdefault("model", {}).setdefault("path", model)
-    if found is not None:
-        values, missing = found_values(values, found.run)
+    if source is not None:
+        values, missing = found_values(values, source.run)
         data = values.get("data")
         needs = _with_train(needs, isinstance(data, dict) and bool(data.get("eval")))
         if gone := [f"{line}; give its place with --{key}" for key, line in missing.items() if is_needed(key, needs)]:
             raise ConfigError("\n".join(gone))
     config = build_config(InferenceConfig, values)
-    if found is not None and "reward" in needs:
+    if source is not None and "reward" in needs:
         from podium.trainer.checks.preflight import refuse_code_of
 
-        refuse_code_of(found.run, config)
+        refuse_code_of(source.run, config)
     return config
 
 
@@ -171,12 +171,12 @@ def connect(backend: Backend) -> podium.Cluster:
 
 def _refuse_early(model: str, path: str | None, overrides: Sequence[str]) -> None:
     """Refuse wrong settings and wrong places of a model that is no run's, which needs no import of torch."""
-    place = Path(model)
-    if "@" in model or any((folder / "config.yaml").is_file() for folder in (place, *list(place.parents)[:2])):
+    folder = Path(model)
+    if "@" in model or any((folder / "config.yaml").is_file() for folder in (folder, *list(folder.parents)[:2])):
         return
     _check_model(model)
-    given = read_values(InferenceConfig, path, overrides)
-    build_config(InferenceConfig, {**given, "model": {"path": model, **given.get("model", {})}})
+    values = read_values(InferenceConfig, path, overrides)
+    build_config(InferenceConfig, {**values, "model": {"path": model, **values.get("model", {})}})
 
 
 def _check_model(model: str) -> None:

@@ -35,11 +35,11 @@ def run_runs(arguments: Sequence[str]) -> int:
     paths = [Path(path) for path in parser.parse_args(arguments).paths]
     from podium.runs.comparison import find_runs
 
-    found = [run for path in paths for run in find_runs(path)]
-    if len(found) == 1 and found[0].path == paths[0]:
-        _show(found[0])
+    runs = [run for path in paths for run in find_runs(path)]
+    if len(runs) == 1 and runs[0].path == paths[0]:
+        _show(runs[0])
     else:
-        _list(sorted(found, key=lambda run: run.modified, reverse=True))
+        _list(sorted(runs, key=lambda run: run.modified, reverse=True))
     return 0
 
 
@@ -66,8 +66,8 @@ def _show(run: RunRecord) -> None:
 
     sys.stdout.write(f"{run.path}: {_said(run)}, took {duration(run.seconds)}\n")
     chosen = ("model.path", "data.train", "environment.name", "reward.name", "run.seed", "run.schedule", "optim.lr")
-    told = {key: run.settings[key] for key in chosen if run.settings.get(key) not in (None, "", {})}
-    sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in told.items())}\n")
+    settings = {key: run.settings[key] for key in chosen if run.settings.get(key) not in (None, "", {})}
+    sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in settings.items())}\n")
     for name in ("best_checkpoint", "model_path"):
         if path := run.result(name):
             sys.stdout.write(f"  {name.replace('_', ' ')}: {path}\n")
@@ -78,14 +78,14 @@ def _said(run: RunRecord) -> str:
     """A run in a line: its state, its accuracy, and the states of its prompts."""
     from podium.runs.ledger import read_ledger
 
-    told = [f"{run.state} at step {run.step}"]
+    facts = [f"{run.state} at step {run.step}"]
     if run.accuracy is not None:
-        told.append(f"accuracy {run.accuracy:.1%}")
+        facts.append(f"accuracy {run.accuracy:.1%}")
     if (run.path / "ledger.jsonl").exists():
         states = read_ledger(run.path / "ledger.jsonl")
-        told += [f"{count} prompts {name.replace('_', ' ')}" for name, count in states.counts().items()]
-        told += [f"({count} dropped: {reason})" for reason, count in states.reasons.items()]
-    return ", ".join(told)
+        facts += [f"{count} prompts {name.replace('_', ' ')}" for name, count in states.counts().items()]
+        facts += [f"({count} dropped: {reason})" for reason, count in states.reasons.items()]
+    return ", ".join(facts)
 
 
 def _draw(run: RunRecord) -> None:
@@ -127,8 +127,8 @@ def _compare(arguments: Sequence[str]) -> int:
         + [("held-out accuracy", *(_percent(run.accuracy) for run in runs))]
         + [(name, *(_number(run.last(name)) for run in runs)) for name in (metrics.REWARD_MEAN, metrics.LOSS)]
     )
-    known = (metrics.ACCURACY, metrics.REWARD_MEAN, metrics.LOSS)
-    metric = options.metric or next((name for name in known if all(run.last(name) is not None for run in runs)), "")
+    preferred = (metrics.ACCURACY, metrics.REWARD_MEAN, metrics.LOSS)
+    metric = options.metric or next((name for name in preferred if all(run.last(name) is not None for run in runs)), "")
     if not metric or all(run.last(metric) is None for run in runs):
         raise ConfigError(f"--metric {metric or 'NAME'}: no metric of this name is in metrics.jsonl of these runs")
     groups = groups_of(runs)
@@ -153,22 +153,22 @@ def _clean(arguments: Sequence[str]) -> int:
             raise ConfigError(
                 f"{run.path} is no run, or holds others, although it has a config.yaml: name the runs in it"
             )
-    found = named or [run for run in find_runs(Path("runs")) if run.is_own and run.is_empty]
-    if held := [run for run in found if run.is_held()]:
+    removable = named or [run for run in find_runs(Path("runs")) if run.is_own and run.is_empty]
+    if running := [run for run in removable if run.is_held()]:
         if named:
-            raise ConfigError(f"{held[0].path} is being written to: stop the run first")
-        found = [run for run in found if run not in held]
-    if not found:
+            raise ConfigError(f"{running[0].path} is being written to: stop the run first")
+        removable = [run for run in removable if run not in running]
+    if not removable:
         sys.stdout.write("nothing to remove\n")
         return 0
-    _list(found)
-    if not options.yes and not _agreed(len(found)):
+    _list(removable)
+    if not options.yes and not _agreed(len(removable)):
         sys.stdout.write("nothing was removed\n")
         return 0
-    for run in found:
+    for run in removable:
         with lock_directory(run.path):  # somebody may have resumed the run while the question was open
             remove(run.path)
-    sys.stdout.write(f"removed {len(found)} run{'s' * (len(found) != 1)}\n")
+    sys.stdout.write(f"removed {len(removable)} run{'s' * (len(removable) != 1)}\n")
     return 0
 
 

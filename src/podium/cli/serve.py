@@ -46,10 +46,10 @@ def run_serve(arguments: Sequence[str]) -> int:
     options, overrides, backend = parse_with_backend(parser, arguments, default="local")
     if backend.name not in ("local", "inline"):
         raise ConfigError(f"--backend {backend.name}: podium serve runs on this machine; leave --backend out")
-    given, name = os.environ.get(_TOKEN), options.name or Path(options.model).name or options.model
-    if given is not None and not given.strip():
+    environment_token, name = os.environ.get(_TOKEN), options.name or Path(options.model).name or options.model
+    if environment_token is not None and not environment_token.strip():
         raise ConfigError(f"{_TOKEN} is empty: give it a token, or unset it to get a new one")
-    token = given or secrets.token_urlsafe(32)
+    token = environment_token or secrets.token_urlsafe(32)
     check_serving(options.host, options.port, token)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())
@@ -61,7 +61,7 @@ def run_serve(arguments: Sequence[str]) -> int:
             cluster = stack.enter_context(connect(backend))
             where = {"model": name, "token": token, "host": options.host, "port": options.port}
             model = stack.enter_context(served(config, cluster, **where))
-        _tell(name, model.url, options.host, token if given is None else f"${_TOKEN}")
+        _tell(name, model.url, options.host, token if environment_token is None else f"${_TOKEN}")
         if not model.chats:
             sys.stderr.write(
                 "It has no chat template, so that /v1/completions answers and /v1/chat/completions does not: give a "

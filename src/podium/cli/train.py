@@ -48,8 +48,16 @@ def run_train(arguments: Sequence[str]) -> int:
     trainer = _opened(config, options.recipe, backend)
     summary = trainer.fit()
     if not summary.finished:
-        there = [] if backend.name == BACKEND else ["--backend", backend.name]
-        again = ["podium", "train", options.recipe, "--resume", str(trainer.directory.path), *there, *backend.words]
+        backend_arguments = [] if backend.name == BACKEND else ["--backend", backend.name]
+        again = [
+            "podium",
+            "train",
+            options.recipe,
+            "--resume",
+            str(trainer.directory.path),
+            *backend_arguments,
+            *backend.words,
+        ]
         sys.stdout.write(f"stopped after step {summary.steps}; {shlex.join(again)} goes on\n")
     return 0
 

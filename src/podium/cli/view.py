@@ -67,15 +67,17 @@ def _export(runs: Sequence[Run], path: Path) -> None:
 
 def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     """Each path with the shortest end of it that no other has."""
-    whole = list(dict.fromkeys(run.resolve() for path in paths for run in _runs(path)))
-    if len(whole) > _MOST_RUNS:
-        raise ConfigError(f"these are {len(whole)} runs, and a page shows {_MOST_RUNS} at most: name those to be shown")
-    names = {path: path.name for path in whole}
+    directories = list(dict.fromkeys(run.resolve() for path in paths for run in _runs(path)))
+    if len(directories) > _MOST_RUNS:
+        raise ConfigError(
+            f"these are {len(directories)} runs, and a page shows {_MOST_RUNS} at most: name those to be shown"
+        )
+    names = {path: path.name for path in directories}
     for depth in range(2, 64):
         counts = Counter(names.values())
         if max(counts.values()) == 1:
             break
-        for path in whole:
+        for path in directories:
             if counts[names[path]] > 1:
                 names[path] = "/".join(path.parts[-depth:])
     return list(names.items())

@@ -160,8 +160,8 @@ class JoinedRows:
     def of(self, parts: Sequence[Jagged], names: Sequence[str] = ()) -> Jagged:
         """Return all rows of ``parts`` in order. Raises DataError as :meth:`Jagged.concat` does."""
         values = concat_values([part.data for part in parts], names)
-        for given, offsets in self._known:
-            if all(part.offsets is own for part, own in zip(parts, given, strict=True)):
+        for former_parts, offsets in self._known:
+            if all(part.offsets is former_offsets for part, former_offsets in zip(parts, former_parts, strict=True)):
                 return _unchecked(values, offsets)
         offsets = _offsets(torch.cat([part.lengths for part in parts]))
         self._known.append(([part.offsets for part in parts], offsets))

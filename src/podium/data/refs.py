@@ -181,11 +181,11 @@ class TensorRef(Rows):
             return torch.empty(self.shape, dtype=self.dtype)
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
         runs = cast("list[list[int]]", self.runs.tolist())
-        whole = [
+        runs_by_block = [
             open_block(block, readonly or len(runs) > 1)[offset : offset + rows * width]
             for block, offset, rows in self.parts
         ]
-        cut = [whole[part][start * width : stop * width] for part, start, stop in runs]
+        cut = [runs_by_block[part][start * width : stop * width] for part, start, stop in runs]
         if len(cut) == 1 and not readonly and not cut[0].flags.writeable:
             cut = [copy_bytes(cut[0])]
         row_shape = (-1, *self.shape[1:]) if self.shape else ()
@@ -244,14 +244,14 @@ class RowRanges:
         shape = (self.rows, *ref.shape[1:])
         if not self.rows or not len(ref.runs):
             return TensorRef(dtype=ref.dtype, shape=shape)
-        known = next((cut for cut in self._cuts if np.array_equal(cut[0], ref.runs)), None)
-        if known is None:
+        former_cut = next((cut for cut in self._cuts if np.array_equal(cut[0], ref.runs)), None)
+        if former_cut is None:
             runs = _cut(ref.runs, self._starts, self._stops)
             used, numbers = np.unique(runs[:, 0], return_inverse=True)
             runs[:, 0] = numbers
-            known = ref.runs, cast("list[int]", used.tolist()), _merged(runs)
-            self._cuts.append(known)
-        return TensorRef([ref.parts[part] for part in known[1]], known[2], dtype=ref.dtype, shape=shape)
+            former_cut = ref.runs, cast("list[int]", used.tolist()), _merged(runs)
+            self._cuts.append(former_cut)
+        return TensorRef([ref.parts[part] for part in former_cut[1]], former_cut[2], dtype=ref.dtype, shape=shape)
 
 
 def concat_values(parts: Sequence[Any], names: Sequence[str] = ()) -> Tensor | TensorRef:

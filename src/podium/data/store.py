@@ -240,8 +240,10 @@ def _allowed(root: Path, own: Path) -> list[int]:
     """Return the bytes that each limited control group around this process may have: a container's or a batch job's."""
     limits: list[int] = []
     with contextlib.suppress(OSError):
-        place = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").lstrip("/")
-        for group in (root / place, *(root / place).parents):
+        group_path = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").lstrip(
+            "/"
+        )
+        for group in (root / group_path, *(root / group_path).parents):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 limits.append(int((group / "memory.max").read_text()))
     return limits

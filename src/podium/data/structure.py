@@ -61,22 +61,22 @@ def keep(value: Any, store: TensorStore, label: str) -> Any:
     """
     if isinstance(value, InPlace):
         return value.share(store, label)
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def note(tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and is_plain(tensor):
-            found.setdefault(id(tensor), tensor)
+            tensors.setdefault(id(tensor), tensor)
         return tensor
 
     map_tensors(value, note)
-    if not found:
+    if not tensors:
         return value
-    buffers = [flat_bytes(tensor) for tensor in found.values()]
+    buffers = [flat_bytes(tensor) for tensor in tensors.values()]
     block = store.put(buffers, label)
     offsets, _ = lay_out(buffers)
     refs = {
         key: TensorRef.in_block(block, offset, tensor.dtype, tensor.shape)
-        for (key, tensor), offset in zip(found.items(), offsets, strict=True)
+        for (key, tensor), offset in zip(tensors.items(), offsets, strict=True)
     }
     return map_tensors(value, lambda tensor: refs.get(id(tensor), tensor))
 
@@ -145,7 +145,7 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the tensors in order, in groups of at most BLOCK_BYTES; a larger tensor is alone."""
     group: list[Tensor] = []
     for tensor in tensors:
-        if group and sum(one.nbytes for one in [*group, tensor]) > BLOCK_BYTES:
+        if group and sum(member.nbytes for member in [*group, tensor]) > BLOCK_BYTES:
             yield group
             group = []
         group.append(tensor)

@@ -34,7 +34,7 @@ def base_checksum(model: nn.Module) -> Tensor:
 def name_base(model: nn.Module, config: ModelConfig) -> Any:
     """Return peft's configuration of the adapters of ``model``, in which the base has the name that others find it by:
     that of the hub, or the absolute path of a directory."""
-    found: Any = next(iter(cast(Any, model).peft_config.values()))
+    peft_config: Any = next(iter(cast(Any, model).peft_config.values()))
     local = Path(config.path).expanduser()
-    found.base_model_name_or_path = str(local.absolute()) if local.is_dir() else config.path
-    return found
+    peft_config.base_model_name_or_path = str(local.absolute()) if local.is_dir() else config.path
+    return peft_config

@@ -69,7 +69,7 @@ def _left_out_by_sdpa(model: PreTrainedModel) -> str:
 
     ids, unknown = torch.arange(2, device=model.device)[None], dict[str, None]()
     # A whole mask is taken as it is; without one, transformers looks for packed rows in the positions' values.
-    own = {"attention_mask": torch.zeros(1, 1, 2, 2, device="meta")} if model.device.type == "meta" else {}
+    arguments = {"attention_mask": torch.zeros(1, 1, 2, 2, device="meta")} if model.device.type == "meta" else {}
 
     def watch(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
@@ -81,7 +81,7 @@ def _left_out_by_sdpa(model: PreTrainedModel) -> str:
     ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
     try:
         with torch.no_grad():  # to the end of the pass: ranks that share the model stay in step
-            model(input_ids=ids, use_cache=False, **own)
+            model(input_ids=ids, use_cache=False, **arguments)
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the library's own is there again
     return ", ".join(unknown)

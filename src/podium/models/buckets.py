@@ -85,8 +85,11 @@ def fill(rows: Sequence[Tensor], known: Sequence[int] | None) -> Bucket:
     if known is None:
         return list(rows), None
     sums = [checksum(values) for values in rows]
-    held = known or [-1] * len(sums)
-    return [None if own == theirs else values for values, own, theirs in zip(rows, sums, held, strict=True)], sums
+    known_sums = known or [-1] * len(sums)
+    return [
+        None if checksum_here == theirs else values
+        for values, checksum_here, theirs in zip(rows, sums, known_sums, strict=True)
+    ], sums
 
 
 def checksum(values: Tensor) -> int:
@@ -97,10 +100,10 @@ def checksum(values: Tensor) -> int:
     row and each column: the checksum guards against accidents, not against malice.
     """
     raw = values.detach().reshape(-1).contiguous().view(torch.uint8)
-    whole = len(raw) // (8 * _WORDS) * 8 * _WORDS
-    digest = hashlib.blake2b(raw[whole:].cpu().numpy().tobytes(), digest_size=8)
-    if whole:
-        table = raw[:whole] if raw.storage_offset() % 8 == 0 else raw[:whole].clone()
+    nbytes_in_table = len(raw) // (8 * _WORDS) * 8 * _WORDS
+    digest = hashlib.blake2b(raw[nbytes_in_table:].cpu().numpy().tobytes(), digest_size=8)
+    if nbytes_in_table:
+        table = raw[:nbytes_in_table] if raw.storage_offset() % 8 == 0 else raw[:nbytes_in_table].clone()
         words = table.view(torch.int64).view(-1, _WORDS)
         columns = torch.zeros(_WORDS, dtype=torch.int64, device=words.device)
         for part in words.split(_CACHED_ROWS if words.device.type == "cpu" else len(words)):

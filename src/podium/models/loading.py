@@ -229,9 +229,11 @@ def rotary_turn(settings: PretrainedConfig) -> int | None:
     parameters: Any = getattr(settings.get_text_config(), "rope_parameters", None) or {}
     kinds = [parameters, *parameters.values()]  # some models have a table for each kind of layer
     turns = [
-        one["original_max_position_embeddings"]
-        for one in kinds
-        if isinstance(one, Mapping) and one.get("rope_type") == "longrope" and "original_max_position_embeddings" in one
+        kind["original_max_position_embeddings"]
+        for kind in kinds
+        if isinstance(kind, Mapping)
+        and kind.get("rope_type") == "longrope"
+        and "original_max_position_embeddings" in kind
     ]
     return min(turns, default=None)
 
@@ -283,9 +285,9 @@ def _checkpointed(forward: Callable[..., Any], config: Any, usual: str | None) -
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        own = config._attn_implementation
-        if own != usual:
-            kwargs["context_fn"] = lambda: (nullcontext(), attention_implementation(config, own))
+        implementation = config._attn_implementation
+        if implementation != usual:
+            kwargs["context_fn"] = lambda: (nullcontext(), attention_implementation(config, implementation))
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return run
@@ -440,10 +442,10 @@ def _architecture(config: ModelConfig) -> PretrainedConfig:
             f"model.config.model_type={kind!r} is none that transformers knows{_nearest(str(kind), known_kinds)}"
         )
     tokenizer = load_tokenizer(config.tokenizer_source)
-    known = {"bos_token_id", "eos_token_id", "pad_token_id"}
+    token_ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
     fields = {
         "vocab_size": len(tokenizer),
-        **{name: getattr(tokenizer, name) for name in known if getattr(tokenizer, name) is not None},
+        **{name: getattr(tokenizer, name) for name in token_ids if getattr(tokenizer, name) is not None},
         **fields,
     }
     _check_layers(fields, "model.config.")

@@ -47,7 +47,7 @@ def write_manifest(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         CheckpointError: A file is not here, since its writer has another disk.
     """
-    sums = {name: one for part in parts for name, one in part.items()}
+    sums = {name: entry for part in parts for name, entry in part.items()}
     if elsewhere := [name for name in sorted(sums) if not (folder / name).is_file()]:
         raise CheckpointError(
             f"{folder} lacks {', '.join(elsewhere[:3])}, written on another machine: a run's directory must be on a "
@@ -73,8 +73,10 @@ def check_manifest(folder: Path, *, part: int = 0, parts: int = 1, others: Itera
         raise CheckpointError(f"{folder / MANIFEST} cannot be read: it is no regular file")
     try:
         content: Any = json.loads((folder / MANIFEST).read_bytes())
-        sums: dict[str, Any] = {str(name): (one["bytes"], one["sha256"]) for name, one in content["files"].items()}
-        there = {*_names(folder, {MANIFEST, *others})}
+        sums: dict[str, Any] = {
+            str(name): (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()
+        }
+        present = {*_names(folder, {MANIFEST, *others})}
     except FileNotFoundError:
         raise CheckpointError(
             f"no finished checkpoint at {folder}: it has no {MANIFEST}, which every checkpoint of this version has"
@@ -86,8 +88,8 @@ def check_manifest(folder: Path, *, part: int = 0, parts: int = 1, others: Itera
             f"{folder / MANIFEST} has format {content.get('format')!r}, and this version of Podium reads formats up to "
             f"{_FORMAT}"
         )
-    if there != sums.keys():
-        lost, extra = sorted(sums.keys() - there), sorted(there - sums.keys())
+    if present != sums.keys():
+        lost, extra = sorted(sums.keys() - present), sorted(present - sums.keys())
         raise CheckpointError(
             f"{folder} is damaged: it lacks {lost[:3]} and has {extra[:3]}, which its manifest does not name; resume "
             "from another checkpoint"

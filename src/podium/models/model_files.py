@@ -83,20 +83,22 @@ def model_layout(model: nn.Module) -> ModelLayout | None:
         begins.append((at, info.name, info.shape))
         at += count
     written = _as_written(inner, marked)
-    found: dict[str, list[tuple[int, Stored]]] = {name: [] for name in marked}
+    parts_by_name: dict[str, list[tuple[int, Stored]]] = {name: [] for name in marked}
     starts = torch.tensor([begin for begin, *_ in begins])
     for name, places_ in written.items():
         flat = places_.reshape(-1)
         if not len(flat) or not bool((flat.diff() == 1).all()):
             return None
-        begin, own, shape = begins[int(torch.searchsorted(starts, flat[0], right=True)) - 1]
-        if int(flat[-1]) >= begin + marked[own].numel():
+        begin, owner, shape = begins[int(torch.searchsorted(starts, flat[0], right=True)) - 1]
+        if int(flat[-1]) >= begin + marked[owner].numel():
             return None
         width = [shape[-1]] if len(shape) > 1 else []
-        found[own].append((int(flat[0]), Stored(name, [*places_.shape[: places_.ndim - len(width)], *width])))
-    layout = {name: [stored for _, stored in sorted(parts)] for name, parts in found.items()}
-    whole = all(sum(part.numel for part in layout[name]) == torch.Size(shape).numel() for _, name, shape in begins)
-    return layout if whole else None
+        parts_by_name[owner].append((int(flat[0]), Stored(name, [*places_.shape[: places_.ndim - len(width)], *width])))
+    layout = {name: [stored for _, stored in sorted(parts)] for name, parts in parts_by_name.items()}
+    is_complete = all(
+        sum(part.numel for part in layout[name]) == torch.Size(shape).numel() for _, name, shape in begins
+    )
+    return layout if is_complete else None
 
 
 def _as_written(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -147,14 +149,15 @@ class ModelCopy:
         for number, (writer, names) in enumerate(shares, 1):
             file = f"model-{number:05d}-of-{len(shares):05d}.safetensors" if len(shares) > 1 else "model.safetensors"
             for name in names:
-                whole = weights.gather(name)
+                tensor = weights.gather(name)
                 if writer == rank:
-                    copied = whole.reshape(-1).to("cpu", copy=True).split([one.numel for one in layout[name]])
+                    copied = tensor.reshape(-1).to("cpu", copy=True).split([part.numel for part in layout[name]])
                     parts = [
-                        Part(one.name, part.view(one.shape)) for one, part in zip(layout[name], copied, strict=True)
+                        Part(stored.name, part.view(stored.shape))
+                        for stored, part in zip(layout[name], copied, strict=True)
                     ]
                     self._tensors.setdefault(file, []).extend(parts)
-            index |= {one.name: file for name in names for one in layout[name]}
+            index |= {part.name: file for name in names for part in layout[name]}
         if rank == 0 and len(shares) > 1:
             content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(index.items()))}
             self._texts[_INDEX] = json.dumps(content, indent=2).encode()
@@ -189,8 +192,11 @@ def read_layout(folder: Path) -> ModelLayout | None:
     if not (folder / _LAYOUT).exists():
         return None
     try:
-        found = cast("dict[str, list[Any]]", json.loads((folder / _LAYOUT).read_bytes()))
-        return {name: [Stored(str(one), [int(size) for size in shape]) for one, shape in found[name]] for name in found}
+        layout = cast("dict[str, list[Any]]", json.loads((folder / _LAYOUT).read_bytes()))
+        return {
+            name: [Stored(str(stored_name), [int(size) for size in shape]) for stored_name, shape in layout[name]]
+            for name in layout
+        }
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {_LAYOUT}: {error}") from error
 
@@ -204,7 +210,7 @@ def read_model(model: nn.Module, layout: ModelLayout, folder: Path) -> None:
     weights = WholeWeights(plain_model(model))
     tensors = dict(zip((info.name for info in weights.manifest), weights.tensors, strict=True))
     stored = _stored(folder)
-    wanted = {one.name for parts in layout.values() for one in parts}
+    wanted = {part.name for parts in layout.values() for part in parts}
     for mine, theirs in ((tensors.keys(), layout.keys()), (wanted, stored.keys())):
         if mine != theirs:
             lacks, has = sorted(mine - theirs), sorted(theirs - mine)
@@ -212,31 +218,33 @@ def read_model(model: nn.Module, layout: ModelLayout, folder: Path) -> None:
                 f"the checkpoint {folder} is of another model: it lacks {lacks[:3]} and has {has[:3]}"
             )
     for name, tensor in tensors.items():
-        count = sum(one.numel for one in layout[name])
+        count = sum(part.numel for part in layout[name])
         if count != tensor.numel():
-            shapes = ", ".join(str(one.shape) for one in layout[name])
+            shapes = ", ".join(str(part.shape) for part in layout[name])
             raise CheckpointError(
                 f"the checkpoint {folder} is of another model: it holds {name} as {shapes}, and this run as "
                 f"{list(tensor.shape)}"
             )
-        for one in layout[name]:
-            place = stored[one.name]
-            if place.shape != one.shape:
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {one.name} is {place.shape} in its files")
-            if place.dtype != tensor.dtype:  # it would be rounded without a word
+        for part in layout[name]:
+            location = stored[part.name]
+            if location.shape != part.shape:
                 raise CheckpointError(
-                    f"the checkpoint {folder} holds {one.name} as {place.dtype}, and this run as {tensor.dtype}: set "
-                    "model.dtype and optim.master_weights as they were when it was written"
+                    f"the checkpoint {folder} is damaged: {part.name} is {location.shape} in its files"
+                )
+            if location.dtype != tensor.dtype:  # it would be rounded without a word
+                raise CheckpointError(
+                    f"the checkpoint {folder} holds {part.name} as {location.dtype}, and this run as {tensor.dtype}: "
+                    "set model.dtype and optim.master_weights as they were when it was written"
                 )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            read_rows(Source(list(tensor.shape), [stored[one.name] for one in layout[name]]), tensor)
+            read_rows(Source(list(tensor.shape), [stored[part.name] for part in layout[name]]), tensor)
 
 
 def _stored(folder: Path) -> dict[str, Place]:
     try:
-        files = {one.file for one in stored_tensors(str(folder)).values()}
-        return {name: place for file in files for name, place in places(file).items()}
+        files = {tensor.file for tensor in stored_tensors(str(folder)).values()}
+        return {name: location for file in files for name, location in places(file).items()}
     except (OSError, ValueError, LookupError, ConfigError) as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
 
@@ -266,16 +274,16 @@ def _copied_adapters(model: nn.Module, rank: int) -> dict[str, list[Part]]:
     """Return the file of the adapters, which rank 0 writes whole."""
     from peft import get_peft_model_state_dict
 
-    whole: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             value: Any = parameter.detach()
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
             if rank == 0:
-                whole[name] = value.to("cpu", copy=True)
+                tensors[name] = value.to("cpu", copy=True)
     if rank:
         return {}
-    named = get_peft_model_state_dict(cast(Any, model), whole, save_embedding_layers=False)
+    named = get_peft_model_state_dict(cast(Any, model), tensors, save_embedding_layers=False)
     return {_ADAPTERS: [Part(name, values) for name, values in cast("dict[str, Tensor]", named).items()]}
 
 
@@ -283,13 +291,13 @@ def _shares(sizes: Mapping[str, int], ranks: int, file_bytes: int) -> list[tuple
     """Cut the tensors into files. Returns for each the rank that writes it, and its tensors' names."""
     total, before = max(1, sum(sizes.values())), 0
     shares: list[tuple[int, list[str]]] = []
-    held = 0
+    nbytes_in_file = 0
     for name, size in sizes.items():
         writer = min(ranks - 1, before * ranks // total)
-        if not shares or shares[-1][0] != writer or held >= file_bytes:
+        if not shares or shares[-1][0] != writer or nbytes_in_file >= file_bytes:
             shares.append((writer, []))
-            held = 0
+            nbytes_in_file = 0
         shares[-1][1].append(name)
-        held += size
+        nbytes_in_file += size
         before += size
     return shares

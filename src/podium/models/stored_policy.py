@@ -47,11 +47,15 @@ def load_stored(folder: Path, config: ModelConfig) -> nn.Module:
     try:
         stored = cast(Mapping[str, Any], reader.read_metadata().state_dict_metadata)
         adapters = BASE in stored  # and their base is the run's, by its checksum
-        named = ((name, one) for name, one in model.named_parameters() if one.requires_grad or not adapters)
-        own = {f"{_PREFIX}{name}": parameter.detach() for name, parameter in named}
-        there = {name: entry.size for name, entry in stored.items() if name.startswith(_PREFIX)}
-        if there != {name: value.shape for name, value in own.items()}:
-            odd = sorted(name for name in own.keys() | there.keys() if name not in own or name not in there)
+        named = (
+            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad or not adapters
+        )
+        parameters = {f"{_PREFIX}{name}": parameter.detach() for name, parameter in named}
+        sizes = {name: entry.size for name, entry in stored.items() if name.startswith(_PREFIX)}
+        if sizes != {name: value.shape for name, value in parameters.items()}:
+            odd = sorted(
+                name for name in parameters.keys() | sizes.keys() if name not in parameters or name not in sizes
+            )
             raise CheckpointError(
                 f"the checkpoint {folder} is of another model than the run's model.path and model.config give: "
                 f"{', '.join(odd[:3]) or 'shapes'} differ"
@@ -59,7 +63,7 @@ def load_stored(folder: Path, config: ModelConfig) -> nn.Module:
         base = {BASE: torch.zeros(1, dtype=torch.int64)} if adapters else {}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            state_dict_loader.load({**own, **base}, storage_reader=reader, no_dist=True)
+            state_dict_loader.load({**parameters, **base}, storage_reader=reader, no_dist=True)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointException) as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
     if adapters and not torch.equal(base[BASE], base_checksum(model)):

@@ -62,9 +62,9 @@ def places(file: Path) -> dict[str, Place]:
         length = int.from_bytes(stream.read(8), "little")
         header = cast("dict[str, Any]", json.loads(stream.read(length)))
     return {
-        name: Place(file, 8 + length + one["data_offsets"][0], _DTYPES[one["dtype"]], one["shape"])
-        for name, one in header.items()
-        if name != "__metadata__" and one["dtype"] in _DTYPES
+        name: Place(file, 8 + length + entry["data_offsets"][0], _DTYPES[entry["dtype"]], entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] in _DTYPES
     }
 
 
@@ -78,24 +78,29 @@ def find_sources(model: PreTrainedModel, stored: Mapping[str, Place]) -> dict[st
     if used is None:
         return None
     if not used:
-        return {name: Source(place.shape, [place]) for name, place in stored.items()}
+        return {name: Source(location.shape, [location]) for name, location in stored.items()}
     try:
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
     except ImportError:
         return None
-    converters = {pattern: one for one in used if isinstance(one, WeightConverter) for pattern in one.source_patterns}
+    converters = {
+        pattern: conversion
+        for conversion in used
+        if isinstance(conversion, WeightConverter)
+        for pattern in conversion.source_patterns
+    }
     if not all(_fuses(converter) for converter in converters.values()):
         return None
-    renamings = [one for one in used if not isinstance(one, WeightConverter)]
-    own, prefix = model.state_dict(), model.base_model_prefix
+    renamings = [conversion for conversion in used if not isinstance(conversion, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
     sources: dict[str, Source] = {}
     fused: dict[str, dict[str, list[Place]]] = {}
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, [*dict.fromkeys(converters.values())], prefix, own)
-        if pattern is not None and target in own:
+        target, pattern = rename_source_key(name, renamings, [*dict.fromkeys(converters.values())], prefix, state)
+        if pattern is not None and target in state:
             fused.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
             continue
-        if target not in own and name in own:
+        if target not in state and name in state:
             target = name
         sources[target] = Source(stored[name].shape, [stored[name]])
     for target, by_pattern in fused.items():
@@ -116,23 +121,29 @@ def _fuses(converter: Any) -> bool:
 def _fused(parts: Sequence[Sequence[Place]]) -> Source | None:
     """Return the source of a tensor from the places of its parts, which have one for each expert."""
     experts = len(parts[0])
-    columns = {tuple(place.shape[1:]) for part in parts for place in part}
-    heights = [{place.shape[0] for place in part if place.shape} for part in parts]
-    if any(len(part) != experts for part in parts) or len(columns) != 1 or any(len(one) != 1 for one in heights):
+    columns = {tuple(location.shape[1:]) for part in parts for location in part}
+    heights = [{location.shape[0] for location in part if location.shape} for part in parts]
+    if (
+        any(len(part) != experts for part in parts)
+        or len(columns) != 1
+        or any(len(heights_of_part) != 1 for heights_of_part in heights)
+    ):
         return None
-    rows = sum(height for one in heights for height in one)
-    return Source([experts, rows, *columns.pop()], [place for one in zip(*parts, strict=True) for place in one])
+    rows = sum(height for heights_of_part in heights for height in heights_of_part)
+    return Source(
+        [experts, rows, *columns.pop()], [location for expert in zip(*parts, strict=True) for location in expert]
+    )
 
 
 def digest(sources: Iterable[Source]) -> str:
     """Return a checksum of the places, and of the first bytes at each of them."""
-    found = hashlib.sha256()
-    for place in (place for source in sources for place in source.places):
-        size = min(_SAMPLE, place.numel * place.dtype.itemsize)
-        found.update(json.dumps([place.file.name, place.begin, str(place.dtype), place.shape]).encode())
-        with place.file.open("rb", buffering=0) as file:
-            found.update(os.pread(file.fileno(), size, place.begin))
-    return found.hexdigest()
+    hasher = hashlib.sha256()
+    for location in (location for source in sources for location in source.places):
+        size = min(_SAMPLE, location.numel * location.dtype.itemsize)
+        hasher.update(json.dumps([location.file.name, location.begin, str(location.dtype), location.shape]).encode())
+        with location.file.open("rb", buffering=0) as file:
+            hasher.update(os.pread(file.fileno(), size, location.begin))
+    return hasher.hexdigest()
 
 
 def read(source: Source, first: int, target: Tensor) -> None:
@@ -143,11 +154,11 @@ def read(source: Source, first: int, target: Tensor) -> None:
     """
     begin, end = first, first + target.numel()
     at = 0  # the number of a place's first element
-    for place in source.places:
-        start, stop = max(begin, at), min(end, at + place.numel)
+    for location in source.places:
+        start, stop = max(begin, at), min(end, at + location.numel)
         if start < stop:
-            _read_place(place, start - at, target[start - begin : stop - begin])
-        at += place.numel
+            _read_place(location, start - at, target[start - begin : stop - begin])
+        at += location.numel
 
 
 def _read_place(place: Place, first: int, target: Tensor) -> None:
@@ -173,9 +184,9 @@ def _fill(file: FileIO, part: Tensor, begin: int) -> None:
 
 def read_rows(source: Source, tensor: Tensor) -> None:
     """Read this rank's rows of ``tensor``, or all of them where it is whole."""
-    own, first = tensor, 0
+    rows_here, first = tensor, 0
     if hasattr(tensor, "to_local"):
-        own = cast(Tensor, cast(Any, tensor).to_local())
+        rows_here = cast(Tensor, cast(Any, tensor).to_local())
         rows = -(-source.shape[0] // dist.get_world_size())  # of all ranks but the last
         first = min(source.shape[0], dist.get_rank() * rows) * torch.Size(source.shape[1:]).numel()
-    read(source, first, own.view(-1))
+    read(source, first, rows_here.view(-1))

@@ -39,11 +39,11 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     try:
         found = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
-        place = (
+        origin = (
             f"in the directory {source}" if os.path.isdir(source) else f"on the hub at {source!r}, no directory here"
         )
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-        raise ConfigError(f"no tokenizer {place}: {reason}; set model.tokenizer") from error
+        raise ConfigError(f"no tokenizer {origin}: {reason}; set model.tokenizer") from error
     tokenizer = cast("PreTrainedTokenizerBase", found)
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -72,7 +72,7 @@ def char_tokenizer(alphabet: str, *, chat_template: str | None = None) -> PreTra
             "the alphabet of a character tokenizer is empty; list its characters, e.g. 'chars:0123456789'"
         )
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    vocabulary = {token: place for place, token in enumerate([*special.values(), *dict.fromkeys(alphabet)])}
+    vocabulary = {token: number for number, token in enumerate([*special.values(), *dict.fromkeys(alphabet)])}
     core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
     core.pre_tokenizer = cast(Any, pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated"))
     core.decoder = cast(Any, decoders.Fuse())

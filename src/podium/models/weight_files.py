@@ -38,21 +38,22 @@ def stored_tensors(path: str, key: str = "model.path") -> dict[str, StoredTensor
         ConfigError: A file is missing or corrupt.
     """
     files = _files(Path(path), key) if path else []
-    found: dict[str, StoredTensor] = {}
+    tensors_by_name: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="numpy") as tensors:
-                own = {name: StoredTensor(file, tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                names = tensors.keys()  # safetensors' file is no mapping, and cannot be iterated over
+                file_tensors = {name: StoredTensor(file, tensors.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
             reason = "no such file" if isinstance(error, FileNotFoundError) else error
             raise ConfigError(f"{key} = {path!r}: {file.name} cannot be read: {reason}; copy the file again") from None
-        if twice := sorted(found.keys() & own.keys()):
+        if twice := sorted(tensors_by_name.keys() & file_tensors.keys()):
             raise ConfigError(
-                f"{key} = {path!r}: {twice[0]} is in two files, {found[twice[0]].file.name} and {file.name}, and only "
-                "one of them can be right; copy the model's files again"
+                f"{key} = {path!r}: {twice[0]} is in two files, {tensors_by_name[twice[0]].file.name} and "
+                f"{file.name}, and only one of them can be right; copy the model's files again"
             )
-        found |= own
-    return found
+        tensors_by_name |= file_tensors
+    return tensors_by_name
 
 
 def stored_value_head(path: str) -> dict[str, StoredTensor]:

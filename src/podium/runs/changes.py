@@ -55,10 +55,10 @@ def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
         ConfigError: There are no such evaluations, or none of the same set. The message lists those of the run.
     """
     if len(names) == 1:
-        found = {name: files for name, files in _evaluations(Path(names[0])).items() if len(files) > 1}
-        if not found:
+        files_by_set = {name: files for name, files in _evaluations(Path(names[0])).items() if len(files) > 1}
+        if not files_by_set:
             raise ConfigError(f"{names[0]} has fewer than two evaluations, and two are compared: set eval.every")
-        return {name: (files[0], files[-1]) for name, files in found.items()}
+        return {name: (files[0], files[-1]) for name, files in files_by_set.items()}
     first, second = (_evaluation(name) for name in names)
     both = {name: (first[name], second[name]) for name in first if name in second}
     if not both:
@@ -69,9 +69,9 @@ def find_evaluations(names: list[str]) -> dict[str, tuple[Path, Path]]:
 def without_completions(run: Path, name: str, last: Path) -> list[int]:
     """Return the steps of the run's evaluations of the set ``name`` that are later than the file ``last``, the last one
     of this set: they have a row of metrics.jsonl and no file, as where all sessions failed."""
-    metric, known = f"accuracy/{name}" if name else "accuracy", step_of(last.stem) or 0
+    metric, last_step = f"accuracy/{name}" if name else "accuracy", step_of(last.stem) or 0
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "eval" and metric in row]
-    return [row["step"] for row in rows if row["step"] > known]
+    return [row["step"] for row in rows if row["step"] > last_step]
 
 
 def compare_evaluations(first: Path, second: Path) -> Changes:
@@ -101,25 +101,29 @@ def _evaluations(run: Path) -> dict[str, list[Path]]:
     """The files of the run's evaluations in the order of their steps, by the name of the set."""
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"no run at {run}: give the directory of a run, such as runs/NAME, or RUN@STEP")
-    folder, found = run / "evaluations", dict[str, list[Path]]()
+    folder, files_by_set = run / "evaluations", dict[str, list[Path]]()
     files = (path for path in folder.rglob("step-*.parquet") if step_of(path.stem) is not None)
     for path in sorted(files, key=lambda path: (path.parent, step_of(path.stem))):
         name = "" if path.parent == folder else unquote(path.parent.name.removeprefix(SET))
-        found.setdefault(name, []).append(path)
-    return found
+        files_by_set.setdefault(name, []).append(path)
+    return files_by_set
 
 
 def _evaluation(name: str) -> dict[str, Path]:
     run, _, step = name.rpartition("@")
-    there = _evaluations(Path(run or name))
+    files_by_set = _evaluations(Path(run or name))
     wanted = int(step) if step.isdecimal() and run else None
-    found = {own: path for own, files in there.items() for path in files if step_of(path.stem) == wanted}
-    if not found:
-        steps = ", ".join(map(str, sorted({step_of(path.stem) or 0 for files in there.values() for path in files})))
+    evaluations = {
+        set_name: path for set_name, files in files_by_set.items() for path in files if step_of(path.stem) == wanted
+    }
+    if not evaluations:
+        steps = ", ".join(
+            map(str, sorted({step_of(path.stem) or 0 for files in files_by_set.values() for path in files}))
+        )
         raise ConfigError(
             f"{name} is no evaluation: expected RUN@STEP, and {run or name} evaluated {steps or 'no step'}"
         )
-    return found
+    return evaluations
 
 
 def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:

@@ -85,8 +85,10 @@ class TrainerState:
             values = json.loads(path.read_text(encoding="utf-8"))
             values = {"best": None, **values}  # checkpoints once had no best
             for name in ("first", "last", "best"):
-                if (found := values[name]) is not None:
-                    values[name] = Evaluation(**{**found, "samples": tuple(Sample(**one) for one in found["samples"])})
+                if (evaluation := values[name]) is not None:
+                    values[name] = Evaluation(
+                        **{**evaluation, "samples": tuple(Sample(**sample) for sample in evaluation["samples"])}
+                    )
             return TrainerState(**values)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not the state of a training run: {error}") from error
@@ -101,16 +103,16 @@ class StoredCheckpoints:
     def all(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
         entries = self.folder.iterdir() if self.folder.is_dir() else ()
-        found = {entry: step_of(entry.name) for entry in entries}
-        return sorted((entry for entry in found if found[entry] is not None), key=lambda entry: found[entry] or 0)
+        steps = {entry: step_of(entry.name) for entry in entries}
+        return sorted((entry for entry in steps if steps[entry] is not None), key=lambda entry: steps[entry] or 0)
 
     def latest(self) -> Path | None:
         """Return the checkpoint that ``latest`` names, or the newest one if that was deleted; None if there is none."""
-        link, there = self.folder / "latest", self.all()
-        newest = there[-1] if there else None
+        link, checkpoints = self.folder / "latest", self.all()
+        newest = checkpoints[-1] if checkpoints else None
         if link.is_symlink():
             named = self.folder / Path(os.readlink(link)).name
-            if named in there:
+            if named in checkpoints:
                 return named
             _logger.warning("%s points at %s, which is gone; using %s", link, named, newest)
         return newest
@@ -121,13 +123,13 @@ class StoredCheckpoints:
 
     def ranked(self) -> list[Path]:
         """Return the checkpoints whose step was evaluated, the best first."""
-        found: list[tuple[float, int, Path]] = []
+        scores: list[tuple[float, int, Path]] = []
         for path in self.all():
             with suppress(CheckpointError):
                 state = TrainerState.read(path / STATE_FILE)
                 if state.last is not None and state.last.step == state.step:
-                    found.append((state.last.accuracy, state.step, path))
-        return [path for *_, path in sorted(found, reverse=True)]
+                    scores.append((state.last.accuracy, state.step, path))
+        return [path for *_, path in sorted(scores, reverse=True)]
 
 
 class Checkpoints(StoredCheckpoints):

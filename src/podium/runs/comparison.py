@@ -37,10 +37,10 @@ class RunRecord:
         """summary.json; empty where there is none that can be read."""
         file = self.path / "summary.json"
         try:
-            found = json.loads(file.read_bytes()) if file.exists() else {}
+            summary = json.loads(file.read_bytes()) if file.exists() else {}
         except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return summary if isinstance(summary, dict) else {}
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -63,8 +63,8 @@ class RunRecord:
         """The ``model_path`` or the ``best_checkpoint`` of the summary, also if the run has moved; None if unset."""
         if not isinstance(value := self.summary.get(name), str):
             return None
-        own = self.path / ("model" if name == "model_path" else Path("checkpoints", Path(value).name))
-        return own if own.exists() else Path(value)
+        local = self.path / ("model" if name == "model_path" else Path("checkpoints", Path(value).name))
+        return local if local.exists() else Path(value)
 
     @property
     def state(self) -> str:
@@ -84,8 +84,8 @@ class RunRecord:
     @property
     def checkpoints(self) -> list[int]:
         """The steps of the checkpoints."""
-        found = (step_of(path.name) for path in (self.path / "checkpoints").glob("step-*"))
-        return [step for step in found if step is not None]
+        steps = (step_of(path.name) for path in (self.path / "checkpoints").glob("step-*"))
+        return [step for step in steps if step is not None]
 
     @property
     def is_empty(self) -> bool:
@@ -144,16 +144,16 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """The keys in which runs differ, beside their names and places, each with the value of every run."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in _APART)
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
-    return {key: own for key, own in values.items() if any(value != own[0] for value in own)}
+    return {key: entries for key, entries in values.items() if any(value != entries[0] for value in entries)}
 
 
 def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Runs that differ in nothing but their seeds are a group."""
-    found: dict[str, list[RunRecord]] = {}
+    runs_by_settings: dict[str, list[RunRecord]] = {}
     for run in runs:
-        own = {key: value for key, value in run.settings.items() if key not in _APART | _SEEDS}
-        found.setdefault(json.dumps(own, sort_keys=True, default=str), []).append(run)
-    return list(found.values())
+        settings = {key: value for key, value in run.settings.items() if key not in _APART | _SEEDS}
+        runs_by_settings.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
+    return list(runs_by_settings.values())
 
 
 def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metric: str, path: Path) -> Path:

@@ -68,8 +68,8 @@ class TrackerOptions:
 
     def for_wandb(self) -> dict[str, Any]:
         """Arguments of ``wandb.init``."""
-        found = {"entity": self.entity, "group": self.group, "tags": list(self.tags)}
-        return {"project": self.project, **{name: value for name, value in found.items() if value}}
+        options = {"entity": self.entity, "group": self.group, "tags": list(self.tags)}
+        return {"project": self.project, **{name: value for name, value in options.items() if value}}
 
     def for_trackio(self) -> dict[str, Any]:
         """Arguments of ``trackio.init``."""
@@ -121,12 +121,12 @@ class RunConfig:
     @property
     def tracking(self) -> dict[Tracker, TrackerOptions]:
         """The trackers and the options of each. Raises ConfigError for an option that is wrong."""
-        given: Mapping[Tracker, Any] = (
+        options_by_tracker: Mapping[Tracker, Any] = (
             self.trackers if isinstance(self.trackers, Mapping) else dict.fromkeys(self.trackers)
         )
         return {
             name: build_config(TrackerOptions, options or {}, key=f"run.trackers.{name}")
-            for name, options in given.items()
+            for name, options in options_by_tracker.items()
         }
 
     @property
@@ -222,9 +222,9 @@ class PlacementConfig:
 
     def key_of(self, role: str) -> str:
         """The key that sets the number of the ranks of ``role``."""
-        own = next((name for name, pool in self.pools.items() if role in pool.roles), None)
+        pool_name = next((name for name, pool in self.pools.items() if role in pool.roles), None)
         short = "generator_ranks" if role == "generator" and self.layout == "split" else "ranks"
-        return f"placement.{short}" if own is None else f"placement.pools.{own}.ranks"
+        return f"placement.{short}" if pool_name is None else f"placement.pools.{pool_name}.ranks"
 
     def processes(self, roles: Sequence[str]) -> list[tuple[tuple[str, ...], int]]:
         """Those of ``roles`` that share worker processes, and the number of those processes."""
@@ -237,7 +237,7 @@ class PlacementConfig:
             apart = {"generator": self.generator_ranks or 1, "rollout": 1} if self.layout == "split" else {}
             groups = [([role for role in roles if role not in apart], self.ranks)]
             groups += [([role], ranks) for role, ranks in apart.items() if role in roles]
-        return [(tuple(held), ranks) for held, ranks in groups if held]
+        return [(tuple(roles), ranks) for roles, ranks in groups if roles]
 
     def _check_pools(self) -> None:
         for name, default in (("layout", "colocated"), ("ranks", 1), ("generator_ranks", None)):
@@ -356,8 +356,8 @@ class _TrainingConfig(InferenceConfig):
         """``optim`` with a schedule that ends with the run."""
         if self.optim.lr_schedule == "constant" or self.run.epochs is not None:
             return self.optim  # how many steps epochs have is known when the data are read
-        known = {field.name: getattr(self.optim, field.name) for field in fields(OptimConfig)}
-        return EndingOptim(**known, total_steps=max(1, self.optimizer_steps))
+        values = {field.name: getattr(self.optim, field.name) for field in fields(OptimConfig)}
+        return EndingOptim(**values, total_steps=max(1, self.optimizer_steps))
 
     def __post_init__(self) -> None:
         super().__post_init__()

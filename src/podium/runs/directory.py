@@ -55,11 +55,11 @@ _OURS: Final = re.compile(
 
 def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed libraries that a run's result depends on."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,17 +233,17 @@ class RunDirectory:
         yield TraceSink(self.trace_path)
         if console is not None:
             yield ConsoleSink(console=console, log=self.log)
-        told: dict[str, Any] = {"name": self.path.name, "config": config_to_dict(config)}
+        arguments: dict[str, Any] = {"name": self.path.name, "config": config_to_dict(config)}
         for tracker, options in config.run.tracking.items():
             match tracker:
                 case "tensorboard":
-                    yield TensorBoardSink(self.path / "tensorboard", config=told["config"])
+                    yield TensorBoardSink(self.path / "tensorboard", config=arguments["config"])
                 case "wandb":
                     again = {"id": self._tracked_as(), "resume": "allow"}
-                    yield WandbSink(folder=self.path, **told, **again, **options.for_wandb())
+                    yield WandbSink(folder=self.path, **arguments, **again, **options.for_wandb())
                 case "trackio":
                     again = {"resume": "allow"} if self.config_path.exists() else {}
-                    yield TrackioSink(**told, **again, **options.for_trackio())
+                    yield TrackioSink(**arguments, **again, **options.for_trackio())
 
     def _tracked_as(self) -> str:
         """The id by which a tracker knows this run, also when it is resumed."""
@@ -266,9 +266,9 @@ class RunDirectory:
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             raise ConfigError(f"{self.summary_path} is not the summary of a run: move it away to resume") from None
         if ended > (step or 0):
-            there = "no checkpoint is left" if step is None else f"its latest checkpoint is of step {step}"
+            state = "no checkpoint is left" if step is None else f"its latest checkpoint is of step {step}"
             raise ConfigError(
-                f"{self.path} ended after step {ended}, and {there}: resuming there would delete the metrics and "
+                f"{self.path} ended after step {ended}, and {state}: resuming there would delete the metrics and "
                 f"completions of later steps. Choose another run.name, or first move {self.summary_path} away if they "
                 "may be deleted"
             )

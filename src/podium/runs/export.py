@@ -65,8 +65,8 @@ class StoredModel:
 
     @property
     def _sections(self) -> dict[str, Any]:
-        known = {field.name for field in fields(InferenceConfig)}
-        return {name: one for name, one in self.values.items() if name in known}
+        sections = {field.name for field in fields(InferenceConfig)}
+        return {name: value for name, value in self.values.items() if name in sections}
 
     def remarks(self) -> list[str]:
         """What to say of the files of which the model is made: those that are elsewhere, or others, than they were."""
@@ -106,25 +106,25 @@ def find_model(name: str, *, final: bool = True) -> StoredModel | None:
     )
 
     stored = StoredCheckpoints(run / "checkpoints")
-    there = f"{run} has {', '.join(path.name for path in stored.all()) or 'no checkpoint yet'}"
+    checkpoints = f"{run} has {', '.join(path.name for path in stored.all()) or 'no checkpoint yet'}"
     if which.isdecimal():
-        found = next((path for path in stored.all() if step_of(path.name) == int(which)), None)
+        checkpoint = next((path for path in stored.all() if step_of(path.name) == int(which)), None)
     elif which in ("best", "latest"):
-        found = stored.best() if which == "best" else stored.latest()
-        if found is None and stored.all():
-            raise ConfigError(f"{name}: no step of these was evaluated: {there}; set eval.every as save.every")
+        checkpoint = stored.best() if which == "best" else stored.latest()
+        if checkpoint is None and stored.all():
+            raise ConfigError(f"{name}: no step of these was evaluated: {checkpoints}; set eval.every as save.every")
     elif which:
         raise ConfigError(f"{name}: expected RUN@STEP with a number, RUN@best or RUN@latest")
     else:
-        found = stored.latest()
-        if found is None:
+        checkpoint = stored.latest()
+        if checkpoint is None:
             raise ConfigError(
                 f"{name} has no final model and no checkpoint yet: resume the run (podium train … --resume {name}), or "
                 "name a model's directory"
             )
-    if found is None:
-        raise ConfigError(f"{name}: there is no such checkpoint; {there}")
-    return StoredModel(run=run, checkpoint=found)
+    if checkpoint is None:
+        raise ConfigError(f"{name}: there is no such checkpoint; {checkpoints}")
+    return StoredModel(run=run, checkpoint=checkpoint)
 
 
 def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
@@ -232,11 +232,11 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     lines.append(f"{what} {origin}, trained by Podium for {step} steps.")
     if last is not None:
         lines += ["", "| held-out prompts | accuracy | 95 % interval | mean reward |", "|---|---|---|---|"]
-        for name, one in (("before training", first), (f"after step {last.step}", last)):
-            if one is not None and (one is last or one.step == 0):
-                low, high = one.interval()
-                figures = f"{percent(one.accuracy)} of {one.items} | {percent(low)} to {percent(high)}"
-                lines.append(f"| {name} | {figures} | {one.reward_mean:.4f} |")
+        for name, evaluation in (("before training", first), (f"after step {last.step}", last)):
+            if evaluation is not None and (evaluation is last or evaluation.step == 0):
+                low, high = evaluation.interval()
+                figures = f"{percent(evaluation.accuracy)} of {evaluation.items} | {percent(low)} to {percent(high)}"
+                lines.append(f"| {name} | {figures} | {evaluation.reward_mean:.4f} |")
     lines += ["", "| setting | value |", "|---|---|"]
     for path in ("data.train", *_TOLD):
         if (value := _at(values, path)) not in (None, ""):
@@ -262,7 +262,7 @@ def _figures(found: StoredModel) -> tuple[Evaluation | None, Evaluation | None, 
 
 
 def _at(values: Mapping[str, Any], path: str) -> object:
-    found: Any = values
+    value: Any = values
     for name in path.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

@@ -67,7 +67,7 @@ def remove(path: Path) -> None:
 def free_name(path: Path, joint: str = "-") -> Path:
     """Return ``path`` if it is not taken, else the first of NAME-1.EXT, NAME-2.EXT, … that is free."""
     numbered = (path.with_name(f"{path.stem}{joint}{number}{path.suffix}") for number in itertools.count(1))
-    return next(one for one in itertools.chain([path], numbered) if not os.path.exists(one))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not os.path.exists(candidate))
 
 
 def step_name(step: int) -> str:

@@ -87,7 +87,7 @@ class Ledger:
             PodiumError: A prompt is in that state already, or in a later one.
         """
         if prompts := self.states.by_step.get(step):
-            prompts = prompts if places is None else [prompts[place] for place in places]
+            prompts = prompts if places is None else [prompts[index] for index in places]
             self._write({"state": state, "step": step, "prompts": prompts, **more})
 
     def drop(self, reason: str) -> None:

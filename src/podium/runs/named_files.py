@@ -63,11 +63,11 @@ class _Place:
 
     def candidates(self, absolute: str, run: Path) -> dict[str, str]:
         """The paths where the file may be, the first one first, and how each is reached."""
-        found = {absolute: ""}
-        found.setdefault(_joined(run, self.from_run), f"{self.from_run} from the run")
+        origins = {absolute: ""}
+        origins.setdefault(_joined(run, self.from_run), f"{self.from_run} from the run")
         if not os.path.isabs(os.path.expanduser(self.given)):
-            found.setdefault(_absolute(self.given), f"{self.given} from the working directory")
-        return found
+            origins.setdefault(_absolute(self.given), f"{self.given} from the working directory")
+        return origins
 
 
 def record(config: Any, run: Path) -> tuple[str, str]:
@@ -77,22 +77,22 @@ def record(config: Any, run: Path) -> tuple[str, str]:
         config: The configuration of the run. A value of it is a path if a file or directory is there.
         run: The run's directory. Entries that its places.json has already are kept.
     """
-    values, known = config_to_dict(config), _read(run)
+    values, known_places = config_to_dict(config), _read(run)
     values["run"]["resume"] = ""  # whoever begins another run with this file means no resume
     sets = config.data.eval_sets
     if not isinstance(config.data.eval, str) and list(sets) == list(config.data.eval):
         values["data"]["eval"] = dict(sets)  # names that are paths stay the names when the paths become absolute
-    places = {path: asdict(place) for path, place in known.items()}
+    places = {path: asdict(entry) for path, entry in known_places.items()}
     for keys, path, function in _paths(values):
         if not _exists(path):
             continue
         absolute = _absolute(path)
         _put(values, keys, absolute + function)
         size, checksum = _content(absolute, deep=keys[0] == "data")
-        was, before = _entry(absolute, known, run)
-        given = before.given if before is not None and path in (absolute, was) else path
+        was, before = _entry(absolute, known_places, run)
+        path_as_given = before.given if before is not None and path in (absolute, was) else path
         from_run = os.path.relpath(absolute, run.absolute())
-        places[absolute] = asdict(_Place(given=given, from_run=from_run, nbytes=size, sha256=checksum))
+        places[absolute] = asdict(_Place(given=path_as_given, from_run=from_run, nbytes=size, sha256=checksum))
     text = config_to_yaml(build_config(type(config), values))
     return (_HEAD if places else "") + text, json.dumps(places, indent=2, ensure_ascii=False) + "\n"
 
@@ -111,21 +111,21 @@ def find_again(config: C, run: Path) -> C:
 
 def found_values(values: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return nested values with the paths at which files are now, and a message for each key whose file is nowhere."""
-    places, found = _read(run), deepcopy(dict(values))
+    places, current = _read(run), deepcopy(dict(values))
     missing: dict[str, str] = {}
     for keys, path, function in _paths(values):
-        place = places.get(path)
-        if place is None:  # a name of the hub, a place that the user gave anew, or a run from before places.json
+        entry = places.get(path)
+        if entry is None:  # a name of the hub, a place that the user gave anew, or a run from before places.json
             continue
-        candidates = place.candidates(path, run)
-        there = next((one for one in candidates if _exists(one)), None)
-        if there is not None:
-            _put(found, keys, there + function)
+        candidates = entry.candidates(path, run)
+        current_path = next((candidate for candidate in candidates if _exists(candidate)), None)
+        if current_path is not None:
+            _put(current, keys, current_path + function)
             continue
         key = ".".join(map(str, keys if "eval" not in keys else keys[:2]))
-        looked = [f"{one} ({how})" if how else one for one, how in candidates.items()]
+        looked = [f"{candidate} ({how})" if how else candidate for candidate, how in candidates.items()]
         missing[key] = f"{key}, with which the run was begun, is gone: it was looked for at {', '.join(looked)}"
-    return found, missing
+    return current, missing
 
 
 def remarks(config: Any, run: Path, needs: Sequence[str] = ()) -> list[str]:
@@ -137,16 +137,16 @@ def remarks(config: Any, run: Path, needs: Sequence[str] = ()) -> list[str]:
     moved: dict[tuple[str, str], list[str]] = {}
     changed: dict[str, None] = {}
     for keys, path, _ in _paths(config_to_dict(config)):
-        here, key = _absolute(path), ".".join(map(str, keys))
-        was, place = _entry(here, places, run)
-        if place is None or not _exists(here) or (needs and not is_needed(key, needs)):
+        absolute, key = _absolute(path), ".".join(map(str, keys))
+        was, entry = _entry(absolute, places, run)
+        if entry is None or not _exists(absolute) or (needs and not is_needed(key, needs)):
             continue
-        if was != here and not _exists(was):
-            moved.setdefault(_roots(was, here), []).append(key)
-        size, checksum = _content(here, deep=keys[0] == "data")
-        if size != place.nbytes or (place.sha256 and checksum != place.sha256):
-            difference = _difference(place.nbytes, size)
-            changed[f"{key}: {here} is not what the run was begun with: {difference}"] = None
+        if was != absolute and not _exists(was):
+            moved.setdefault(_roots(was, absolute), []).append(key)
+        size, checksum = _content(absolute, deep=keys[0] == "data")
+        if size != entry.nbytes or (entry.sha256 and checksum != entry.sha256):
+            difference = _difference(entry.nbytes, size)
+            changed[f"{key}: {absolute} is not what the run was begun with: {difference}"] = None
     lines = [f"found in {now} what was in {was}: {', '.join(keys)}" for (was, now), keys in moved.items()]
     return [*lines, *changed]
 
@@ -161,7 +161,7 @@ def _roots(was: str, here: str) -> tuple[str, str]:
 
 def is_needed(key: str, needs: Sequence[str]) -> bool:
     """Whether ``needs`` has the key, its section, or the key of which it is an entry."""
-    return any(f"{key}.".startswith(f"{one}.") for one in needs)
+    return any(f"{key}.".startswith(f"{need}.") for need in needs)
 
 
 def as_given(values: Mapping[str, Any], run: Path) -> dict[str, Any]:
@@ -179,26 +179,26 @@ def aligned(given: Mapping[str, Any], own: Mapping[str, Any], run: Path) -> dict
     A file is the same if it is that of the run, or if that is gone and it is where the run would look for it, or if it
     is reached from the run as that was at the beginning and has the same content: both were copied.
     """
-    places, found = _read(run), deepcopy(dict(given))
+    places, result = _read(run), deepcopy(dict(given))
     held_out, its = given["data"]["eval"], own["data"]["eval"]
     if isinstance(held_out, list) and isinstance(its, Mapping) and held_out == list(its):
-        found["data"]["eval"] = dict(zip(held_out, held_out, strict=True))
+        result["data"]["eval"] = dict(zip(held_out, held_out, strict=True))
     owned = {keys: (path, function) for keys, path, function in _paths(own)}
-    for keys, path, function in _paths(found):
+    for keys, path, function in _paths(result):
         was, own_function = owned.get(keys, ("", ""))
-        place = places.get(was)
-        if place is not None and function == own_function and _is_same(path, was, place, run, deep=keys[0] == "data"):
-            _put(found, keys, was + function)
-    return found
+        entry = places.get(was)
+        if entry is not None and function == own_function and _is_same(path, was, entry, run, deep=keys[0] == "data"):
+            _put(result, keys, was + function)
+    return result
 
 
 def _is_same(path: str, was: str, place: _Place, run: Path, *, deep: bool) -> bool:
-    here = _absolute(path)
+    absolute = _absolute(path)
     if not _exists(was):
-        return here in place.candidates(was, run)
-    if os.path.realpath(here) == os.path.realpath(was):
+        return absolute in place.candidates(was, run)
+    if os.path.realpath(absolute) == os.path.realpath(was):
         return True
-    return here == _joined(run, place.from_run) and _content(here, deep=deep) == (place.nbytes, place.sha256)
+    return absolute == _joined(run, place.from_run) and _content(absolute, deep=deep) == (place.nbytes, place.sha256)
 
 
 def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
@@ -216,9 +216,9 @@ def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
             value = value[key] if isinstance(key, int) else value.get(key) if isinstance(value, Mapping) else None
         if not isinstance(value, str):
             continue
-        place, colon, name = value.rpartition(":")
-        if keys in _FUNCTIONS and place.endswith(".py"):
-            yield keys, place, colon + name
+        file, colon, name = value.rpartition(":")
+        if keys in _FUNCTIONS and file.endswith(".py"):
+            yield keys, file, colon + name
         elif keys not in _FUNCTIONS and value and value not in _WORDS.get(keys, ()):
             yield keys, value, ""
 
@@ -227,8 +227,8 @@ def _entry(here: str, places: Mapping[str, _Place], run: Path) -> tuple[str, _Pl
     """The entry of the file that is at ``here`` now, and the path where the file was."""
     if here in places:
         return here, places[here]
-    known = ((was, place) for was, place in places.items() if here in place.candidates(was, run))
-    return next(known, ("", None))
+    entries = ((was, entry) for was, entry in places.items() if here in entry.candidates(was, run))
+    return next(entries, ("", None))
 
 
 def _put(values: Any, keys: Keys, value: str) -> None:
@@ -276,11 +276,11 @@ def _content(path: str, *, deep: bool) -> tuple[int | None, str | None]:
         size = sum(os.path.getsize(file) for file in files)
         if size > _SUMMED:
             return size, None
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for file in files:
             with open(file, "rb") as opened:
-                found.update(hashlib.file_digest(opened, "sha256").digest())
-        return size, found.hexdigest()
+                hasher.update(hashlib.file_digest(opened, "sha256").digest())
+        return size, hasher.hexdigest()
     except OSError:
         return None, None
 
@@ -294,8 +294,8 @@ def _difference(before: int | None, now: int | None) -> str:
 def _read(run: Path) -> Mapping[str, _Place]:
     """The entries of places.json by their absolute paths; none where it cannot be read."""
     try:
-        found: dict[str, dict[str, Any]] = json.loads((run / PLACES).read_bytes())
-        places = {str(path): _Place(**entry) for path, entry in found.items()}
+        content: dict[str, dict[str, Any]] = json.loads((run / PLACES).read_bytes())
+        places = {str(path): _Place(**entry) for path, entry in content.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-    return {path: place for path, place in places.items() if place.is_plain()}
+    return {path: entry for path, entry in places.items() if entry.is_plain()}

@@ -57,11 +57,11 @@ def resolve_resume(config: C) -> C:
     if not file.exists():
         return config
     values = config_to_dict(load_config(type(config), file))
-    given, own = _flat(aligned(config_to_dict(config), values, path)), _flat(values)
+    expected, recorded = _flat(aligned(config_to_dict(config), values, path)), _flat(values)
     others = [
-        f"{key} = {given.get(key)!r}, and the run has {own.get(key)!r}"
-        for key in sorted(given.keys() | own.keys())
-        if given.get(key) != own.get(key) and (key == "run.seed" or key.partition(".")[0] not in _FREE)
+        f"{key} = {expected.get(key)!r}, and the run has {recorded.get(key)!r}"
+        for key in sorted(expected.keys() | recorded.keys())
+        if expected.get(key) != recorded.get(key) and (key == "run.seed" or key.partition(".")[0] not in _FREE)
     ]
     if others:
         raise ConfigError(
@@ -75,7 +75,7 @@ def _flat(values: Any, key: str = "") -> dict[str, Any]:
     """Nested values by the dotted paths of their keys."""
     if not isinstance(values, Mapping) or not values:
         return {key: values}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{key}.{name}" if key else str(name))
-    return found
+        flat |= _flat(value, f"{key}.{name}" if key else str(name))
+    return flat

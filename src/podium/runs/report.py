@@ -126,10 +126,11 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
         if not curve.is_share:
             axes.tick_params(axis="y", labelcolor=_BLUE)
             held_out.tick_params(axis="y", labelcolor=_ORANGE)
-        below = [one.accuracy - one.interval()[0] for one in curve.evaluations]
-        above = [one.interval()[1] - one.accuracy for one in curve.evaluations]
+        below = [evaluation.accuracy - evaluation.interval()[0] for evaluation in curve.evaluations]
+        above = [evaluation.interval()[1] - evaluation.accuracy for evaluation in curve.evaluations]
         held_out.errorbar(
-            [one.step for one in curve.evaluations], [one.accuracy for one in curve.evaluations], yerr=[below, above],
+            [evaluation.step for evaluation in curve.evaluations],
+            [evaluation.accuracy for evaluation in curve.evaluations], yerr=[below, above],
             color=_ORANGE, marker="o", markersize=5.5, linewidth=1.2, linestyle=":", capsize=3,
             label="held-out accuracy, 95% interval", zorder=5,
         )  # fmt: skip
@@ -140,9 +141,9 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
     axes.set_xlabel("step", color=_GREY)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
-    for each in figure.axes:
-        each.spines[["top", "left", "right"]].set_visible(False)
-        each.tick_params(length=0)
+    for axis in figure.axes:
+        axis.spines[["top", "left", "right"]].set_visible(False)
+        axis.tick_params(length=0)
     figure.suptitle(title or _CURVES[curve.metric], x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,8 +153,8 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
 
 def _top_share(curve: Curve) -> float:
     """The largest share among the values and the evaluations' intervals: at least 1 %."""
-    own = curve.values if curve.is_share else ()
-    return max([0.01, *own, *(one.interval()[1] for one in curve.evaluations)])
+    shares = curve.values if curve.is_share else ()
+    return max([0.01, *shares, *(evaluation.interval()[1] for evaluation in curve.evaluations)])
 
 
 # The curve in the terminal
@@ -172,14 +173,14 @@ def draw_curve(curve: Curve, width: int = 80, height: int = 16) -> Text:
         figure.draw(figure.signal(list(curve.steps), means, marker=plotext.marker("braille", "cyan")).lines())
         low, high = min(means), max(means)
         if curve.evaluations and curve.is_share:
-            steps = [one.step for one in curve.evaluations]
-            shares = [one.accuracy for one in curve.evaluations]
+            steps = [evaluation.step for evaluation in curve.evaluations]
+            shares = [evaluation.accuracy for evaluation in curve.evaluations]
             figure.draw(figure.signal(steps, shares, marker=plotext.marker("●", "orange")))
             low, high = min(low, *shares), max(high, *shares)
         ticks = _ticks(low, high)
         figure.ruler("y").lim(ticks[0], ticks[-1])
         figure.ruler("y").ticks(ticks, [f"{100 * tick:g}%" if curve.is_share else f"{tick:g}" for tick in ticks])
-        first, last = min([curve.steps[0], *(one.step for one in curve.evaluations)]), curve.steps[-1]
+        first, last = min([curve.steps[0], *(evaluation.step for evaluation in curve.evaluations)]), curve.steps[-1]
         marks = [round(tick) for tick in _ticks(first, last) if first <= tick <= last and tick == round(tick)]
         figure.ruler("x").ticks(marks, [str(mark) for mark in marks])
         return Text.from_ansi(figure.build().string())
@@ -239,7 +240,11 @@ def _accuracies(first: Evaluation, last: Evaluation, steps: int, width: int) -> 
         heading.append(f", last measured after step {after.step}", "dim")
     yield heading
     bar = max(10, min(40, width - 46))
-    yield from (_accuracy(name, one, bar) for name, one in (("before", before), ("after", after)) if one is not None)
+    yield from (
+        _accuracy(name, evaluation, bar)
+        for name, evaluation in (("before", before), ("after", after))
+        if evaluation is not None
+    )
     if before is not None and after is not None:
         low, high = gain_interval(before, after)
         points = 100 * (after.accuracy - before.accuracy)
@@ -260,7 +265,7 @@ def _accuracy(name: str, found: Evaluation, width: int) -> Text:
 
 def _pairs(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     """The samples of the same prompts. A prompt whose session failed has none."""
-    later = {(one.place, one.prompt): one for one in after}
+    later = {(sample.place, sample.prompt): sample for sample in after}
     return [(old, later[key]) for old in before if (key := (old.place, old.prompt)) in later]
 
 
@@ -278,8 +283,8 @@ def _comparisons(pairs: Sequence[tuple[Sample, Sample]]) -> Table:
 
 
 def _answer(sample: Sample) -> Text:
-    said = visible(sample.completion.strip(), _CELL_CHARACTERS)
-    text = Text(said) if said else Text("(nothing)", "dim italic")
+    answer = visible(sample.completion.strip(), _CELL_CHARACTERS)
+    text = Text(answer) if answer else Text("(nothing)", "dim italic")
     style = "green" if sample.reward >= 1 else "yellow" if sample.reward > 0 else "red"
     return text.append(f"\nreward {plain(sample.reward)}", style)
 

@@ -251,7 +251,9 @@ class Cluster:
             slots = self._checked_pool(pool, how) if shared is None else shared.pool
             meshes = _with_default(meshes, len(slots))
             _check_profile(profile, bounds, len(slots))
-            roles = {own: Role(bound, meshes, timeout_s, returns, int(seed), profile) for own, bound in bounds.items()}
+            roles = {
+                role: Role(bound, meshes, timeout_s, returns, int(seed), profile) for role, bound in bounds.items()
+            }
             processes = shared or ProcessSet(self._backend, self._watch, slots, label, self._threads(slots), how)
             handles = self._construct(processes, roles, how, until, into_running=shared is not None)
         several: type[Any] | None = worker.cls if issubclass(worker.cls, Colocated) else None
@@ -286,8 +288,8 @@ class Cluster:
         handles: list[H] = []
         try:
             for _ in range(count):
-                own = self.pool(slots, cpus=cpus, gpus=gpus, memory=memory, resources=resources, wait_s=wait_s)
-                pools.append(own)  # all are placed before the first one starts
+                own_pool = self.pool(slots, cpus=cpus, gpus=gpus, memory=memory, resources=resources, wait_s=wait_s)
+                pools.append(own_pool)  # all are placed before the first one starts
             for number, pool in enumerate(pools):
                 handles.append(self.start(worker, pool, name=f"{base}-{number}", seed=seed + number, **how))
         except BaseException:
@@ -376,13 +378,14 @@ class Cluster:
                     f"start() takes Cls.bind(...) of a podium.Worker, not {_kind(bound)}; "
                     "a class that a backend has already wrapped (such as @ray.remote) is passed as the plain class"
                 )
-        for given in {*bounds, name or next(iter(bounds))}:
-            if not isinstance(given, str) or not re.fullmatch(r"\w[\w.-]{0,99}", given):  # pyright: ignore[reportUnnecessaryIsInstance]
+        for worker_name in {*bounds, name or next(iter(bounds))}:
+            if not isinstance(worker_name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", worker_name):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
-                    f"name={given!r}: names are up to 100 letters, digits, '_', '-' and '.'; they name log files too"
+                    f"name={worker_name!r}: a name has at most 100 letters, digits, '_', '-' and '.', because log "
+                    "files have it too"
                 )
-            if given in taken:
-                raise ConfigError(f"a group named {given!r} runs already; pass another name=")
+            if worker_name in taken:
+                raise ConfigError(f"a group named {worker_name!r} runs already; pass another name=")
         return bounds
 
     def _free_name(self, worker: Any) -> str:
@@ -443,8 +446,8 @@ class Cluster:
                 f"start(env={{{name!r}: ...}}): {name} cannot be set: a worker sees the devices of its slot, and its "
                 "rank and world size are in self.ctx"
             )
-        held = [slot.reservation for slot in pool if slot.resources]
-        if options.detached and not all(reservation.detached for reservation in held):
+        reservations = [slot.reservation for slot in pool if slot.resources]
+        if options.detached and not all(reservation.detached for reservation in reservations):
             raise ConfigError("start(detached=True): its pool holds resources, so reserve it with pool(detached=True)")
         return pool
 
@@ -479,9 +482,9 @@ def _slot_by_slot(
             f"{', '.join(lists)} is given slot by slot"
         )
     total = sum(layout)
-    for name, given in lists.items():
-        if len(given) != total:
-            raise ConfigError(f"pool({[*layout]}): {total} slots, and {len(given)} amounts of {name}: {given}")
+    for name, values in lists.items():
+        if len(values) != total:
+            raise ConfigError(f"pool({[*layout]}): {total} slots, and {len(values)} amounts of {name}: {values}")
     return [
         {name: lists[name][at] if name in lists else cast(float, amount) for name, amount in amounts.items()}
         for at in range(total)

@@ -218,15 +218,15 @@ def _ref(parts: Sequence[tuple[Any, ...]], runs: Any, dtype: torch.dtype, shape:
 
     from podium.data.refs import Part, TensorRef
 
-    found = TensorRef(
+    reference = TensorRef(
         [Part(_block(at, info), offset, rows) for at, info, offset, rows in parts],
         np.array(runs, np.int64).reshape(-1, 3) if isinstance(runs, list) else runs,
         dtype=dtype,
         shape=shape,
     )
     if _here.mode == "ref":
-        return found
-    tensor = found.assemble(_opened, readonly=_here.mode == "readonly")
+        return reference
+    tensor = reference.assemble(_opened, readonly=_here.mode == "readonly")
     return _apart(tensor) if _here.mode == "tensor" else tensor
 
 

@@ -119,9 +119,9 @@ def _check_counts(names: Sequence[str], results: Sequence[Any], plan: RowPlan) -
         return
     parts = [*zip(names, counts, sizes, strict=True)]
     other, first_got, first_sent = next((part for part in parts if part[2]), parts[0])
-    each = max(1, first_got // max(1, first_sent))
+    rows_per_result = max(1, first_got // max(1, first_sent))
     for name, got, sent in parts:
-        if got != each * sent:
+        if got != rows_per_result * sent:
             beside = f", and {other} has {first_got} for its {first_sent}" if name != other else ""
             raise DataError(
                 f"{name} has {got} rows for the {sent} rows that it got{beside}; an endpoint returns a row for every "

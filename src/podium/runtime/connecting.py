@@ -37,9 +37,9 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
         ConfigError: There is no such backend (the message has the nearest name), or it does not have an option.
     """
     name, cls = _found(backend, options)
-    known = signature_of(cls).parameters
-    given = {name: value for name, value in (hints or {}).items() if name in known} | _with_address(backend, options)
-    return Cluster(cls(**given), name)
+    parameters = signature_of(cls).parameters
+    arguments = {name: value for name, value in (hints or {}).items() if name in parameters} | _with_address(backend, options)
+    return Cluster(cls(**arguments), name)
 
 
 def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> type[Backend]:
@@ -72,20 +72,20 @@ def _say(line: str) -> None:
 
 
 def _loaded(scheme: str, backend: str) -> type[Backend]:
-    found = backends()
-    if scheme not in found:
+    entries = backends()
+    if scheme not in entries:
         raise ConfigError(
-            f"no backend {backend!r}; installed are {', '.join(sorted(found))}{nearest(scheme, found)}; others come "
+            f"no backend {backend!r}; installed are {', '.join(sorted(entries))}{nearest(scheme, entries)}; others come "
             "with packages through the entry point group podium.backends (docs/backends.md)"
         )
-    entry = found[scheme]
+    entry = entries[scheme]
     try:
         cls: Any = entry.load()
     except (Exception, SystemExit) as error:
         what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        own = entry.module.startswith("podium.")
+        is_own = entry.module.startswith("podium.")
         other = f"another version of the package of {entry.value}, or what that package requires"
-        remedy = f"pip install 'podium[{scheme}]'" if own else other
+        remedy = f"pip install 'podium[{scheme}]'" if is_own else other
         raise ConfigError(f"backend {scheme!r} cannot be loaded: {what}; try: {remedy}") from error
     if not (inspect.isclass(cls) and issubclass(cls, Backend)):
         raise ConfigError(f"backend {scheme!r}: {entry.value} is no subclass of podium.runtime.Backend")

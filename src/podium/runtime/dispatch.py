@@ -65,7 +65,7 @@ class Mesh:
             self.output[axis] = at % self.axes[axis]
         self.size = math.prod(self.axes.values())
         grid = itertools.product(*(range(size) for size in self.axes.values()))
-        self._places = [dict(zip(self.axes, place, strict=True)) for place in grid]
+        self._places = [dict(zip(self.axes, coordinate, strict=True)) for coordinate in grid]
         self._collectors: dict[str, tuple[int, ...]] = {}  # by axis: every call that shards asks
 
     def __repr__(self) -> str:
@@ -93,14 +93,14 @@ class Mesh:
     def along(self, axis: str) -> tuple[int, ...]:
         """For each rank in order, its coordinate on ``axis``."""
         self.axis_size(axis)
-        return tuple(place[axis] for place in self._places)
+        return tuple(coordinate[axis] for coordinate in self._places)
 
     def collectors(self, axis: str) -> tuple[int, ...]:
         """One rank for each coordinate of ``axis``, in that order: the ranks whose results are taken."""
         if axis not in self._collectors:
             self.axis_size(axis)
             others = {name: self.output.get(name, 0) for name in self.axes if name != axis}
-            chosen = (rank for rank, place in enumerate(self._places) if others.items() <= place.items())
+            chosen = (rank for rank, coordinate in enumerate(self._places) if others.items() <= coordinate.items())
             self._collectors[axis] = tuple(chosen)
         return self._collectors[axis]
 
@@ -283,17 +283,17 @@ class shard(Dispatch):
         else:
             parts = [{name: _part(value, rows) for name, value in sharded.items()} for rows in plan.rows]
         shared = {name: value for name, value in arguments.values.items() if name not in sharded}
-        own = [parts[at] for at in mesh.along(self.axis)]
-        return Split(range(mesh.size), shared, own, mesh.collectors(self.axis), plan)
+        parts_by_rank = [parts[at] for at in mesh.along(self.axis)]
+        return Split(range(mesh.size), shared, parts_by_rank, mesh.collectors(self.axis), plan)
 
     def _sharded(self, arguments: Arguments) -> dict[str, Any]:
         arguments.refuse_per_rank()
         names = tuple(arguments.values) if self.args is None else tuple(self.args)
-        given = {name: arguments.values[name] for name in names if arguments.values.get(name) is not None}
-        if not given:
+        values = {name: arguments.values[name] for name in names if arguments.values.get(name) is not None}
+        if not values:
             raise ConfigError(f"{arguments.method} shards its arguments, but none of {list(names)} was given")
         try:
-            return {name: open_rows(value, f"argument {name!r}") for name, value in given.items()}
+            return {name: open_rows(value, f"argument {name!r}") for name, value in values.items()}
         except DataError as error:
             raise ConfigError(
                 f"{arguments.method} cannot shard: {error}. shard(args=(...,)) names the arguments to split, and the "
@@ -346,11 +346,11 @@ class Among(Dispatch):
     def __init__(self, inner: Dispatch, ranks: Ranks, size: int, group: str) -> None:
         every = range(size)
         chosen: Any = every[ranks] if isinstance(ranks, slice) else ranks
-        one = hasattr(chosen, "__index__") and not getattr(chosen, "shape", ())  # an array has __index__ too
+        is_single = hasattr(chosen, "__index__") and not getattr(chosen, "shape", ())  # an array has __index__ too
         try:
-            if any(isinstance(rank, bool) for rank in ([chosen] if one else chosen)):
+            if any(isinstance(rank, bool) for rank in ([chosen] if is_single else chosen)):
                 raise TypeError
-            self.ranks: list[int] = [every[rank] for rank in ([chosen] if one else chosen)]
+            self.ranks: list[int] = [every[rank] for rank in ([chosen] if is_single else chosen)]
         except (IndexError, TypeError):
             raise ConfigError(f"on({ranks!r}) in {group}, which has {size} ranks: a rank, a slice or a list") from None
         if not self.ranks or len({*self.ranks}) < len(self.ranks):
@@ -407,8 +407,8 @@ class Shipped(Dispatch):
         shared = {"worker": self._name, "function": self._function, "values": split.shared}
         if split.own is None:
             return replace(split, shared=shared)
-        own = {id(part): {"own": part} for part in split.own}  # ranks with the very same part keep sharing it
-        return replace(split, shared=shared, own=[own[id(part)] for part in split.own])
+        wrapped = {id(part): {"own": part} for part in split.own}  # ranks with the very same part keep sharing it
+        return replace(split, shared=shared, own=[wrapped[id(part)] for part in split.own])
 
 
 def _part(value: Any, rows: Sequence[int]) -> Any:

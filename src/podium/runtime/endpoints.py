@@ -348,11 +348,11 @@ def spec_of_function(function: Callable[..., Any], dispatch: Dispatch, collect: 
 
 def endpoints_of(cls: type) -> dict[str, EndpointSpec]:
     """The endpoints of a worker class by name, inherited ones included."""
-    found: dict[str, EndpointSpec] = {}
+    specs: dict[str, EndpointSpec] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
             if isinstance(member, EndpointMethod):
-                found[name] = cast("EndpointMethod[Any, Any, Any]", member).spec
+                specs[name] = cast("EndpointMethod[Any, Any, Any]", member).spec
             else:
-                found.pop(name, None)
-    return found
+                specs.pop(name, None)
+    return specs

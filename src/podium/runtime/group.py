@@ -382,7 +382,9 @@ class Replicas(Sequence[H], Generic[H]):
     def alive(self) -> list[int]:
         """Numbers of the replicas that have lost no rank and are not broken."""
         calls = [handle.group.processes.calls for handle in self]
-        return [number for number, own in enumerate(calls) if not own.lost and not own.broken]
+        return [
+            number for number, process_calls in enumerate(calls) if not process_calls.lost and not process_calls.broken
+        ]
 
     def restart(self, number: int) -> None:
         """Restart one replica. Raises what WorkerGroup.restart raises."""

@@ -125,7 +125,7 @@ class Failure:
         if not isinstance(self.exception, bytes):
             return self.exception
         try:
-            found = pickle.loads(self.exception)
+            exception = pickle.loads(self.exception)
         except Exception:  # noqa: BLE001 - a class may raise anything when it is made anew; the text is there already
             return None
-        return found if isinstance(found, BaseException) else None
+        return exception if isinstance(exception, BaseException) else None

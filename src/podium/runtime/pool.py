@@ -29,7 +29,8 @@ class Reservation:
     def __init__(self, token: Any, places: Sequence[Place], *, detached: bool = False) -> None:
         self.token = token
         self.slots = [
-            Slot(place.node, place.resources, place.devices, self, number) for number, place in enumerate(places)
+            Slot(location.node, location.resources, location.devices, self, number)
+            for number, location in enumerate(places)
         ]
         self.detached = detached
         self.holders: list[str] = []
@@ -139,7 +140,9 @@ class Inventory:
             raise ConfigError(f"pool({slots}): numbers of slots are whole, from 1 up, and one for each node")
         if strategy not in ("pack", "spread"):
             raise ConfigError(f"pool(strategy={strategy!r}): expected 'pack' or 'spread'")
-        wants = [_checked(want)] * sum(numbers) if isinstance(want, Mapping) else [_checked(one) for one in want]
+        wants = (
+            [_checked(want)] * sum(numbers) if isinstance(want, Mapping) else [_checked(amounts) for amounts in want]
+        )
         with self._lock:
             wanted = (labels or {}).items()
             nodes = [node for node in self._backend.nodes() if wanted <= node.labels.items()]
@@ -153,9 +156,9 @@ class Inventory:
             if not chosen:
                 raise PlacementError(self._refusal(slots, wants, labels or {}, nodes, free))
             places = [
-                Place(node, one, _deal(shares[node], one.get("gpu", 0.0)))
+                Place(node, amounts, _deal(shares[node], amounts.get("gpu", 0.0)))
                 for node, part in zip(chosen, parts, strict=True)
-                for one in part
+                for amounts in part
             ]
             token, places = self._backend.reserve(places, detached)
             reservation = Reservation(token, places, detached=detached)
@@ -177,13 +180,15 @@ class Inventory:
 
     def refuse_others(self, pool: ResourcePool) -> None:
         """Raise a ConfigError if ``pool`` is of another cluster."""
-        if any(held not in self._reservations for held in pool.reservations if not held.released):
+        if any(reservation not in self._reservations for reservation in pool.reservations if not reservation.released):
             raise ConfigError(f"{pool} is of another cluster, which alone can use and release it")
 
     def stopped(self, token: Any) -> None:
         """Give back the reservation of a detached group that was stopped, whoever reserved it."""
         with self._lock:
-            for reservation in [held for held in self._reservations if held.detached and held.token == token]:
+            for reservation in [
+                candidate for candidate in self._reservations if candidate.detached and candidate.token == token
+            ]:
                 reservation.released = True
                 self._reservations.remove(reservation)
             self._backend.release(token)
@@ -199,8 +204,11 @@ class Inventory:
     def _free(self, nodes: Sequence[Node]) -> dict[str, dict[str, float]]:
         """Amounts on each node that neither others nor this controller's pools hold."""
         free = {node.name: dict(node.resources) for node in nodes}
-        held = [(node.name, amounts) for node in nodes for amounts in node.taken.values()]
-        for where, amounts in [*held, *((slot.node, slot.resources) for slot in self._slots() if slot.node in free)]:
+        reserved = [(node.name, amounts) for node in nodes for amounts in node.taken.values()]
+        for where, amounts in [
+            *reserved,
+            *((slot.node, slot.resources) for slot in self._slots() if slot.node in free),
+        ]:
             for name, amount in amounts.items():
                 free[where][name] = free[where].get(name, 0.0) - amount
         return free
@@ -228,34 +236,34 @@ class Inventory:
         """The error message: what was asked, what is free where, and who holds the rest."""
         want = _total(wants)
         if isinstance(slots, int):
-            each = ", ".join(f"{amount:g} {name}" for name, amount in wants[0].items())
-            asked = f"{slots} slots of {each or 'nothing'} each, on any nodes"
+            one_slot = ", ".join(f"{amount:g} {name}" for name, amount in wants[0].items())
+            request = f"{slots} slots of {one_slot or 'nothing'} each, on any nodes"
         else:
             left = iter(wants)
             totals = [_total(list(itertools.islice(left, count))) for count in slots]
             parts = [", ".join(f"{amount:g} {name}" for name, amount in total.items()) for total in totals]
             sizes = [part or f"{count} slots" for part, count in zip(parts, slots, strict=True)]
-            asked = f"{' + '.join(sizes)} on {len(slots)} node{'s' * (len(slots) > 1)}"
+            request = f"{' + '.join(sizes)} on {len(slots)} node{'s' * (len(slots) > 1)}"
         if labels:
-            asked += f" with the labels {dict(labels)}"
+            request += f" with the labels {dict(labels)}"
             if not nodes:
-                known = [dict(node.labels) for node in self._backend.nodes()]
-                return f"asked for {asked}; no node has them: the nodes' labels are {known}"
+                known_labels = [dict(node.labels) for node in self._backend.nodes()]
+                return f"asked for {request}; no node has them: the nodes' labels are {known_labels}"
         has = ", ".join(
             f"{' and '.join(f'{amounts.get(name, 0):g} {name}' for name in want) or 'room'} free on {node}"
             for node, amounts in free.items()
         )
-        if any(one.get("gpu", 1) < 1 for one in wants):
+        if any(amounts.get("gpu", 1) < 1 for amounts in wants):
             has += " (a fraction of an accelerator is a part of one)"
-        held: defaultdict[str, float] = defaultdict(float)
+        amounts_by_name: defaultdict[str, float] = defaultdict(float)
         for reservation in self._reservations:
             name = "+".join(reservation.holders) or "a pool without a group"
-            held[name] += sum(_most(slot.resources, want) for slot in reservation.slots)
+            amounts_by_name[name] += sum(_most(slot.resources, want) for slot in reservation.slots)
         for node in nodes:
             for name, amounts in node.taken.items():
-                held[name] += _most(amounts, want)
-        holders = ", ".join(f"{name} ({amount:g})" for name, amount in held.items() if amount) or "nobody"
-        return f"asked for {asked}; {has}; held by: {holders}"
+                amounts_by_name[name] += _most(amounts, want)
+        holders = ", ".join(f"{name} ({amount:g})" for name, amount in amounts_by_name.items() if amount) or "nobody"
+        return f"asked for {request}; {has}; held by: {holders}"
 
 
 def _most(amounts: Mapping[str, float], want: Resources) -> float:

@@ -108,8 +108,8 @@ class ProcessSet:
             (record,) = calls.request(f"{name}.attach", "record", ATTACH_S, {}, ranks=(0,), concurrent=True)
         if not isinstance(record, Record):
             calls.end("")
-            found = "is still starting, or its start failed" if calls.handles else "runs here"
-            raise ConfigError(f"{'' if calls.handles else 'no '}detached group {name!r} {found}")
+            state = "is still starting, or its start failed" if calls.handles else "runs here"
+            raise ConfigError(f"{'' if calls.handles else 'no '}detached group {name!r} {state}")
         pool = ResourcePool(Reservation(record.token, record.places, detached=True).slots)
         calls.nodes = [slot.node for slot in pool]
         processes = cls(backend, watch, pool, name, (), StartOptions(detached=True), attached=calls)
@@ -148,7 +148,7 @@ class ProcessSet:
             )
             for rank, slot in enumerate(self.pool)
         ]
-        own = [{"context": context} for context in contexts]
+        context_by_rank = [{"context": context} for context in contexts]
         shared = {"name": name, "bound": role.bound, "distributed": self.options.distributed, "returns": role.returns}
         shared |= {"debug": _log.isEnabledFor(logging.DEBUG), "profile": role.profile}
         if self._rendezvous and self.size > 1:
@@ -156,7 +156,7 @@ class ProcessSet:
             shared |= {"collectives_s": limit_of(longest_s), "share_devices": _share_devices(self.pool)}
         label = f"{role.bound.cls.__name__}.__init__"
         try:
-            self.calls.request(label, "construct", timeout_s, shared, own, until=until)
+            self.calls.request(label, "construct", timeout_s, shared, context_by_rank, until=until)
         except EndpointError as error:
             raise WorkerStartError(
                 f"{name}: {error}", rank=error.rank, remote_traceback=error.remote_traceback

@@ -219,7 +219,7 @@ class WorkerProcess:
 
     def _find(self, target: str, method: str) -> _Function:
         if not target:
-            found = _Function(getattr(self, f"do_{method}"), None, "ref" if method == "deliver" else "tensor")
+            function = _Function(getattr(self, f"do_{method}"), None, "ref" if method == "deliver" else "tensor")
         else:
             if target not in self.workers:
                 raise RuntimeError(f"no worker {target!r} in this worker process; it has {sorted(self.workers)}")
@@ -228,9 +228,9 @@ class WorkerProcess:
             returns = (spec.returns if spec else None) or self._returns.get(target)
             keeps = f"{target}.{method} of rank {worker.ctx.rank} on {worker.ctx.node}" if returns == "ref" else ""
             call = self._recorded.get((target, method)) or getattr(worker, method)
-            found = _Function(call, worker.ctx, spec.reads if spec else "tensor", keeps)
-        self._functions[target, method] = found
-        return found
+            function = _Function(call, worker.ctx, spec.reads if spec else "tensor", keeps)
+        self._functions[target, method] = function
+        return function
 
     def _keep(self, label: str, value: Any) -> Any:
         """``value`` with references in the place of its tensors, which this process's store keeps."""

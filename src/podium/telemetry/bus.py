@@ -68,7 +68,7 @@ class Bus:
 
     def _remove(self, listener: partial[None]) -> bool:
         with self._lock:
-            left = tuple(one for one in self._listeners if one is not listener)
+            left = tuple(other for other in self._listeners if other is not listener)
             removed = len(left) < len(self._listeners)
             self._listeners = left
         return removed

@@ -30,7 +30,7 @@ def compact(value: float) -> str:
     if abs(value) < 999.5:
         return f"{value:.0f}"
     scaled = ((value / scale, unit) for scale, unit in ((1e3, "k"), (1e6, "M")))
-    shown, unit = next((one for one in scaled if abs(one[0]) < 999.5), (value / 1e9, "G"))
+    shown, unit = next((scale for scale in scaled if abs(scale[0]) < 999.5), (value / 1e9, "G"))
     return _three(shown) + unit
 
 

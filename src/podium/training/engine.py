@@ -92,8 +92,8 @@ class TrainEngine:
         self.parallel = make_parallel(model, parallel, world_size=world_size, device=device, precision=self.precision)
         self.model = self.parallel.model
         self._adapter_dropouts = [m for name, m in self.model.named_modules() if name.endswith(".lora_dropout")]
-        adapters = (one for module in self._adapter_dropouts for one in module.modules())
-        self._noisy = dropout or any(isinstance(one, nn.Dropout) for one in adapters)
+        adapters = (submodule for module in self._adapter_dropouts for submodule in module.modules())
+        self._noisy = dropout or any(isinstance(adapter, nn.Dropout) for adapter in adapters)
         self.optim = optim
         self.optimizer = None
         if optim is not None:
@@ -228,26 +228,26 @@ class TrainEngine:
         if not self.parallel.equal_passes:
             yield from micros
             return
-        own = list(micros)
-        passes = int(self.parallel.gather(torch.tensor([len(own)], device=self.device)).max())
-        yield from own
-        for _ in range(passes - len(own)):
+        micro_batches = list(micros)
+        passes = int(self.parallel.gather(torch.tensor([len(micro_batches)], device=self.device)).max())
+        yield from micro_batches
+        for _ in range(passes - len(micro_batches)):
             yield empty_micro_batch(self.device)
 
     def _gather(self, parts: Sequence[tuple[Tensor, PartialMetrics]]) -> tuple[float, dict[str, float]]:
         """Return the loss and the metrics over micro-batches and ranks; a rank without rows has neither."""
-        own: tuple[list[str], list[str], Tensor] | None = None
+        reported: tuple[list[str], list[str], Tensor] | None = None
         if parts:
             loss = sum((loss for loss, _ in parts), torch.zeros((), device=self.device))
-            whole = functools.reduce(operator.add, (metrics for _, metrics in parts))
-            values = (loss, whole.weight, *whole.sums.values(), *whole.maxima.values())
+            metrics = functools.reduce(operator.add, (metrics for _, metrics in parts))
+            values = (loss, metrics.weight, *metrics.sums.values(), *metrics.maxima.values())
             stacked = torch.stack([value.to(self.device, torch.float64) for value in values])
-            own = list(whole.sums), list(whole.maxima), stacked.cpu()
-        every = [one for one in self.parallel.gather_objects(own) if one is not None]
+            reported = list(metrics.sums), list(metrics.maxima), stacked.cpu()
+        every = [report for report in self.parallel.gather_objects(reported) if report is not None]
         if not every:
             return 0.0, {}
         sums, maxima, _ = every[0]
-        if any(one[:2] != (sums, maxima) for one in every):
+        if any(report[:2] != (sums, maxima) for report in every):
             names = "; ".join(", ".join(ours + theirs) for ours, theirs, _ in every)
             raise DataError(f"the loss reports other metrics on one rank than on another: {names}")
         table = torch.stack([values for _, _, values in every])

@@ -97,10 +97,10 @@ def plan(
 def plan_shared(prompts: Sequence[int], rests: Sequence[int], group: Sequence[int], max_tokens: int) -> list[list[int]]:
     """As :func:`plan`, where a micro-batch holds the prompt of its rows' ``group`` once. Groups stay together if they
     fit, those with the longest row first."""
-    lengths = [prompts[one] + rest for one, rest in zip(group, rests, strict=True)]
+    lengths = [prompts[prompt] + rest for prompt, rest in zip(group, rests, strict=True)]
     longest: dict[int, int] = {}
-    for one, length in zip(group, lengths, strict=True):
-        longest[one] = max(length, longest.get(one, 0))
+    for prompt, length in zip(group, lengths, strict=True):
+        longest[prompt] = max(length, longest.get(prompt, 0))
     micros: list[list[int]] = []
     used, last = 0, -1
     for row in sorted(range(len(rests)), key=lambda row: (-longest[group[row]], group[row], -lengths[row], row)):
@@ -150,13 +150,13 @@ def cut(
     if prompts is None:
         groups = plan([lengths[row] - 1 for row in live], max_tokens, packed=packed, equal=equal, turn=turn)
     else:
-        rests = [lengths[row] - 1 - prompts.lengths[one] for row, one in zip(live, prompts.group, strict=True)]
+        rests = [lengths[row] - 1 - prompts.lengths[prompt] for row, prompt in zip(live, prompts.group, strict=True)]
         groups = plan_shared(prompts.lengths, rests, prompts.group, max_tokens)
     for group in groups:
-        rows = torch.tensor([live[place] for place in group], device=mask.device)
+        rows = torch.tensor([live[index] for index in group], device=mask.device)
         offsets = torch.nn.functional.pad(losses_B[rows].cumsum(0), (1, 0))
-        own = None if prompts is None else prompts.of(group)
-        yield _micro_batch(tokens, mask, values, rows, offsets, packed=packed, prompts=own)
+        prompts_of_batch = None if prompts is None else prompts.of(group)
+        yield _micro_batch(tokens, mask, values, rows, offsets, packed=packed, prompts=prompts_of_batch)
 
 
 class _Prompts(NamedTuple):
@@ -172,9 +172,9 @@ class _Prompts(NamedTuple):
 
     def of(self, rows: Sequence[int]) -> Self:
         """Those of some of the rows."""
-        numbers = {one: number for number, one in enumerate(dict.fromkeys(self.group[row] for row in rows))}
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(self.group[row] for row in rows))}
         group = [numbers[self.group[row]] for row in rows]
-        return self._replace(lengths=[self.lengths[one] for one in numbers], group=group)
+        return self._replace(lengths=[self.lengths[prompt] for prompt in numbers], group=group)
 
 
 def _prompts(tokens: Jagged, mask: Tensor, rows: Sequence[int]) -> _Prompts | None:
@@ -182,17 +182,17 @@ def _prompts(tokens: Jagged, mask: Tensor, rows: Sequence[int]) -> _Prompts | No
     losses = mask.nonzero()[:, 0]
     firsts = losses[torch.searchsorted(losses, tokens.offsets[:-1])[torch.tensor(rows, device=mask.device)]]
     ids, offsets = tokens.values.cpu().numpy(), tokens.offsets.tolist()
-    known: dict[bytes, int] = {}
+    numbers: dict[bytes, int] = {}
     lengths, group = list[int](), list[int]()
     for row, first in zip(rows, firsts.tolist(), strict=True):
         prompt = ids[offsets[row] : first]
-        number = known.setdefault(prompt.tobytes(), len(known))
+        number = numbers.setdefault(prompt.tobytes(), len(numbers))
         if number == len(lengths):
             lengths.append(len(prompt))
         group.append(number)
-    whole = sum(offsets[row + 1] - offsets[row] - 1 for row in rows)
-    spared = sum(lengths[one] for one in group) - sum(lengths)
-    return _Prompts(lengths, group) if spared * _WORTH_SHARING >= whole else None
+    count = sum(offsets[row + 1] - offsets[row] - 1 for row in rows)
+    spared = sum(lengths[number] for number in group) - sum(lengths)
+    return _Prompts(lengths, group) if spared * _WORTH_SHARING >= count else None
 
 
 def _micro_batch(
@@ -217,7 +217,7 @@ def _micro_batch(
         prompts_G, group_R = torch.tensor(prompts.lengths), torch.tensor(prompts.group)
         rests_R = inputs.cpu() - prompts_G[group_R]
         rows_packed = share_prompts(prompts_G, rests_R, group_R, rows.device)
-        place, before = (
+        position, before = (
             row_places(prompts_G, rests_R, group_R, row_of.cpu(), at.cpu()).to(rows.device)
             for at in (within, within - 1)
         )
@@ -225,16 +225,16 @@ def _micro_batch(
     else:
         base = starts(inputs) if packed else torch.arange(len(rows), device=rows.device) * width
         size = int(inputs.sum()) if packed else len(rows) * width
-        place = base[row_of] + within  # of a token as input
-        before = place - 1
+        position = base[row_of] + within  # of a token as input
+        before = position - 1
         if packed:
             rows_packed = PackedRows(torch.nn.functional.pad(torch.cumsum(inputs, 0), (1, 0)).int(), width)
     is_input = within < inputs[row_of]
     input_ids, position_ids = ids.new_zeros(size), None
-    input_ids[place[is_input]] = ids[is_input]
+    input_ids[position[is_input]] = ids[is_input]
     if rows_packed is not None:
         position_ids = ids.new_zeros(1, size)
-        position_ids[0, place[is_input]] = within[is_input]
+        position_ids[0, position[is_input]] = within[is_input]
     chosen = mask[flat]
     index = flat[chosen]
     return MicroBatch(

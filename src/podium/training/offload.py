@@ -39,7 +39,7 @@ class Offload:
             return
         self.awake = False
         kept = _storages(self._kept())
-        dropped = {place: storage for place, storage in _storages(self._dropped()).items() if place not in kept}
+        dropped = {address: storage for address, storage in _storages(self._dropped()).items() if address not in kept}
         for storage in (*kept.values(), *dropped.values()):
             copy = host_copy(_bytes(storage)) if storage.data_ptr() in kept else None
             self._away.append((storage, storage.nbytes(), copy))
@@ -62,13 +62,13 @@ class Offload:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the storages of tensors, or of this rank's shards, by their addresses."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        own = cast(Tensor, cast(Any, tensor).to_local()) if hasattr(tensor, "to_local") else tensor
-        storage = own.untyped_storage()
+        local = cast(Tensor, cast(Any, tensor).to_local()) if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
         if storage.nbytes() and storage.resizable():
-            found[storage.data_ptr()] = storage
-    return found
+            storages[storage.data_ptr()] = storage
+    return storages
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -51,7 +51,7 @@ class Optimizer(torch.optim.AdamW):
             group["lr"] = lr
         self.step()  # of parameters that hold their gradients themselves
         low = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        for place, (parameter, group) in enumerate(low):
+        for index, (parameter, group) in enumerate(low):
             if parameter not in self._sums:
                 continue
             state = {name: _local(tensor) for name, tensor in self.state[parameter].items()}
@@ -73,7 +73,7 @@ class Optimizer(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
-            target.copy_(exact if "master" in state else round_stochastically(exact, step * len(low) + place))
+            target.copy_(exact if "master" in state else round_stochastically(exact, step * len(low) + index))
 
 
 def round_stochastically(values: Tensor, seed: int) -> Tensor:

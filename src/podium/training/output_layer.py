@@ -97,13 +97,13 @@ class _Asked:
         """Each chunk's tokens, and its kept ids."""
         size = max(_FEWEST, _CHUNK // vocabulary)
         for start in range(0, max(len(self.targets_K), 1), size):  # no tokens are one empty chunk
-            here = slice(start, min(start + size, len(self.targets_K)))
+            chunk = slice(start, min(start + size, len(self.targets_K)))
             if self.kept is None:
-                yield here, None
+                yield chunk, None
                 continue
-            bounds = torch.tensor([here.start, here.stop], device=self.kept.token.device)
+            bounds = torch.tensor([chunk.start, chunk.stop], device=self.kept.token.device)
             first, last = torch.searchsorted(self.kept.token, bounds).tolist()
-            yield here, KeptTokens(self.kept.ids[first:last], self.kept.token[first:last] - here.start)
+            yield chunk, KeptTokens(self.kept.ids[first:last], self.kept.token[first:last] - chunk.start)
 
 
 _tails = WeakKeyDictionary[nn.Module, LogitsTail | None]()
@@ -129,14 +129,14 @@ def _find_tail(model: nn.Module) -> LogitsTail | None:
 
     def answer(hidden_12H: Tensor) -> Tensor:
         nonlocal probe_12V
-        probe_12V = _probe(own(hidden_12H).shape[-1], device)
+        probe_12V = _probe(former_forward(hidden_12H).shape[-1], device)
         return probe_12V.clone()
 
     try:
         for training in (False, True):  # dropout acts in training alone
             model.train(training)
             random = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
-            with random, torch.enable_grad(), replaced(layer, answer) as own:
+            with random, torch.enable_grad(), replaced(layer, answer) as former_forward:
                 passes.append(inner(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False).logits)
     except RuntimeError:  # the model needs more of its values than these give it, such as their dtype
         return None
@@ -144,17 +144,17 @@ def _find_tail(model: nn.Module) -> LogitsTail | None:
         for module, training in modes.items():
             module.training = training
     # What is trained after the layer changes, and needs gradients.
-    if any(found.shape != probe_12V.shape or found.requires_grad for found in passes):
+    if any(logits.shape != probe_12V.shape or logits.requires_grad for logits in passes):
         return None
     # A cap changes small values least; zero, the middle of an odd vocabulary, shows no scale.
-    place = int(probe_12V[0, 0].abs().log().abs().argmin())
-    value, found = float(probe_12V[0, 0, place]), float(passes[0][0, 0, place])
+    index = int(probe_12V[0, 0].abs().log().abs().argmin())
+    value, logit = float(probe_12V[0, 0, index]), float(passes[0][0, 0, index])
     for cap in {None, getattr(inner.config.get_text_config(), "final_logit_softcapping", None)}:
-        if cap is not None and abs(found) >= cap:
+        if cap is not None and abs(logit) >= cap:
             continue
-        scale = found / value if cap is None else math.atanh(found / cap) * cap / value
+        scale = logit / value if cap is None else math.atanh(logit / cap) * cap / value
         tail = LogitsTail(1.0 if math.isclose(scale, 1.0, rel_tol=1e-6) else scale, cap)
-        if all(torch.allclose(tail(probe_12V), found.float(), rtol=1e-5, atol=1e-5) for found in passes):
+        if all(torch.allclose(tail(probe_12V), logits.float(), rtol=1e-5, atol=1e-5) for logits in passes):
             return tail
     return None
 
@@ -174,13 +174,13 @@ def _probe(vocabulary: int, device: torch.device) -> Tensor:
 @contextmanager
 def replaced(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
     """Let ``forward`` stand for a layer's own forward function during the block. Yields the layer's own one."""
-    own, was_set = layer.forward, "forward" in vars(layer)
+    former_forward, was_set = layer.forward, "forward" in vars(layer)
     layer.forward = forward
     try:
-        yield own
+        yield former_forward
     finally:
         if was_set:  # a library has replaced it before
-            layer.forward = own
+            layer.forward = former_forward
         else:
             del layer.forward
 
@@ -214,13 +214,13 @@ def output_scores(
     """
     if len(hidden_KH) != len(targets_K):
         raise DataError(f"{len(hidden_KH)} hidden states stand for {len(targets_K)} tokens with loss")
-    asked = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad)
-    own = forward or layer.forward
-    if isinstance(layer, nn.Linear) and getattr(own, "__func__", None) is nn.Linear.forward:
-        found = cast("tuple[Tensor, Tensor]", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, asked))
+    request = _Asked(targets_K, kept, tail, temperature, entropy, entropy and entropy_grad)
+    layer_forward = forward or layer.forward
+    if isinstance(layer, nn.Linear) and getattr(layer_forward, "__func__", None) is nn.Linear.forward:
+        scores = cast("tuple[Tensor, Tensor]", _LinearScores.apply(hidden_KH, layer.weight, layer.bias, request))
     else:
-        found = _by_checkpoints(hidden_KH, forward or layer, asked)
-    return TokenScores(found[0], found[1] if entropy else None)
+        scores = _by_checkpoints(hidden_KH, forward or layer, request)
+    return TokenScores(scores[0], scores[1] if entropy else None)
 
 
 def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], asked: _Asked) -> tuple[Tensor, Tensor]:
@@ -235,8 +235,8 @@ def _by_checkpoints(hidden_KH: Tensor, forward: Callable[[Tensor], Tensor], aske
     with torch.no_grad():
         vocabulary = forward(hidden_KH[:1]).shape[-1]
     parts = [
-        cast("tuple[Tensor, Tensor]", checkpoint(score, hidden_KH[here], here, kept, use_reentrant=False))
-        for here, kept in asked.chunks(vocabulary)
+        cast("tuple[Tensor, Tensor]", checkpoint(score, hidden_KH[chunk], chunk, kept, use_reentrant=False))
+        for chunk, kept in asked.chunks(vocabulary)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
@@ -258,11 +258,11 @@ class _LinearScores(torch.autograd.Function):
         size = len(hidden) * len(weight) if asked.kept is None else len(asked.kept.ids)
         keeps = any(ctx.needs_input_grad) and asked.tail.cap is None and size <= _KEPT
         log_ps: list[Tensor] = []
-        for here, kept in asked.chunks(len(weight)):
-            logits_CV = _logits(hidden[here], weight, bias_V, asked)
-            logprobs_K[here], log_p = _read(logits_CV, asked.targets_K[here], kept)
+        for chunk, kept in asked.chunks(len(weight)):
+            logits_CV = _logits(hidden[chunk], weight, bias_V, asked)
+            logprobs_K[chunk], log_p = _read(logits_CV, asked.targets_K[chunk], kept)
             if asked.entropy:
-                entropy_K[here] = _entropies(log_p, kept, len(logits_CV))
+                entropy_K[chunk] = _entropies(log_p, kept, len(logits_CV))
             if keeps:
                 log_ps.append(log_p)
         ctx.save_for_backward(hidden_KH, weight_VH, bias_V, entropy_K, *log_ps)
@@ -276,27 +276,27 @@ class _LinearScores(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         hidden_KH, weight_VH, bias_V, entropy_K, *log_ps = ctx.saved_tensors
-        asked: _Asked = ctx.asked
+        request: _Asked = ctx.asked
         for_hidden, for_weight, for_bias, _ = ctx.needs_input_grad
         weight, hidden = weight_VH.to(ctx.dtype), hidden_KH.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden_KH) if for_hidden else None
         grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if for_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if for_bias else None
-        for place, (here, kept) in enumerate(asked.chunks(len(weight))):
+        for number, (chunk, kept) in enumerate(request.chunks(len(weight))):
             if log_ps:
-                log_p, slope = log_ps[place], asked.slope(None)
+                log_p, slope = log_ps[number], request.slope(None)
             else:
-                logits_CV = _logits(hidden[here], weight, bias_V, asked)
-                log_p, slope = _read(logits_CV, asked.targets_K[here], kept)[1], asked.slope(logits_CV)
+                logits_CV = _logits(hidden[chunk], weight, bias_V, request)
+                log_p, slope = _read(logits_CV, request.targets_K[chunk], kept)[1], request.slope(logits_CV)
                 del logits_CV
-            own = (gradients[0][here], gradients[1][here], entropy_K[here])
+            upstream = (gradients[0][chunk], gradients[1][chunk], entropy_K[chunk])
             grad_CV = _gradient(
                 log_p,
                 len(weight),
-                asked.targets_K[here],
+                request.targets_K[chunk],
                 kept,
-                *own,
-                with_entropy=asked.entropy_grad,
+                *upstream,
+                with_entropy=request.entropy_grad,
                 keeps=bool(log_ps),
             )
             if slope is not None:
@@ -305,11 +305,11 @@ class _LinearScores(torch.autograd.Function):
                 grad_bias += grad_CV.sum(0)
             grad_CV = grad_CV.to(ctx.dtype)
             if grad_hidden is not None:
-                grad_hidden[here] = grad_CV @ weight
+                grad_hidden[chunk] = grad_CV @ weight
             if grad_weight is not None and ctx.dtype == torch.float32:
-                grad_weight.addmm_(grad_CV.T, hidden[here])
+                grad_weight.addmm_(grad_CV.T, hidden[chunk])
             elif grad_weight is not None:
-                grad_weight += grad_CV.T @ hidden[here]
+                grad_weight += grad_CV.T @ hidden[chunk]
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),
@@ -368,11 +368,11 @@ def _gradient(
     column = (slice(None), None) if kept is None else slice(None)
     if with_entropy:
         weight = (log_p + entropy_C[token][column]).mul_(grad_entropy_C[token][column])
-        found = log_p.exp().mul_(weight.add_(grad_logprobs_C[token][column])).neg_()
+        gradient = log_p.exp().mul_(weight.add_(grad_logprobs_C[token][column])).neg_()
     else:
-        found = (log_p.exp() if keeps else log_p.exp_()).mul_(-grad_logprobs_C[token][column])
+        gradient = (log_p.exp() if keeps else log_p.exp_()).mul_(-grad_logprobs_C[token][column])
     if kept is not None:
         places = kept.token * vocabulary + kept.ids
-        whole = found.new_zeros(len(targets_C) * vocabulary)
-        found = whole.index_add_(0, places, found).view(len(targets_C), vocabulary)
-    return found.scatter_add_(1, targets_C[:, None], grad_logprobs_C[:, None])
+        flat = gradient.new_zeros(len(targets_C) * vocabulary)
+        gradient = flat.index_add_(0, places, gradient).view(len(targets_C), vocabulary)
+    return gradient.scatter_add_(1, targets_C[:, None], grad_logprobs_C[:, None])

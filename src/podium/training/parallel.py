@@ -176,8 +176,8 @@ class FullyShard(DataParallel):
         return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def gradients(self) -> Sequence[Tensor]:
-        own = [p.grad for p in self._trained if p.grad is not None]
-        return [*own, *self.sums.values()]
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        return [*gradients, *self.sums.values()]
 
 
 def make_parallel(

@@ -151,13 +151,13 @@ def _pass(model: nn.Module, rows: Batch, *, packed: bool = False, share: bool = 
         inner.get_output_embeddings().register_forward_hook(lambda module, args, output: hidden.append(args[0][0])),
     ):
         logits = run_model(model, micro).logits
-    own = slice(*micro.offsets[-2:].tolist())
-    directions = torch.arange(hidden[0][own].numel(), device=hidden[0].device).cos().view_as(hidden[0][own])
+    last_row = slice(*micro.offsets[-2:].tolist())
+    directions = torch.arange(hidden[0][last_row].numel(), device=hidden[0].device).cos().view_as(hidden[0][last_row])
     # FSDP2 gathers the parameters of the backward pass when the gradient reaches what the whole model returned.
-    value = (hidden[0][own].float() * directions).sum() + 0 * logits.sum()
+    value = (hidden[0][last_row].float() * directions).sum() + 0 * logits.sum()
     (gradient,) = torch.autograd.grad(value, inputs[:1])
     foreign = torch.ones(gradient.shape[:2], dtype=torch.bool, device=gradient.device).flatten()
-    foreign[micro.select[own]] = False
+    foreign[micro.select[last_row]] = False
     if isinstance(micro.packed, SharedPrompts):  # its prompt too
         foreign[micro.packed.key_places[int(micro.packed.key_offsets[-2]) :]] = False
     return hidden[0].detach(), gradient.flatten(0, 1)[foreign]

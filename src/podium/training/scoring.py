@@ -61,21 +61,21 @@ def score_tokens(
     temperature = float(batch.meta.get("temperature", 1.0)) or 1.0
     kept = kept_tokens(batch, micro)
     tail = logits_tail(model)
-    asked = {"temperature": temperature, "kept": kept, "entropy": entropy, "entropy_grad": entropy_grad}
+    options = {"temperature": temperature, "kept": kept, "entropy": entropy, "entropy_grad": entropy_grad}
     if tail is None:  # the model changes the layer's values in a way of its own, so that it has to see them all
         logits = run_model(model, micro).logits[0]
-        return output_scores(logits, nn.Identity(), micro.targets, tail=LogitsTail(), **asked)
+        return output_scores(logits, nn.Identity(), micro.targets, tail=LogitsTail(), **options)
     layer = output_layer(model)
-    found = list[TokenScores]()
+    parts = list[TokenScores]()
 
     def score(hidden_1KH: Tensor) -> Tensor:
         """Score the tokens in the layer's place, and return no logits."""
-        found.append(output_scores(hidden_1KH[0], layer, micro.targets, tail=tail, forward=own, **asked))
+        parts.append(output_scores(hidden_1KH[0], layer, micro.targets, tail=tail, forward=former_forward, **options))
         return hidden_1KH[..., :0].clone()  # FSDP warns of views
 
-    with replaced(layer, score) as own:
+    with replaced(layer, score) as former_forward:
         nothing = run_model(model, micro).logits.sum()  # 0, which depends on the model's output: FSDP waits for that
-    (scores,) = found
+    (scores,) = parts
     entropies = scores.entropy
     if entropies is not None and entropies.requires_grad:
         entropies = entropies + nothing

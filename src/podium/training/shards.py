@@ -136,11 +136,11 @@ def _wanted(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Return the tensors on meta that files have to give, each with all of its names."""
     kept = set(model.state_dict().keys())
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    names_by_id: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in named:
         if tensor.is_meta and name in kept:
-            found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
+            names_by_id.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(names_by_id.values())
 
 
 def _compute_buffers(model: PreTrainedModel, device: torch.device) -> str:
@@ -156,9 +156,9 @@ def _compute_buffers(model: PreTrainedModel, device: torch.device) -> str:
     for before in (0, 1):
         first, fresh = dict(model.named_buffers()), dict[int, Tensor]()
         for name, buffer in outline:
-            module, _, own = name.rpartition(".")
+            module, _, attribute = name.rpartition(".")
             empty = torch.full_like(buffer, before, device=device)
-            model.get_submodule(module)._buffers[own] = fresh.setdefault(id(buffer), empty)
+            model.get_submodule(module)._buffers[attribute] = fresh.setdefault(id(buffer), empty)
         for module in model.modules():
             cast(Any, module)._is_hf_initialized = False
         try:

@@ -117,8 +117,12 @@ def _block(lengths: Tensor, device: torch.device) -> Block:
 
 def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Whether tokens at positions ``queries [R, C]`` see those at ``keys [R, S]``: bool ``[R, 1, C, S]``."""
-    asked, given = queries[:, None, :, None], keys[:, None, None, :]
-    return asked >= given if window is None else (asked >= given) & (asked - window < given)
+    query_positions, key_positions = queries[:, None, :, None], keys[:, None, None, :]
+    return (
+        query_positions >= key_positions
+        if window is None
+        else (query_positions >= key_positions) & (query_positions - window < key_positions)
+    )
 
 
 class _Spread(torch.autograd.Function):
@@ -176,10 +180,10 @@ def attend_shared(
     prompts = [_table(states[: rows.size], rows.prompts) for states in flat]
     if window is not None and rows.prompts.shape[1] > window:
         places = torch.arange(rows.prompts.shape[1], device=q.device)[None]
-        own = attend(*prompts, attn_mask=_seen(places, places, window))
+        attended = attend(*prompts, attn_mask=_seen(places, places, window))
     else:
-        own = attend(*prompts, is_causal=True)
-    parts = [_tokens(own, rows.prompts)]
+        attended = attend(*prompts, is_causal=True)
+    parts = [_tokens(attended, rows.prompts)]
     if rows.rests.shape[1]:
         query, *others = (_table(states[rows.size :], rows.rests) for states in flat)
         both = zip(prompts[1:], others, strict=True)

@@ -46,12 +46,12 @@ def packed_attention(model: nn.Module, rows: PackedRows | SharedPrompts) -> Iter
     """
     _register()
     config: Any = plain_model(model).config
-    own: str = config._attn_implementation
+    implementation: str = config._attn_implementation
     if isinstance(rows, SharedPrompts):
         with attention_implementation(config, NAME):
             yield {"shared_prompts": rows}
         return
-    with attention_implementation(config, own if own in _OWN_PACKING else NAME):
+    with attention_implementation(config, implementation if implementation in _OWN_PACKING else NAME):
         yield {
             "cu_seq_lens_q": rows.offsets,
             "cu_seq_lens_k": rows.offsets,
@@ -138,21 +138,21 @@ def _flash(
 
     torch 2.10 knows ``is_causal`` alone, 2.11 scales and windows, and 2.12 fewer heads of key and value than of query.
     """
-    known = signature(kernel).parameters
+    parameters = signature(kernel).parameters
     query, key, value = (states[0].transpose(0, 1) for states in (q, k, v))
     keywords: dict[str, Any] = {}
-    if "window_size" in known:
+    if "window_size" in parameters:
         keywords["window_size"] = (-1 if window is None else window - 1, 0)
     elif window is None or bounds.most_keys <= window:
         keywords["is_causal"] = True
     else:
         return None
-    if "scale" in known:
+    if "scale" in parameters:
         keywords["scale"] = scaling
     elif scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)
     if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in parameters:
             keywords["enable_gqa"] = True
         else:
             times = query.shape[1] // key.shape[1]

@@ -46,34 +46,34 @@ class Completions:
             DataError: The file cannot be read, or there is none.
         """
         with self._open(step) as file:
-            there = set(file.names)
-            wanted = [name for name in ("group", "session", "agent", *_GRADED) if name in there]
-            if "prompt" in there and file.nbytes("prompt") <= _PROMPT_BYTES:
+            present = set(file.names)
+            wanted = [name for name in ("group", "session", "agent", *_GRADED) if name in present]
+            if "prompt" in present and file.nbytes("prompt") <= _PROMPT_BYTES:
                 wanted.append("prompt")
             table = file.read(wanted)
         nothing: list[Any] = [None] * len(table["group"])
-        found: dict[int, dict[str, Any]] = {}
+        groups: dict[int, dict[str, Any]] = {}
         rewards: dict[int, list[float]] = {}
         last = {key: row for row, key in enumerate(_trajectories(table))}  # by the last row, which says how it ended
         for row in last.values():
             group = table["group"][row]
             if group is None:
                 continue
-            one = found.setdefault(group, {"group": group, "n": 0, "correct": 0, "cut": 0})
-            if one["n"] == 0:
-                one["prompt"] = str(table.get("prompt", nothing)[row] or "")[:_HEAD]
-            one["n"] += 1
-            one["correct"] += table.get("correct", nothing)[row] is True
-            one["cut"] += table.get("finish_reason", nothing)[row] == "length"
+            entry = groups.setdefault(group, {"group": group, "n": 0, "correct": 0, "cut": 0})
+            if entry["n"] == 0:
+                entry["prompt"] = str(table.get("prompt", nothing)[row] or "")[:_HEAD]
+            entry["n"] += 1
+            entry["correct"] += table.get("correct", nothing)[row] is True
+            entry["cut"] += table.get("finish_reason", nothing)[row] == "length"
             reward = number(table.get("reward", nothing)[row])
             if reward is not None and math.isfinite(reward):
                 rewards.setdefault(group, []).append(reward)
-        for group, one in found.items():
-            own = rewards.get(group, [])
-            one["mean"] = number(sum(own) / len(own)) if own else None
-            one["low"], one["high"] = min(own, default=None), max(own, default=None)
+        for group, entry in groups.items():
+            rewards_of_group = rewards.get(group, [])
+            entry["mean"] = number(sum(rewards_of_group) / len(rewards_of_group)) if rewards_of_group else None
+            entry["low"], entry["high"] = min(rewards_of_group, default=None), max(rewards_of_group, default=None)
         graded = any(value is not None for value in table.get("correct", nothing))
-        return {"step": step, "graded": graded, "groups": [found[group] for group in sorted(found)]}
+        return {"step": step, "graded": graded, "groups": [groups[group] for group in sorted(groups)]}
 
     def group(self, step: int, group: int, first: int = 0) -> dict[str, Any]:
         """The completions of one prompt of ``step``, from number ``first`` on: 100,000 tokens at most, or one.
@@ -103,13 +103,13 @@ class Completions:
         count, nothing = len(table["tokens"]), [None] * len(table["tokens"])
         rows: list[dict[str, Any]] = []
         total = 0
-        for place in range(first, count):
-            total += len(table["tokens"][place] or ())
+        for index in range(first, count):
+            total += len(table["tokens"][index] or ())
             if rows and total > _PAGE_TOKENS:
                 break
-            own = {name: table.get(name, nothing)[place] for name in own_columns}
-            reward_parts = {name.removeprefix("reward_"): number(table[name][place]) for name in parts}
-            rows.append(_row(own, table["tokens"][place], reward_parts))
+            row_columns = {name: table.get(name, nothing)[index] for name in own_columns}
+            reward_parts = {name.removeprefix("reward_"): number(table[name][index]) for name in parts}
+            rows.append(_row(row_columns, table["tokens"][index], reward_parts))
         prompt, expected = (str(table.get(name, nothing)[0] or "") for name in ("prompt", "expected"))
         return {"step": step, "group": group, "first": first, "n": count, "rows": rows} | {
             "prompt": prompt,
@@ -160,11 +160,11 @@ def _row(own: dict[str, Any], tokens: Any, parts: dict[str, float | None]) -> di
 def _turns(own: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
     """The turns of a row; [] where it has none, or its columns do not fit each other."""
     columns = [own[name] for name in _TURN_COLUMNS]
-    if any(not isinstance(one, list) or len(one) != len(columns[0]) or None in one for one in columns):
+    if any(not isinstance(column, list) or len(column) != len(columns[0]) or None in column for column in columns):
         return []
     turns = [
-        {"read": read, "characters": len(said), "tokens": int(count), "reward": number(reward)}
-        for read, said, count, reward in zip(*columns, strict=True)
+        {"read": read, "characters": len(answer), "tokens": int(count), "reward": number(reward)}
+        for read, answer, count, reward in zip(*columns, strict=True)
     ]
     return turns if sum(turn["tokens"] for turn in turns) == tokens else []
 
@@ -202,7 +202,7 @@ class _Parquet:
         self._errors = (pa.ArrowException, OSError, ValueError)
         try:
             self._file = pq.ParquetFile(file)
-            self.names = [one.name for one in self._file.schema_arrow if _is_as_written(one.name, one.type)]
+            self.names = [field.name for field in self._file.schema_arrow if _is_as_written(field.name, field.type)]
         except self._errors as error:
             file.close()
             raise DataError(f"a file of completions cannot be read: {error}") from None
@@ -222,8 +222,10 @@ class _Parquet:
         metadata, total = self._file.metadata, 0
         for index in range(self.chunks) if chunks is None else chunks:
             chunk = metadata.row_group(index)
-            columns = [chunk.column(place) for place in range(chunk.num_columns)]
-            total += sum(one.total_uncompressed_size for one in columns if one.path_in_schema.split(".")[0] in names)
+            columns = [chunk.column(number) for number in range(chunk.num_columns)]
+            total += sum(
+                column.total_uncompressed_size for column in columns if column.path_in_schema.split(".")[0] in names
+            )
         return total
 
     def read(self, names: list[str], chunks: list[int] | None = None, group: int | None = None) -> dict[str, list[Any]]:

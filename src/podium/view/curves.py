@@ -49,8 +49,8 @@ class Curves:
         self.last_step = max(self.last_step, row["step"])
         self.last_time = finite(row.get("time")) or self.last_time
         if isinstance(row.get("nonfinite"), dict):
-            found = [(row["step"], str(name)[:200], str(what)[:20]) for name, what in row["nonfinite"].items()]
-            self.nonfinite += found[: _MOST_NAMES - len(self.nonfinite)]
+            entries = [(row["step"], str(name)[:200], str(what)[:20]) for name, what in row["nonfinite"].items()]
+            self.nonfinite += entries[: _MOST_NAMES - len(self.nonfinite)]
         table = self._steps if row.get("kind") == "step" else self._evaluations
         table.enter(row["step"], finite(row.get("time")) or 0.0, row)
 
@@ -82,8 +82,8 @@ class Curves:
     @property
     def accuracies(self) -> tuple[float | None, float | None]:
         """The first held-out accuracy and the last one."""
-        found = [value for value in self._evaluations.series.get("accuracy", []) if value is not None]
-        return (found[0], found[-1]) if found else (None, None)
+        accuracies = [value for value in self._evaluations.series.get("accuracy", []) if value is not None]
+        return (accuracies[0], accuracies[-1]) if accuracies else (None, None)
 
 
 class _Table:
@@ -94,28 +94,28 @@ class _Table:
 
     def enter(self, step: int, time: float, row: dict[str, Any]) -> None:
         for name, value in row.items():
-            known = name in self.series or len(self.series) < _MOST_NAMES
-            if name not in _OURS and known and (found := number(value)) is not None:
+            is_known = name in self.series or len(self.series) < _MOST_NAMES
+            if name not in _OURS and is_known and (figure := number(value)) is not None:
                 column = self.series.setdefault(name, [])
                 column += [None] * (len(self.numbers) - len(column))
-                column.append(found)
+                column.append(figure)
         self.numbers.append(step)
         self.times.append(time)
 
     def columns(self, start: float, every: int) -> dict[str, Any]:
         count = len(self.numbers)
-        whole = {name: column + [None] * (count - len(column)) for name, column in self.series.items()}
+        series = {name: column + [None] * (count - len(column)) for name, column in self.series.items()}
         ends = [min(first + every, count) - 1 for first in range(0, count, every)]
         return {
             "step": [self.numbers[end] for end in ends],
             "minutes": [round((self.times[end] - start) / 60, 4) for end in ends],
-            "series": {name: column if every == 1 else _means(column, every) for name, column in whole.items()},
+            "series": {name: column if every == 1 else _means(column, every) for name, column in series.items()},
         }
 
 
 def _means(column: Sequence[float | None], every: int) -> Column:
     means: Column = []
     for first in range(0, len(column), every):
-        known = [value for value in column[first : first + every] if value is not None]
-        means.append(number(sum(known) / len(known)) if known else None)
+        present = [value for value in column[first : first + every] if value is not None]
+        means.append(number(sum(present) / len(present)) if present else None)
     return means

@@ -30,9 +30,9 @@ def exported(runs: Sequence[Run]) -> str:
             budget.add(f"{number}/{name}", run, name)
         chosen = _spread(run.answer("steps"))
         left_out |= len(chosen) < len(run.answer("steps"))
-        whole = [step for step in chosen if _add_step(budget, number, run, step)]
-        left_out |= len(whole) < len(chosen)
-        answers[f"{number}/steps"] = whole
+        included = [step for step in chosen if _add_step(budget, number, run, step)]
+        left_out |= len(included) < len(chosen)
+        answers[f"{number}/steps"] = included
         left_out |= _add_slices(budget, number, run)
     packed = base64.b64encode(gzip.compress(encoded(answers), 6, mtime=0)).decode()
     note = f"This file holds the completions of {_STEPS} steps of each run at most; the run's directory has all."
@@ -73,13 +73,13 @@ def _add_slices(budget: _Budget, number: int, run: Run) -> bool:
     except DataError:
         return False
     left_out = False
-    for place in range(len(names)):
-        budget.add(f"{number}/timeline/{place}", run, f"timeline/{place}")
-        count = len(run.answer(f"timeline/{place}")["steps"])
+    for index in range(len(names)):
+        budget.add(f"{number}/timeline/{index}", run, f"timeline/{index}")
+        count = len(run.answer(f"timeline/{index}")["steps"])
         chosen = _spread(list(range(count + 1)))
         left_out |= len(chosen) < count + 1
         for step in chosen:
-            path = f"slices/{place}/{step}/{step}"
+            path = f"slices/{index}/{step}/{step}"
             budget.add(f"{number}/{path}", run, path)
     return left_out
 
@@ -88,4 +88,4 @@ def _spread(steps: list[int]) -> list[int]:
     """At most ten of ``steps``: the first, the last, and others at equal distances."""
     if len(steps) <= _STEPS:
         return steps
-    return [steps[round(place * (len(steps) - 1) / (_STEPS - 1))] for place in range(_STEPS)]
+    return [steps[round(index * (len(steps) - 1) / (_STEPS - 1))] for index in range(_STEPS)]

@@ -39,29 +39,29 @@ class Failures:
 
         An entry has what is known of ``step``, ``trace``, ``at`` (ms in that trace), ``when`` and ``where``.
         """
-        found: list[dict[str, Any]] = []
+        failures: list[dict[str, Any]] = []
         for number, timeline in enumerate(timelines):
             timeline.update()
-            for one in self._traced(timeline):
-                place, step = timeline.place_at(one["at"])
-                found.append({"trace": number, "name": timeline.name, "place": place, "step": step, **one})
+            for failure in self._traced(timeline):
+                index, step = timeline.place_at(failure["at"])
+                failures.append({"trace": number, "name": timeline.name, "place": index, "step": step, **failure})
         self._curves.update()
-        found += [
+        failures += [
             {"kind": "not finite", "step": step, "says": f"{name} = {what}"}
             for step, name, what in self._curves.nonfinite
         ]
         self._read_ledger()
-        found += [
+        failures += [
             {"kind": "dropped", "step": step, "says": f"{count:,} prompt{'s' * (count > 1)}: {reason}"}
             for (reason, step), count in self._dropped.items()
         ]
         logs = list(self._logs())
         for log in logs:
-            found += log.pop("found")
-        kinds = Counter(one["kind"] for one in found)
+            failures += log.pop("found")
+        kinds = Counter(failure["kind"] for failure in failures)
         shown: list[dict[str, Any]] = []
         for kind in kinds:
-            shown += [one for one in found if one["kind"] == kind][:_ENTRIES]
+            shown += [failure for failure in failures if failure["kind"] == kind][:_ENTRIES]
         return {"found": shown, "counts": dict(kinds), "logs": logs}
 
     def _traced(self, timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -114,13 +114,13 @@ class Failures:
             except (DataError, OSError) as error:
                 yield {"name": name, "tail": str(error), "found": []}
                 continue
-            found: list[dict[str, Any]] = []
+            failures: list[dict[str, Any]] = []
             for match in _RECORD.finditer(text):
                 kind = "warning" if match[2] == "WARNING" else "error"
-                found.append({"kind": kind, "when": match[1], "where": name, "says": match[3][:2000]})
+                failures.append({"kind": kind, "when": match[1], "where": name, "says": match[3][:2000]})
             for match in _TRACEBACK.finditer(text):
-                found.append({"kind": "traceback", "where": name, "says": match[1][:2000], "more": match[0][-8000:]})
-            yield {"name": name, "tail": "\n".join(text.splitlines()[-_LOG_LINES:])[-20_000:], "found": found}
+                failures.append({"kind": "traceback", "where": name, "says": match[1][:2000], "more": match[0][-8000:]})
+            yield {"name": name, "tail": "\n".join(text.splitlines()[-_LOG_LINES:])[-20_000:], "found": failures}
 
     def _end_of(self, name: str) -> str:
         with closing(self._files.open("logs", name)) as file:

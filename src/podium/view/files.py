@@ -48,21 +48,21 @@ class RunFiles:
     def signature(self, *parts: str) -> tuple[int, int]:
         """Size in bytes and time of the last change in ns: what tells whether to look again. (0, 0) for no file."""
         with suppress(OSError):
-            found = os.lstat(self.path.joinpath(*parts))
-            return found.st_size, found.st_mtime_ns
+            status = os.lstat(self.path.joinpath(*parts))
+            return status.st_size, status.st_mtime_ns
         return 0, 0
 
     def _open(self, parts: tuple[str, ...], flags: int) -> int:
         """Open one name after the other, so that no name on the way can be a link."""
         opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for place, name in enumerate(parts, 1):
+        for depth, name in enumerate(parts, 1):
             folder = opened
-            own = flags if place == len(parts) else os.O_RDONLY | os.O_DIRECTORY
+            flags_here = flags if depth == len(parts) else os.O_RDONLY | os.O_DIRECTORY
             try:
-                opened = os.open(name, own | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                opened = os.open(name, flags_here | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             except OSError as error:
                 if error.errno in _LINKS:
-                    raise DataError(f"{'/'.join(parts[:place])} is a link, or no folder: it is not followed") from None
+                    raise DataError(f"{'/'.join(parts[:depth])} is a link, or no folder: it is not followed") from None
                 raise
             finally:
                 os.close(folder)
@@ -88,8 +88,10 @@ class GrowingFile:
         except FileNotFoundError:
             return self._again(-1), b""
         with closing(file):
-            found = os.fstat(file.fileno())
-            again = self._again(found.st_ino) if found.st_ino != self._inode or found.st_size < self.offset else False
+            status = os.fstat(file.fileno())
+            again = (
+                self._again(status.st_ino) if status.st_ino != self._inode or status.st_size < self.offset else False
+            )
             file.seek(self.offset)
             data = file.read(_READ_AT_ONCE)
             while data and b"\n" not in data and (more := file.read(_READ_AT_ONCE)):
@@ -110,5 +112,5 @@ def finite(value: Any) -> float | None:
 
 def number(value: Any) -> float | None:
     """``value`` with six digits, which is what a picture needs, if it is a finite number; else None."""
-    found = finite(value)
-    return float(f"{found:.6g}") if isinstance(found, float) else found
+    figure = finite(value)
+    return float(f"{figure:.6g}") if isinstance(figure, float) else figure

@@ -120,11 +120,11 @@ class Run:
     def _read_config(self) -> Any:
         import yaml
 
-        signature, found = self.files.signature("config.yaml"), {}
+        signature, settings = self.files.signature("config.yaml"), {}
         if signature != self._config[0]:
             with suppress(yaml.YAMLError, RecursionError, ValueError):
-                found = yaml.safe_load(self._small("config.yaml"))
-            self._config = signature, found
+                settings = yaml.safe_load(self._small("config.yaml"))
+            self._config = signature, settings
         return self._config[1]
 
     def _given(self, path: str | float | None) -> Any:
@@ -136,10 +136,10 @@ class Run:
 
     def _summary(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._small("summary.json") or b"{}")
+            summary = json.loads(self._small("summary.json") or b"{}")
         except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return summary if isinstance(summary, dict) else {}
 
     def _small(self, name: str) -> bytes:
         try:

@@ -100,12 +100,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, "text/html", page(f"{names} · podium view").encode("utf-8", "replace"))
             return
         try:
-            status, found = HTTPStatus.OK, self.view.answer(path)
+            status, answer = HTTPStatus.OK, self.view.answer(path)
         except DataError as error:
-            status, found = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
+            status, answer = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
         except LookupError:
-            status, found = HTTPStatus.NOT_FOUND, {"error": "there is no such page"}
-        self._send(status, "application/json", encoded(found))
+            status, answer = HTTPStatus.NOT_FOUND, {"error": "there is no such page"}
+        self._send(status, "application/json", encoded(answer))
 
     do_HEAD = do_GET
 
@@ -122,8 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
         site = self.headers.get("Sec-Fetch-Site", "none")
         if (origin is not None and origin != f"http://{host}") or site not in ("none", "same-origin"):
             return "This address does not answer to other sites."
-        given = urlsplit(self.path).path.split("/", 2)
-        if len(given) < 3 or not hmac.compare_digest(given[1].encode(), self.view.token.encode()):
+        parts = urlsplit(self.path).path.split("/", 2)
+        if len(parts) < 3 or not hmac.compare_digest(parts[1].encode(), self.view.token.encode()):
             return "The address lacks its key: take the whole address that `podium view` has printed."
         return None
 

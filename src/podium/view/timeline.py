@@ -27,8 +27,8 @@ _WINDOW_BYTES: Final = 8 << 20
 
 def traces(files: RunFiles) -> list[str]:
     """The names of a run's traces in the order of writing: trace.json, and trace-1.json and so on after each resume."""
-    found = {name: int(match[1] or 0) for name in files.names() if (match := _NAME.fullmatch(name))}
-    return sorted(found, key=lambda name: found[name])
+    numbers = {name: int(match[1] or 0) for name in files.names() if (match := _NAME.fullmatch(name))}
+    return sorted(numbers, key=lambda name: numbers[name])
 
 
 class Timeline:
@@ -83,18 +83,18 @@ class Timeline:
                 self.marks.append({"at": at, "name": name[:2000], "track": list(track), "facts": facts})
 
     def _ms(self, us: Any) -> float:
-        found = number(us) or 0.0
+        figure = number(us) or 0.0
         if self._start_us is None:
-            self._start_us = float(us) if found else 0.0
-        return round((float(us) - self._start_us) / 1000, 3) if found else 0.0
+            self._start_us = float(us) if figure else 0.0
+        return round((float(us) - self._start_us) / 1000, 3) if figure else 0.0
 
     def _slice(self, line: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
         """A slice as the page draws it: the track, begin and length in ms, and the call or the step it belongs to."""
         track = [_integer(line.get("pid")), _integer(line.get("tid"))]
         length = round((number(line.get("dur")) or 0.0) / 1000, 3)
-        found = {"track": track, "at": self._ms(line.get("ts")), "ms": length, "name": str(line.get("name", ""))[:200]}
-        found |= {key: args[key] for key in ("call", "step", "rank") if isinstance(args.get(key), int)}
-        return found if args.get("ok") is not False else found | {"failed": True}
+        entry = {"track": track, "at": self._ms(line.get("ts")), "ms": length, "name": str(line.get("name", ""))[:200]}
+        entry |= {key: args[key] for key in ("call", "step", "rank") if isinstance(args.get(key), int)}
+        return entry if args.get("ok") is not False else entry | {"failed": True}
 
     def answer(self) -> dict[str, Any]:
         """What is known of the whole trace.
@@ -135,27 +135,27 @@ class Timeline:
         except FileNotFoundError:
             raise DataError("the trace is gone") from None
         lines = (line for line in data.splitlines() if line.startswith(b'{"ph":"X"'))
-        found: list[dict[str, Any]] = []
+        slices: list[dict[str, Any]] = []
         for line in islice(lines, 4 * _MOST_SLICES):
             parsed = _parsed(line)
-            one = self._slice(parsed, parsed["args"] if isinstance(parsed.get("args"), dict) else {})
-            if (until is None or one["at"] < until) and one["at"] + one["ms"] >= begin:
-                found.append(one)
-        cut = stop - start > _WINDOW_BYTES or len(found) > _MOST_SLICES
-        return {"from": begin, "until": until, "slices": found[:_MOST_SLICES], "cut": cut}
+            slice_ = self._slice(parsed, parsed["args"] if isinstance(parsed.get("args"), dict) else {})
+            if (until is None or slice_["at"] < until) and slice_["at"] + slice_["ms"] >= begin:
+                slices.append(slice_)
+        cut = stop - start > _WINDOW_BYTES or len(slices) > _MOST_SLICES
+        return {"from": begin, "until": until, "slices": slices[:_MOST_SLICES], "cut": cut}
 
     def place_at(self, ms: float) -> tuple[int, int | None]:
         """The place in ``steps`` and the step during which something happened; None after the last whole one."""
-        place = bisect_left(self.steps, ms, key=lambda step: step[1])
-        return place, self.steps[place][0] if place < len(self.steps) else None
+        index = bisect_left(self.steps, ms, key=lambda step: step[1])
+        return index, self.steps[index][0] if index < len(self.steps) else None
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line.rstrip().rstrip(b","))
+        parsed = json.loads(line.rstrip().rstrip(b","))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _integer(value: Any) -> int:

@@ -39,8 +39,8 @@ def group_statistics(values_B: Tensor, group_B: Tensor) -> GroupStatistics:
     """
     values_B = wide(values_B)
     # torch.unique carries no annotations
-    found = torch.unique(group_B, return_inverse=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    names_G, index_B = cast("tuple[Tensor, Tensor]", found)
+    unique = torch.unique(group_B, return_inverse=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    names_G, index_B = cast("tuple[Tensor, Tensor]", unique)
     zeros_G = values_B.new_zeros(len(names_G))
     size_G = torch.zeros_like(names_G).index_add(0, index_B, torch.ones_like(index_B))
     mean_G = zeros_G.index_add(0, index_B, values_B) / size_G

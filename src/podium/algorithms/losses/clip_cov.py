@@ -43,9 +43,9 @@ def high_covariance(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Te
     places_M = cov_N.argsort(stable=True)
     cov_M = cov_N[places_M]
     places_M = places_M[(cov_M >= options.cov_low) & (cov_M <= options.cov_high)]
-    drawn = torch.randperm(len(places_M), generator=torch.Generator().manual_seed(inputs.step))
+    permutation = torch.randperm(len(places_M), generator=torch.Generator().manual_seed(inputs.step))
     chosen_N = torch.zeros_like(cov_N)
-    chosen_N[places_M[drawn[: int(options.cov_share * len(cov_N))].to(places_M.device)]] = 1.0
+    chosen_N[places_M[permutation[: int(options.cov_share * len(cov_N))].to(places_M.device)]] = 1.0
     return {"chosen": chosen_N}
 
 

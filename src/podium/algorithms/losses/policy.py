@@ -53,9 +53,9 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> TokenLoss:
         DataError: A column that the configuration asks for is missing; or the loss returned something else than one
             number a token with a gradient.
     """
-    given = resolve_loss(config.loss)(inputs, config)
-    _check(given, inputs, f"loss {config.loss!r}")
-    loss_N, metrics, maxima = wide(given.loss_N), dict(given.metrics), dict(given.maxima)
+    loss = resolve_loss(config.loss)(inputs, config)
+    _check(loss, inputs, f"loss {config.loss!r}")
+    loss_N, metrics, maxima = wide(loss.loss_N), dict(loss.metrics), dict(loss.maxima)
     logprobs_N, old_N = inputs.logprobs_N, inputs.old_logprobs_N
     if "advantages" in inputs.columns:
         with torch.no_grad():
@@ -113,11 +113,13 @@ def _check(loss: object, inputs: LossInputs, who: str) -> None:
     if not isinstance(loss, TokenLoss):
         raise DataError(f"{who} returned {type(loss).__name__}; expected TokenLoss")
     expected = inputs.logprobs_N.shape
-    for name, given in (("metrics", loss.metrics), ("maxima", loss.maxima)):
-        if not isinstance(cast("object", given), Mapping):
-            raise DataError(f"{who} returned {name} as {type(given).__name__}; expected tensors by name")
-        if own := sorted(_RESERVED & given.keys()):
-            raise DataError(f"{who} returned {name} with {own[0]!r}, which Podium itself reports: choose another name")
+    for name, figures in (("metrics", loss.metrics), ("maxima", loss.maxima)):
+        if not isinstance(cast("object", figures), Mapping):
+            raise DataError(f"{who} returned {name} as {type(figures).__name__}; expected tensors by name")
+        if reserved := sorted(_RESERVED & figures.keys()):
+            raise DataError(
+                f"{who} returned {name} with {reserved[0]!r}, which Podium itself reports: choose another name"
+            )
     columns: dict[str, object] = {"loss_N": loss.loss_N, **loss.metrics, **loss.maxima}
     for name, column_N in columns.items():
         if not isinstance(column_N, Tensor):

@@ -155,7 +155,7 @@ class ProcessCalls:
             self._refuse(call.label)
         try:
             shared = self._backend.pack(split.shared, len(split.ranks))
-            own = None if split.own is None else self._pack_own(split.own)
+            packed_own = None if split.own is None else self._pack_own(split.own)
         except SerializationError as error:
             raise SerializationError(f"{call.label}: {error}") from error.__cause__
         flight = InFlight(call, target, method, split, collect, collect.ranks(split), set(split.ranks))
@@ -167,12 +167,12 @@ class ProcessCalls:
         try:
             if concurrent and not self._backend.capabilities.concurrent:
                 # It runs here and now, and what another thread runs here may wait for it: completions for new weights.
-                self._send_to_all(flight, shared, own, concurrent)
+                self._send_to_all(flight, shared, packed_own, concurrent)
             else:
                 with self._sending:  # every rank sees the calls of two callers in one order, as collectives need it
                     outer, self._sender = self._sender, threading.get_ident()
                     try:
-                        self._send_to_all(flight, shared, own, concurrent)
+                        self._send_to_all(flight, shared, packed_own, concurrent)
                     finally:
                         self._sender = outer
         except (SerializationError, StoreFullError) as error:  # no room for an argument: some ranks may have begun
@@ -460,8 +460,8 @@ class ProcessCalls:
         def heard(rank: int, number: int, reply: Reply) -> None:
             _free_numbers.append(number)
             flight.asked.discard(rank)
-            if reply.status == "ok" and (found := self._backend.unpack(reply.payload)) and not flight.call.done():
-                telemetry.emit(telemetry.WorkerLoading(role, rank, *found))
+            if reply.status == "ok" and (progress := self._backend.unpack(reply.payload)) and not flight.call.done():
+                telemetry.emit(telemetry.WorkerLoading(role, rank, *progress))
 
         for rank in sorted(flight.open - flight.asked - self.lost.keys()):
             flight.asked.add(rank)
@@ -512,16 +512,16 @@ class ProcessCalls:
             return "it has ended"
         process = self.handles[rank]
         stack = outside_stack(process.pid)
-        place = f", at\n{indent(stack, ' ' * 6)}" if stack else ""
+        position = f", at\n{indent(stack, ' ' * 6)}" if stack else ""
         if process.stopped():
-            return f"a signal has stopped process {process.pid}: kill -CONT lets it go on{place}"
-        return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock{place}"
+            return f"a signal has stopped process {process.pid}: kill -CONT lets it go on{position}"
+        return f"no answer within {STATUS_S:g} s: its code holds the interpreter's lock{position}"
 
     def _tell_cancelled(self, flight: InFlight) -> None:
         """Have the ranks drop the call. If some drop it and others run it, the group is broken: those that run it may
         wait in a collective, where the others would meet them with the tensors of a later call."""
         flight.cancelled = True  # before a look at who has not replied: after the last reply its number is another's
-        asked, dropped = set(flight.open), set[int]()
+        silent, dropped = set(flight.open), set[int]()
         if len(flight.split.ranks) > 1:
             self._unsettled.add(flight)
             _later(STATUS_S, _settle_late, ref(self), ref(flight))  # which keeps no arguments of the call
@@ -529,11 +529,11 @@ class ProcessCalls:
         def heard(rank: int, reply: Reply) -> None:
             if rank in flight.open and reply.status == "ok" and self._backend.unpack(reply.payload):
                 dropped.add(rank)
-            asked.discard(rank)
-            if not asked:
+            silent.discard(rank)
+            if not silent:
                 self._after_drop(flight, dropped)
 
-        for rank in list(asked):
+        for rank in list(silent):
             self._ask(rank, "cancel", {"cancelled": flight.number}, partial(heard, rank))
 
     def _after_drop(self, flight: InFlight, dropped_by: set[int]) -> None:
@@ -611,8 +611,8 @@ class ProcessCalls:
 
 
 def _settle_late(calls: "ref[ProcessCalls]", flight: "ref[InFlight]") -> None:
-    if (there := calls()) is not None and (found := flight()) is not None:
-        there._settle(found)  # pyright: ignore[reportPrivateUsage]
+    if (owner := calls()) is not None and (live_flight := flight()) is not None:
+        owner._settle(live_flight)  # pyright: ignore[reportPrivateUsage]
 
 
 def _later(delay_s: float, action: Callable[..., object], *args: Any) -> None:

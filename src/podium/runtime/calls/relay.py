@@ -219,9 +219,9 @@ class Relay:
         try:
             self._ask(rank, "deliver", {"number": number, "value": result()}, partial(self._delivered, key))
         except Exception as error:  # noqa: BLE001 - the worker raises it
-            known = error if isinstance(error, PodiumError) else _translated(error)
-            told = {"number": number, "error": known, "cause": _pickled(error.__cause__)}
-            self._ask(rank, "deliver", told, _unheard)
+            translated = error if isinstance(error, PodiumError) else _translated(error)
+            answer = {"number": number, "error": translated, "cause": _pickled(error.__cause__)}
+            self._ask(rank, "deliver", answer, _unheard)
 
     def _delivered(self, key: tuple[int, int], reply: Reply) -> None:
         if reply.status == "error":  # the worker cannot read the result

@@ -46,10 +46,10 @@ def is_inside_collective(stack: str) -> bool:
 
 def collective_of(statuses: Mapping[int, str]) -> str:
     """Return who waits in a collective and who has not entered it, by what each rank runs; "" where nobody does."""
-    inside = {rank: found for rank, status in statuses.items() if (found := _COLLECTIVE.search(status))}
+    inside = {rank: match for rank, status in statuses.items() if (match := _COLLECTIVE.search(status))}
     outside = sorted(statuses.keys() - inside.keys())
     if not inside:
         return ""
-    names = " or ".join(sorted({found[1] or found[2] for found in inside.values()}))
+    names = " or ".join(sorted({match[1] or match[2] for match in inside.values()}))
     rest = f"ranks {outside} have not entered it" if outside else "all ranks that have not answered are in it"
     return f"ranks {sorted(inside)} wait in {names}; {rest}"

@@ -178,8 +178,8 @@ class ConsoleSink(Sink):
                 self._wait(event)
             case EvalFinished(others=others):
                 self._first_set = event.name
-                for one in (event, *others):
-                    self._evaluation(one)
+                for evaluation in (event, *others):
+                    self._evaluation(evaluation)
             case CompletionsSampled():
                 self._samples(event)
             case events.WorkerStarted(role=role):
@@ -195,8 +195,8 @@ class ConsoleSink(Sink):
                 self._say(Text(f"lost  {role} rank {rank} on {node}: {cause}", "bold red"))
             case events.Stalled(role=role, method=method, waiting_for=ranks, seconds=seconds, report=report):
                 who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-                said = visible(report) or f"waiting  {seconds:.0f} s for {who} of {role}.{method}"
-                self._say(Text(said, "yellow"))
+                waiting_text = visible(report) or f"waiting  {seconds:.0f} s for {who} of {role}.{method}"
+                self._say(Text(waiting_text, "yellow"))
             case events.CheckpointSaved(step=step, path=path):
                 self._say(Text(f"{step:>{_STEP_WIDTH}}  checkpoint  {path}", "dim"))
             case events.Note(text=text):

@@ -40,9 +40,15 @@ class JsonlSink(Sink):
             case StepFinished(step=step, metrics=metrics):
                 self._write("step", step, metrics)
             case EvalFinished(step=step):
-                sets = [("", event)] + [(f"/{one.name}", one) for one in (event, *event.others) if one.name]
+                sets = [("", event)] + [
+                    (f"/{evaluation.name}", evaluation) for evaluation in (event, *event.others) if evaluation.name
+                ]
                 names = ("accuracy", "items", "reward_mean")
-                self._write("eval", step, {name + suffix: getattr(one, name) for suffix, one in sets for name in names})
+                self._write(
+                    "eval",
+                    step,
+                    {name + suffix: getattr(evaluation, name) for suffix, evaluation in sets for name in names},
+                )
             case _:
                 pass
 

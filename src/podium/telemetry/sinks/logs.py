@@ -100,8 +100,8 @@ def _text(record: logging.LogRecord) -> Text:
     style = _STYLES.get(record.levelno, "")
     if record.name == "py.warnings":
         # "path:line: Category: message\n  source": the message first, the place where it can be skipped.
-        place, _, said = record.getMessage().strip().splitlines()[0].partition(": ")
-        return Text.assemble(("warning", style), f"  {visible(said)}  ", (visible(place), "dim"))
+        source, _, message = record.getMessage().strip().splitlines()[0].partition(": ")
+        return Text.assemble(("warning", style), f"  {visible(message)}  ", (visible(source), "dim"))
     text = Text()
     if record.levelno >= logging.WARNING:
         text.append(record.levelname.lower(), style).append("  ")

@@ -184,8 +184,8 @@ class TraceSink(Sink):
         self._add({"ph": "X", "name": name, **where, "args": args, **style})
 
     def _instant(self, name: str, where: tuple[int, int], args: dict[str, Any]) -> None:
-        place = {"pid": where[0], "tid": where[1], "ts": self.emitted_ns / 1000}
-        self._add({"ph": "i", "s": "t", "name": name, **place, "args": args})
+        position = {"pid": where[0], "tid": where[1], "ts": self.emitted_ns / 1000}
+        self._add({"ph": "i", "s": "t", "name": name, **position, "args": args})
 
     def _add(self, line: dict[str, Any]) -> None:
         self._lines.append(_encode(line) + ",\n")

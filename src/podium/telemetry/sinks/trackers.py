@@ -73,8 +73,8 @@ class TrackerSink(Sink):
                 self._drawn[self._offset + step] = samples
                 self._log_drawn()
             case RunSummarized(step=step, figures=figures, curve=curve):
-                found = {name: value for name, value in figures.items() if value is not None and _is_finite(value)}
-                self.log_summary(self._offset + step, found, curve)
+                finite = {name: value for name, value in figures.items() if value is not None and _is_finite(value)}
+                self.log_summary(self._offset + step, finite, curve)
             case _:
                 pass
 
@@ -85,13 +85,16 @@ class TrackerSink(Sink):
     def _evaluated(self, event: EvalFinished) -> None:
         step = self._offset + event.step
         values = {"eval/accuracy": event.accuracy, "eval/reward_mean": event.reward_mean}
-        sets = {f"eval/{one.name}" if one.name else "eval": one for one in (event, *event.others)}
-        for name, one in sets.items():
-            values |= {f"{name}/accuracy": one.accuracy, f"{name}/reward_mean": one.reward_mean}
+        sets = {
+            f"eval/{evaluation.name}" if evaluation.name else "eval": evaluation
+            for evaluation in (event, *event.others)
+        }
+        for name, evaluation in sets.items():
+            values |= {f"{name}/accuracy": evaluation.accuracy, f"{name}/reward_mean": evaluation.reward_mean}
         self.log(step, values)
-        for name, one in sets.items():
-            if one.samples:
-                self.log_samples(f"{name}/samples", step, one.samples)
+        for name, evaluation in sets.items():
+            if evaluation.samples:
+                self.log_samples(f"{name}/samples", step, evaluation.samples)
 
 
 class TensorBoardSink(TrackerSink):
@@ -128,9 +131,12 @@ class TensorBoardSink(TrackerSink):
     def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
         table = "\n".join(f"| {name} | {_shown(value)} |".replace("\n", " ") for name, value in figures.items())
         self._writer.add_text("summary", f"| figure | value |\n|---|---|\n{table}", step)
-        numbers = {_SUMMARY + name: float(one) for name, one in figures.items() if isinstance(one, int | float)}
+        numbers = {
+            _SUMMARY + name: float(figure) for name, figure in figures.items() if isinstance(figure, int | float)
+        }
         plain = {
-            name: one if isinstance(one, bool | int | float | str) else str(one) for name, one in self._config.items()
+            name: setting if isinstance(setting, bool | int | float | str) else str(setting)
+            for name, setting in self._config.items()
         }
         self._writer.add_hparams(plain, numbers, run_name=".", global_step=step)
         if curve:
@@ -202,7 +208,9 @@ class TrackioSink(_RunSink):
 
     def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
         rows = [{"figure": name, "value": _shown(value)} for name, value in figures.items()]
-        numbers = {_SUMMARY + name: float(one) for name, one in figures.items() if isinstance(one, int | float)}
+        numbers = {
+            _SUMMARY + name: float(figure) for name, figure in figures.items() if isinstance(figure, int | float)
+        }
         self._run.log({**numbers, "summary": self.table(rows)}, step=step)
         self._log_curve(step, curve)
 
