@@ -150,4 +150,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def _defined(module: ModuleType, wanted: str) -> str:
     named = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     own_names = [name for name, value in named.items() if getattr(value, "__module__", None) == module.__name__]
-    return nearest(wanted, own_names) or (f"; it defines {', '.join(own_names)}" if own_names else "; it defines no function")
+    return nearest(wanted, own_names) or (
+        f"; it defines {', '.join(own_names)}" if own_names else "; it defines no function"
+    )

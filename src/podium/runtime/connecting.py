@@ -38,7 +38,9 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
     """
     name, cls = _found(backend, options)
     parameters = signature_of(cls).parameters
-    arguments = {name: value for name, value in (hints or {}).items() if name in parameters} | _with_address(backend, options)
+    arguments = {name: value for name, value in (hints or {}).items() if name in parameters} | _with_address(
+        backend, options
+    )
     return Cluster(cls(**arguments), name)
 
 
