@@ -77,8 +77,8 @@ def _loaded(scheme: str, backend: str) -> type[Backend]:
     entries = backends()
     if scheme not in entries:
         raise ConfigError(
-            f"no backend {backend!r}; installed are {', '.join(sorted(entries))}{nearest(scheme, entries)}; others come "
-            "with packages through the entry point group podium.backends (docs/backends.md)"
+            f"no backend {backend!r}; installed are {', '.join(sorted(entries))}{nearest(scheme, entries)}; others "
+            "come with packages through the entry point group podium.backends (docs/backends.md)"
         )
     entry = entries[scheme]
     try:
