@@ -10,6 +10,7 @@ import pytest
 from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
+from podium.rollout.engines import installed_engines
 from podium.rollout.environments.config import EnvironmentConfig, installed_environments
 from podium.rollout.environments.resolve import resolve_environment
 from podium.telemetry import metrics
@@ -54,13 +55,13 @@ MODULES = {
 }
 
 
-def write_package(folder: Path, name: str, points: dict[str, str]) -> None:
+def write_package(folder: Path, name: str, points: dict[str, str], group: str = "podium.environments") -> None:
     """Write the metadata that pip leaves of an installed package, in which entry points stand."""
     info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines = "".join(f"{point} = {value}\n" for point, value in points.items())
-    (info / "entry_points.txt").write_text(f"[podium.environments]\n{lines}")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}")
 
 
 @pytest.fixture(autouse=True)
@@ -176,19 +177,28 @@ def test_a_resume_and_an_evaluation_run_no_code_of_a_strangers_run(
     assert not (tmp_path / "code was run").exists()
 
 
+@pytest.mark.parametrize("section", ["environment", "engine"])
 @pytest.mark.parametrize("value", ["code:play", "code"])
-def test_a_strangers_run_brings_no_environment_by_metadata_of_a_package(
-    value: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_strangers_run_brings_no_code_by_metadata_of_a_package(
+    value: str,
+    section: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """``python -m podium`` looks for packages in the working directory, too."""
-    write_package(run, "strangers", {"strange": value})
+    write_package(run, "strangers", {"strange": value}, f"podium.{section}s")
     monkeypatch.syspath_prepend(run)
-    config = tiny(GRPOConfig, tmp_path, environment={"name": "strange", "options": {"judge": "none"}})
+    installed_engines.cache_clear()
+    request.addfinalizer(installed_engines.cache_clear)
+    config = tiny(GRPOConfig, tmp_path, **{section: {"name": "strange", "options": {"judge": "none"}}})
     (run / "config.yaml").write_text(config_to_yaml(config))
     for command in (["train", "grpo", "--resume", str(run), "--dry-run"], ["eval", str(run)]):
         assert main(command) == 2
         words = " ".join(capsys.readouterr().err.split())
-        assert "environment.name = 'code:" in words
+        assert f"{section}.name = 'code:" in words
         assert INSIDE in words
     assert not (tmp_path / "code was run").exists()
 

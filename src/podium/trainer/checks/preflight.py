@@ -23,7 +23,7 @@ from podium.models import ModelConfig
 from podium.models.weight_files import stored_tensors
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
 from podium.rewards.text import answer_of
-from podium.rollout.engines import check_engine
+from podium.rollout.engines import check_engine, installed_engines
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.resolve import code_options_of, resolve_environment
 from podium.rollout.sampling import SamplingParams
@@ -149,6 +149,8 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
     environment = config.environment
     names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
     names |= {"environment.name": environment.code}
+    if engine := installed_engines().get(config.engine.name):  # a directory on sys.path may hold metadata of a package
+        names["engine.name"] = f"{engine.module}:{engine.attr}"
     if isinstance(config, PPOConfig):
         names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
     for key, name in names.items():
