@@ -1,7 +1,6 @@
 """GRPO on one page: a language model of 125,000 parameters learns to copy digits, in half a minute on one core.
 
-python examples/grpo_loop.py [STEPS]
-"""
+python examples/grpo_loop.py [STEPS]"""
 
 import sys
 
