@@ -79,7 +79,7 @@ def listen(worker: Worker) -> tuple[str, int]:
 
 
 def reach(worker: Worker, address: str, port: int) -> str:
-    with socket.create_connection((address, port), 10.0) as connection:
+    with socket.create_connection((address, port), 60.0) as connection:
         return connection.recv(100).decode()
 
 
