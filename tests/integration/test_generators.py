@@ -171,7 +171,8 @@ def test_what_a_sync_interrupts_that_lost_another_generator_is_drawn_again(handl
             seen.append(len(to))
             handles[0].spoil()  # as the end of a sync that failed does
             kill(handles[1])
-            assert wait_for(lambda: handles[0].counts()[0][1] == asked[0], LIMIT_S), "before the sync fails"
+            # Before the sync fails. Parts of the lost generator may have been given to this one, and failed, too.
+            assert wait_for(lambda: handles[0].counts()[0][1] >= asked[0], LIMIT_S)
             with contextlib.suppress(PodiumError):  # it is known to be lost, or already back without its weights
                 assert handles[1].weights_version() == [-1]
             raise PodiumError("on purpose")
