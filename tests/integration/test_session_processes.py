@@ -58,7 +58,7 @@ def test_what_never_ends_is_killed_with_all_that_it_started(tmp_path: Path, prel
     """Some sessions compute in C with the interpreter's lock, some end their process, some leave another behind."""
     options = {"time_limit_s": 5.0, "processes": 4}
     with told() as notes:
-        few = {"run": {"steps": 1}, "eval": {"items": 0}}
+        few: dict[str, Any] = {"run": {"steps": 1}, "eval": {"items": 0}}
         run = train(config_of("stubborn", tmp_path, options=options, batch={"prompts": 12}, **few), preloaded)
     said = "\n".join(notes)
     for reason in ("time limit", "its process ended (exit code 3)", "ValueError: a process is left"):
