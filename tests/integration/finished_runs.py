@@ -30,6 +30,7 @@ __all__ = [
     "share_folder", "write_base",
 ]  # fmt: skip
 
+MODELS = ("model", "policy", "resume", "base")  # directories that export copies with their permissions
 TOKENS = [[4, 5, 6, 14, 7, 8]]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -124,7 +125,8 @@ def share_folder(factory: pytest.TempPathFactory, layout: str) -> Path:
             folder.mkdir()
             LAYOUTS[layout](folder)
             for path in (folder, *folder.rglob("*")):
-                path.chmod(0o555 if path.is_dir() else 0o444)
+                if path.is_dir() and path.name not in MODELS:
+                    path.chmod(0o555)
             ready.touch()
     return folder
 
