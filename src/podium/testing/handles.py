@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from typing import Any
 
 import pytest
@@ -10,7 +9,19 @@ import torch
 
 from podium.data import TensorRef
 from podium.errors import ConfigError, DeadlineExceeded, EndpointError, SerializationError, WorkerDied
-from podium.runtime import Cluster, Handle, per_rank
+from podium.runtime import Cluster, Handle
+from podium.testing.shipped import (
+    FarFromScript,
+    ask_echo,
+    begin_note,
+    make_locks,
+    make_two_values,
+    make_values_of_three_ranks,
+    note_in_order,
+    read_cause,
+    read_helper,
+    scatter_on_one,
+)
 from podium.testing.target import need, refuses, started
 from podium.testing.values import make_batch, same_batch
 from podium.testing.workers import Agent, Probe, Rows, Sleeper, Stash
@@ -41,10 +52,10 @@ class HandleContract:
         for method in ("same", "same_by_tokens", "same_padded"):
             assert all(same_batch(got, batch) for got in agent.ask(method, handle=rows, values=[batch]))
         assert agent.begin("echo_once", 5) == [5, 5], "a call that a worker returns is waited for"
-        assert agent.group.run(_on_and_scatter) == [[(1, 7, "-")]] * 2
+        assert agent.group.run(scatter_on_one) == [[(1, 7, "-")]] * 2
 
     def test_a_handle_comes_back_as_the_one_that_was_given(self, agent: Handle[Agent], asked: Handle[Probe]) -> None:
-        handle, _ = agent.group.run(_own_helper)
+        handle, _ = agent.group.run(read_helper)
         assert handle.group is asked.group
         assert handle.rank() == [0, 1]
 
@@ -52,7 +63,7 @@ class HandleContract:
         self, agent: Handle[Agent], slow: Handle[Sleeper]
     ) -> None:
         assert agent.ask_many("echo_once", list(range(50))) == [list(range(50))] * 2
-        agent.group.run(_note_in_order, slow, 40)
+        agent.group.run(note_in_order, slow, 40)
         (history,) = slow.history()
         for rank in range(2):
             assert [label for label in history if label.startswith(f"{rank}:")] == [f"{rank}:{at}" for at in range(40)]
@@ -64,14 +75,14 @@ class HandleContract:
         inner = caught.value.__cause__
         assert isinstance(inner, EndpointError)
         assert (inner.method, inner.rank) == ("fail", 1)
-        assert agent.group.run(_cause_of_failure) == ["KeyError('why')"] * 2
+        assert agent.group.run(read_cause) == ["KeyError('why')"] * 2
         for make, error, text in (
-            (_two_values, ConfigError, r"asked\.echo\(\) takes 1 positional arguments and got 2"),
-            (_value_of_three_ranks, ConfigError, r"asked\.echo: argument 'value' is per_rank"),
-            (_a_lock, SerializationError, r"asked\.echo: .*'value' \(lock\)"),
+            (make_two_values, ConfigError, r"asked\.echo\(\) takes 1 positional arguments and got 2"),
+            (make_values_of_three_ranks, ConfigError, r"asked\.echo: argument 'value' is per_rank"),
+            (make_locks, SerializationError, r"asked\.echo: .*'value' \(lock\)"),
         ):
             with pytest.raises(EndpointError, match=text) as caught:
-                agent.group.run(_ask_echo, make)
+                agent.group.run(ask_echo, make)
             assert isinstance(caught.value.__cause__, error)
         assert agent.ask("rank") == [[0, 1]] * 2
 
@@ -81,7 +92,7 @@ class HandleContract:
         need(cluster, "processes")
         for _ in range(2):
             with pytest.raises(EndpointError, match="not for the script") as caught:
-                agent.group.run(_ask_echo, _FarFromScript(os.getpid()).made)
+                agent.group.run(ask_echo, FarFromScript(os.getpid()).made)
             assert isinstance(caught.value.__cause__, SerializationError)
         assert agent.ask("rank") == [[0, 1]] * 2
 
@@ -119,7 +130,7 @@ class HandleContract:
         sleeper = cluster.start(Sleeper.bind(), cluster.pool(2), name="busy_ones", distributed=False)
         agent = cluster.start(Agent.bind(sleeper), name="dying", distributed=False)
         busy = sleeper.wait_for_event.submit(60.0)
-        agent.group.run(_begin_a_note)
+        agent.group.run(begin_note)
         agent.ask("peek")  # by now the note waits behind the busy call
         os.kill(agent.group.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDied):
@@ -142,66 +153,3 @@ class HandleContract:
         assert agent.ask("rank") == [[0]]
         target.group.close()
         refuses(EndpointError, "restarting is closed", agent.ask, "rank")
-
-
-class _FarFromScript:
-    """Unpickles everywhere but in the process ``pid``."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def made(self) -> list[Any]:
-        return [_Refused(self.pid)]
-
-
-class _Refused(_FarFromScript):
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unless_in, (self.pid,)
-
-
-def _unless_in(pid: int) -> _Refused:
-    if os.getpid() == pid:
-        raise RuntimeError("not for the script")
-    return _Refused(pid)
-
-
-def _two_values() -> list[Any]:
-    return [1, 2]
-
-
-def _value_of_three_ranks() -> list[Any]:
-    return [per_rank([1, 2, 3])]
-
-
-def _a_lock() -> list[Any]:
-    return [threading.Lock()]
-
-
-def _own_helper(worker: Agent) -> Any:
-    return worker.helper
-
-
-def _on_and_scatter(worker: Agent) -> Any:
-    return worker.helper.group.on(1).scattered(per_rank([7]))
-
-
-def _begin_a_note(worker: Agent) -> None:
-    worker.helper.note.submit("unheard")
-
-
-def _note_in_order(worker: Agent, slow: Handle[Sleeper], count: int) -> None:
-    calls = [slow.note.submit(f"{worker.ctx.rank}:{at}") for at in range(count)]
-    for call in calls:
-        call.result()
-
-
-def _cause_of_failure(worker: Agent) -> str:
-    try:
-        worker.helper.fail([0], KeyError("why"))
-    except EndpointError as error:
-        return repr(error.__cause__)
-    return "no error"
-
-
-def _ask_echo(worker: Agent, make: Any) -> Any:
-    return worker.helper.echo(*make())

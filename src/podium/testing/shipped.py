@@ -14,25 +14,36 @@ import sys
 import threading
 from typing import Any
 
-from podium.runtime import Worker, endpoint, first, nothing
-from podium.testing.workers import Counter, Probe
+from podium.errors import EndpointError
+from podium.runtime import Handle, Worker, endpoint, first, nothing, per_rank
+from podium.testing.workers import Agent, Counter, Probe, Sleeper
 
 __all__ = [
     "CamelCaseName",
     "Fails",
+    "FarFromScript",
     "Heir",
     "KeepsItsResults",
+    "ask_echo",
+    "begin_note",
     "change_rank",
     "coordinate_in",
     "exit_on",
     "leave",
     "listen",
     "listen_to_records",
+    "make_locks",
+    "make_two_values",
+    "make_values_of_three_ranks",
+    "note_in_order",
     "reach",
+    "read_cause",
     "read_devices",
+    "read_helper",
     "read_pid",
     "read_surroundings",
     "read_threads",
+    "scatter_on_one",
     "start_child",
 ]
 
@@ -134,3 +145,66 @@ def start_child(worker: Worker) -> int:
 
 def leave(worker: Worker) -> None:
     os._exit(3)
+
+
+class FarFromScript:
+    """Unpickles everywhere but in the process ``pid``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def made(self) -> list[Any]:
+        return [_Refused(self.pid)]
+
+
+class _Refused(FarFromScript):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unless_in, (self.pid,)
+
+
+def _unless_in(pid: int) -> _Refused:
+    if os.getpid() == pid:
+        raise RuntimeError("not for the script")
+    return _Refused(pid)
+
+
+def make_two_values() -> list[Any]:
+    return [1, 2]
+
+
+def make_values_of_three_ranks() -> list[Any]:
+    return [per_rank([1, 2, 3])]
+
+
+def make_locks() -> list[Any]:
+    return [threading.Lock()]
+
+
+def read_helper(worker: Agent) -> Any:
+    return worker.helper
+
+
+def scatter_on_one(worker: Agent) -> Any:
+    return worker.helper.group.on(1).scattered(per_rank([7]))
+
+
+def begin_note(worker: Agent) -> None:
+    worker.helper.note.submit("unheard")
+
+
+def note_in_order(worker: Agent, slow: Handle[Sleeper], count: int) -> None:
+    calls = [slow.note.submit(f"{worker.ctx.rank}:{at}") for at in range(count)]
+    for call in calls:
+        call.result()
+
+
+def read_cause(worker: Agent) -> str:
+    try:
+        worker.helper.fail([0], KeyError("why"))
+    except EndpointError as error:
+        return repr(error.__cause__)
+    return "no error"
+
+
+def ask_echo(worker: Agent, make: Any) -> Any:
+    return worker.helper.echo(*make())
