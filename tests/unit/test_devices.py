@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from podium.devices import autocast, choose_device, compute_dtype, parse_dtype, random_state, set_random_state
 from podium.errors import ConfigError
+from tests.warm_python import run_python
 
 CPU = torch.device("cpu")
 
@@ -79,7 +78,7 @@ WorkerProcess()._join(context)
 
 def test_npus_have_hccl_for_their_collectives() -> None:
     """With a module in the place of torch_npu, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", NPU], capture_output=True, text=True, timeout=200, check=False)
+    done = run_python("-c", NPU)
     assert done.stdout.splitlines() == ["cpu:gloo,npu:hccl npu:1 gloo None", "npu:1", "cpu:gloo,npu:hccl npu:0"], (
         done.stderr
     )
@@ -122,7 +121,7 @@ print(json.dumps([own, left, settled()]))
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux shows the threads of a process")
 def test_a_thread_that_leaves_the_cores_ends_its_helpers() -> None:
-    done = subprocess.run([sys.executable, "-c", _TEAMS], capture_output=True, text=True, check=True)
+    done = run_python("-c", _TEAMS)
     own, left, alone = json.loads(done.stdout)
     assert left == [[3, 3], [3, 1]], "the thread itself, and the two that computed with it"
     assert alone == own - 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from podium.rollout.environments.processes import SessionProcesses
 from podium.rollout.environments.resolve import resolve_environment
 from podium.rollout.environments.runner import Episode, live
 from podium.telemetry import Note, subscribe
+from tests.warm_python import run_python
 
 Task = Mapping[str, Any]
 
@@ -264,7 +264,7 @@ def live_in_threads(name: str) -> str:
 def test_threads_that_hang_hold_up_no_other_and_no_end_of_the_process() -> None:
     names = ("plain", "to_thread")
     program = f"from tests.unit.rollout.test_runner import live_in_threads; print(*map(live_in_threads, {names}))"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    ended = run_python("-c", program, timeout=240)
     assert (ended.returncode, ended.stdout.strip()) == (0, "time limit 3.0 time limit 3.0"), ended.stderr
 
 

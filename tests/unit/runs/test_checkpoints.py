@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.saving import load_checkpoint
 from podium.workers import Policy
 from tests.integration.training import tiny
+from tests.warm_python import run_python
 
 
 @pytest.fixture
@@ -153,7 +152,7 @@ def test_killed_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
         save(checkpoints, 5, text="older")
         save(checkpoints, 10, text="old")
     work = [(str(written[moment].folder), *KILLED_IN[moment][:2]) for moment in KILLED_IN]
-    done = subprocess.run([sys.executable, "-c", KILLED, repr(work)], check=False, capture_output=True, text=True)
+    done = run_python("-c", KILLED, repr(work))
     assert done.returncode == 0, done.stderr
     for moment, (_, _, expected) in KILLED_IN.items():
         again = Checkpoints(written[moment].folder)
