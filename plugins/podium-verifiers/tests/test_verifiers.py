@@ -172,7 +172,7 @@ def test_an_agent_that_is_not_to_be_trained_has_no_part_in_the_reward(
 def test_what_keeps_verifiers_from_starting_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOP_IS_CLOSED", "1")
     episode, _ = live_in_shop([], tmp_path, monkeypatch)
-    assert "ended with exit status 1: LookupError: the shop is closed" in episode.failure
+    assert "ended with exit code 1: LookupError: the shop is closed" in episode.failure
 
 
 @pytest.mark.parametrize(

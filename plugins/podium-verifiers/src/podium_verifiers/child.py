@@ -1,7 +1,9 @@
 """Live episodes of verifiers, in a Python environment of its own. ``environment.py`` runs this file as a script.
 
     python -P child.py tasks SETTINGS    prints the tasks as one line of JSON
-    python -P child.py live SETTINGS     reads a line of JSON for each episode, and prints a line for each outcome
+    python -P child.py live SETTINGS     answers the requests for episodes that come through standard input, a socket
+
+A message is a frame of podium.processes: number, length, JSON. One without JSON takes back what was asked for.
 
 It imports nothing of Podium. ``-P`` keeps this directory off the path.
 """
@@ -13,11 +15,14 @@ import contextlib
 import itertools
 import json
 import os
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 KEY = "PODIUM_SESSION_KEY"
+HEADER = struct.Struct("<QQ")
 
 
 def load(settings: dict[str, Any]) -> Any:
@@ -102,53 +107,61 @@ def asks_policy(trace: Any, order: dict[str, Any]) -> bool:
     return trace.num_turns > 0 and (client is None or client.base_url == order["base_url"])
 
 
-async def live(settings: dict[str, Any], out: Any) -> None:
-    """Live the episodes that are asked for on stdin, side by side, until it ends."""
+async def live(settings: dict[str, Any], connection: socket.socket) -> None:
+    """Live the episodes that are asked for through the connection, side by side, until it ends."""
     env = load(settings)
     tasks = take_tasks(env, settings["tasks"])
-    reader = asyncio.StreamReader(limit=1 << 26)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    running: set[asyncio.Task[None]] = set()
+    reader, writer = await asyncio.open_connection(sock=connection)
+    running: dict[int, asyncio.Task[None]] = {}
 
-    async def answer(order: dict[str, Any]) -> None:
+    async def answer(number: int, order: dict[str, Any]) -> None:
         try:
             outcome = await run_episode(env, tasks[order["place"]], order)
         except Exception as error:  # noqa: BLE001  an environment raises what it likes
             outcome = {"error": f"{type(error).__name__}: {error}"}
-        out.write(json.dumps({"id": order["id"], **outcome}) + "\n")
-        out.flush()
+        writer.write(make_frame(number, outcome))
 
     async with env.serving():
-        while line := await reader.readline():
-            order = json.loads(line)
-            if "cancel" in order:
-                for task in running:
-                    if task.get_name() == order["cancel"]:
-                        task.cancel()
-                continue
-            task = asyncio.create_task(answer(order), name=order["id"])
-            running.add(task)
-            task.add_done_callback(running.discard)
-        for task in running:
+        with contextlib.suppress(EOFError, ConnectionError):  # the worker has ended
+            while True:
+                number, length = HEADER.unpack(await reader.readexactly(HEADER.size))
+                body = await reader.readexactly(length)
+                if body:
+                    running[number] = asyncio.create_task(answer(number, json.loads(body)))
+                    running[number].add_done_callback(lambda _, number=number: running.pop(number))
+                elif number in running:
+                    running[number].cancel()
+        for task in running.values():
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*running.values(), return_exceptions=True)
+
+
+def make_frame(number: int, answer: dict[str, Any]) -> bytes:
+    """Return an answer as it travels: the number of its request, its length, and JSON."""
+    body = json.dumps(answer).encode()
+    return HEADER.pack(number, len(body)) + body
 
 
 def main() -> None:
-    out = os.fdopen(os.dup(1), "w")
+    mode, settings = sys.argv[1], json.loads(sys.argv[2])
+    out = os.dup(1 if mode == "tasks" else 0)
+    connection = os.dup(0)
     os.dup2(2, 1)  # what the project prints is no answer
-    how, settings = sys.argv[1], json.loads(sys.argv[2])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    def reply(answer: Any) -> None:
+        with open(out, "wb") as file:
+            file.write(json.dumps(answer).encode() if mode == "tasks" else make_frame(0, answer))
+
     try:
-        if how == "tasks":
+        if mode == "tasks":
             tasks = take_tasks(load(settings), settings["tasks"])
-            out.write(json.dumps([{"prompt": describe(task)} for task in tasks]) + "\n")
-            out.flush()
+            reply([{"prompt": describe(task)} for task in tasks])
         else:
-            asyncio.run(live(settings, out))
+            asyncio.run(live(settings, socket.socket(fileno=connection)))
     except BaseException as error:
-        out.write(json.dumps({"id": "", "error": f"{type(error).__name__}: {error}"}) + "\n")
-        out.flush()
+        reply({"error": f"{type(error).__name__}: {error}"})
         raise
 
 

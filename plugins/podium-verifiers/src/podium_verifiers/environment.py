@@ -9,17 +9,18 @@ session's. The process is started once in each rollout worker, and lives all its
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from podium.errors import ConfigError, PodiumError
+from podium.processes import Launched, Requests, describe_exit
 from podium.rollout.environments import Outcome
 
 if TYPE_CHECKING:
@@ -86,9 +87,8 @@ class Verifiers:
 
     async def play(self, task: Task, client: Client) -> Outcome:
         """Live the episode of a task."""
-        loop = asyncio.get_running_loop()
-        if self._process is None or self._process.loop is not loop or self._process.over:
-            self._process = _Process(loop, [self._python, "-P", str(_CHILD), "live", self._settings])
+        if self._process is None or self._process.over:
+            self._process = _Process([self._python, "-P", str(_CHILD), "live", self._settings])
         answer = await self._process.ask(
             {
                 "place": int(task["place"]),
@@ -103,57 +103,43 @@ class Verifiers:
 
 
 class _Process:
-    """The process, which lives episodes for the sessions of one event loop."""
+    """The process, which lives episodes.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, command: Sequence[str]) -> None:
-        self.loop, self._command = loop, command
-        self.over, self._reason = False, ""
-        self._numbers = itertools.count()
-        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._started = loop.create_task(self._start())
-        self._reading: asyncio.Task[None] | None = None
+    Attributes:
+        over: Whether it has ended.
+    """
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
-        child = await asyncio.create_subprocess_exec(
-            *self._command, stdin=pipe, stdout=pipe, limit=1 << 26, env=_environment(self._command[0])
-        )
-        self._reading = self.loop.create_task(self._read(child))
-        return child
+    def __init__(self, line: Sequence[str]) -> None:
+        self._launched = Launched(line, env=_environment(line[0]))
+        self._requests = Requests(self._launched.channel, _settle)
+        self._failure = self._requests.expect(0)  # in words of its own
+        self.over = False
+        threading.Thread(target=self._read, name="podium-verifiers", daemon=True).start()
 
     async def ask(self, episode: Mapping[str, Any]) -> dict[str, Any]:
         """Return the outcome of an episode. Raises PodiumError where the process ended."""
-        child, id = await asyncio.shield(self._started), str(next(self._numbers))
-        if self.over:
-            raise PodiumError(f"the process of verifiers ended with exit status {child.returncode}{self._reason}")
-        outcome = self._waiting[id] = self.loop.create_future()
-        assert child.stdin is not None
-        child.stdin.write(json.dumps({"id": id, **episode}).encode() + b"\n")
         try:
-            return await outcome
+            outcome = self._requests.send(episode)
+        except OSError as error:
+            raise PodiumError(f"the process of verifiers has ended: {error}") from error
+        try:
+            return await asyncio.wrap_future(outcome)
         except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                child.stdin.write(json.dumps({"cancel": id}).encode() + b"\n")
+            self._requests.cancel(outcome)
             raise
-        finally:
-            self._waiting.pop(id, None)
 
-    async def _read(self, child: asyncio.subprocess.Process) -> None:
-        assert child.stdout is not None
-        while line := await child.stdout.readline():
-            outcome = json.loads(line)
-            id = outcome.pop("id")
-            if not id:
-                self._reason = f": {outcome['error']}"
-            waiting = self._waiting.get(id)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(outcome)
+    def _read(self) -> None:
+        self._requests.settle_until_end()
         self.over = True
-        status = await child.wait()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                error = PodiumError(f"the process of verifiers ended with exit status {status}{self._reason}")
-                waiting.set_exception(error)
+        self._launched.reap()
+        self._launched.channel.close()
+        end = describe_exit(self._launched.process.returncode)
+        reason = f": {self._failure.result()['error']}" if self._failure.done() else ""
+        self._requests.fail(PodiumError(f"the process of verifiers ended with {end}{reason}"))
+
+
+def _settle(answer: Future[Any], body: bytes) -> None:
+    answer.set_result(json.loads(body))
 
 
 def _explain_end(done: subprocess.CompletedProcess[str]) -> str:
