@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 from tests.contract.everyday import is_exhaustive
+
+PARAMETERS = pytest.StashKey[defaultdict[str, set[str]]]()
+"""The parameters with which each test of the suite was collected, whether it is selected or not."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -13,5 +18,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     assert isinstance(item, pytest.Function)
     # pytest names the target first: [ray], or [ray-large] for a test that has parameters of its own.
     target, _, parameters = item.callspec.id.partition("-")
+    item.config.stash.setdefault(PARAMETERS, defaultdict(set))[item.originalname].add(parameters)
     if is_exhaustive(item.originalname, target, parameters):
         item.add_marker(pytest.mark.exhaustive)
