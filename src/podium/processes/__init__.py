@@ -17,17 +17,17 @@ child. Each child is a subreaper, so that what a child has started stays below i
 the child has ended. Where a supervisor was killed itself, the controller kills what carries the mark in its environment
 that only this supervisor's descendants have.
 
-Five parts of Podium run a user's code this way. What differs is who decides about the children:
+Five parts of Podium run a user's code this way, over frames of one format, and differ in who decides:
 
-    rewards       the dispatcher is the supervisor. It hands out items, and keeps a deadline for each
-    sessions      a fork server. A session asks its client in the worker, which decides when the session is over
-    tools         one child for one call. Supervisor and child end with the call
-    worker        a fork server. Its children talk to the controller through sockets of their own, whose messages carry
-    processes     descriptors of shared memory and have no length prefix: see backends/local/wire.py
-    other         a command in another Python environment, which has no Podium. It has no supervisor, and speaks frames
-    interpreters
+    rewards            The supervisor is a dispatcher that hands out items and keeps a deadline for each. Its children
+                       have a limit of memory, and see no secrets of the environment.
+    sessions           A fork server starts and kills what the worker asks for. A session sends requests to the worker.
+    tools              The supervisor has one child for one call, and ends with it.
+    worker processes   A fork server starts them. The messages of calls bring descriptors of shared memory and keep the
+                       bounds that the kernel gives them, so they are no frames: see backends/local/wire.py.
+    other Pythons      The command of an environment without Podium has no supervisor. It speaks frames by itself.
 
-Frames, the filter of secrets, limits of time, memory, descriptors and message length are the same for all of them.
+Only rewards are kept from secrets: environments and workers need keys, as those of judges and trackers.
 """
 
 from podium.processes.channel import HEADER, Channel, Frame, FrameError, Requests, make_frame, read_frame
