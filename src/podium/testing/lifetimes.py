@@ -12,6 +12,7 @@ import torch.distributed as dist
 from podium.errors import CallCancelled, ConfigError, EndpointError, SerializationError, WorkerDied, WorkerStartError
 from podium.runtime import Cluster, Worker, colocate, endpoint
 from podium.runtime.calls import process_calls
+from podium.runtime.calls.siblings import find_waiting_siblings
 from podium.testing.shipped import exit_on
 from podium.testing.target import Target, need, refuses
 from podium.testing.workers import Counter, Keeper, RaisesOn
@@ -142,10 +143,9 @@ class LifetimeContract:
     ) -> None:
         need(cluster, "collectives", "processes")
         freed, restarted = threading.Event(), threading.Event()
-        find = process_calls.find_waiting_siblings
 
         def find_late(*args: Any) -> list[int]:
-            ranks = find(*args)
+            ranks = find_waiting_siblings(*args)
             restarted.wait()  # siblings are freed while the new workers are at work
             freed.set()
             return ranks

@@ -75,38 +75,40 @@ class Estimator(Worker):
             kl_N = kl_estimate(old_N, ref_N, self.algorithm.kl_estimator)
             own_N = old_N.new_zeros(len(old_N)) if token_rewards_N is None else token_rewards_N
             token_rewards_N = penalize(own_N, kl_N, mask.values, kl_coef)
-        one = Trajectories.of(batch)
+        trajectories = Trajectories.of(batch)
         truncated_B = None
         if fields.FINISH_REASON in batch:
             truncated_B = torch.tensor([reason == "length" for reason in batch.python(fields.FINISH_REASON)])
         inputs = AdvantageInputs(
-            rewards_B=batch.dense(fields.REWARDS)[one.first_R],
-            group_B=one.group_R,
-            mask_N=one.in_time(mask.values),
-            offsets_B1=one.offsets_R1,
-            token_rewards_N=None if token_rewards_N is None else one.in_time(token_rewards_N),
-            turn_N=one.in_time(batch.jagged(fields.TURN).values) if fields.TURN in batch else None,
-            values_N=one.in_time(batch.jagged(fields.VALUES).values) if fields.VALUES in batch else None,
-            bootstrap_B=batch.dense(fields.BOOTSTRAP)[one.last_R] if fields.BOOTSTRAP in batch else None,
-            truncated_B=None if truncated_B is None else truncated_B[one.last_R],
+            rewards_B=batch.dense(fields.REWARDS)[trajectories.first_R],
+            group_B=trajectories.group_R,
+            mask_N=trajectories.in_time(mask.values),
+            offsets_B1=trajectories.offsets_R1,
+            token_rewards_N=None if token_rewards_N is None else trajectories.in_time(token_rewards_N),
+            turn_N=trajectories.in_time(batch.jagged(fields.TURN).values) if fields.TURN in batch else None,
+            values_N=trajectories.in_time(batch.jagged(fields.VALUES).values) if fields.VALUES in batch else None,
+            bootstrap_B=batch.dense(fields.BOOTSTRAP)[trajectories.last_R] if fields.BOOTSTRAP in batch else None,
+            truncated_B=None if truncated_B is None else truncated_B[trajectories.last_R],
             parts_B={
-                name.removeprefix(fields.PART): batch.dense(name)[one.first_R]
+                name.removeprefix(fields.PART): batch.dense(name)[trajectories.first_R]
                 for name in batch
                 if name.startswith(fields.PART)
             },
             data={
-                name.removeprefix(fields.DATA): [batch.python(name)[row] for row in one.first_R.tolist()]
+                name.removeprefix(fields.DATA): [batch.python(name)[row] for row in trajectories.first_R.tolist()]
                 for name in batch
                 if name.startswith(fields.DATA)
             },
-            **{f"{name}_N": one.in_time(batch.jagged(name).values) for name in declared.columns},
+            **{f"{name}_N": trajectories.in_time(batch.jagged(name).values) for name in declared.columns},
         )
         outputs = compute_advantages(inputs, self.algorithm)
-        columns: dict[str, Jagged | Tensor] = {fields.ADVANTAGES: mask.like(one.in_rows(outputs.advantages_N.float()))}
+        columns: dict[str, Jagged | Tensor] = {
+            fields.ADVANTAGES: mask.like(trajectories.in_rows(outputs.advantages_N.float()))
+        }
         if outputs.returns_N is not None:
-            columns[fields.RETURNS] = mask.like(one.in_rows(outputs.returns_N.float()))
+            columns[fields.RETURNS] = mask.like(trajectories.in_rows(outputs.returns_N.float()))
         if fields.TRAJECTORY in batch:
-            columns[fields.TRAJECTORY_TOKENS] = one.sums(sampled_counts(mask))[one.trajectory_B]
+            columns[fields.TRAJECTORY_TOKENS] = trajectories.sums(sampled_counts(mask))[trajectories.trajectory_B]
         return Batch(columns)
 
     @endpoint(dispatch=only(0), collect=first(), concurrent=True, readonly=True)
@@ -119,15 +121,15 @@ class Estimator(Worker):
                 environment's sessions; for the mismatch of log-probabilities, in nats, also ``old_logprobs`` and
                 ``rollout_logprobs``.
         """
-        mask, one = batch.jagged(fields.LOSS_MASK), Trajectories.of(batch)
-        rewards_R = batch.dense(fields.REWARDS)[one.first_R]
-        lengths_R = one.sums(sampled_counts(mask).float())
+        mask, trajectories = batch.jagged(fields.LOSS_MASK), Trajectories.of(batch)
+        rewards_R = batch.dense(fields.REWARDS)[trajectories.first_R]
+        lengths_R = trajectories.sums(sampled_counts(mask).float())
         if fields.TOKEN_REWARDS in batch:
-            rewards_R = rewards_R + one.sums(_row_sums(batch.jagged(fields.TOKEN_REWARDS)))
+            rewards_R = rewards_R + trajectories.sums(_row_sums(batch.jagged(fields.TOKEN_REWARDS)))
         figures = {
             metrics.REWARD_MEAN: float(rewards_R.mean()),
             metrics.REWARD_STD: float(rewards_R.std(correction=0)),
-            metrics.FLAT_GROUPS: flat_groups(rewards_R, one.group_R),
+            metrics.FLAT_GROUPS: flat_groups(rewards_R, trajectories.group_R),
             metrics.LENGTH_MEAN: float(lengths_R.mean()),
             metrics.LENGTH_MAX: float(lengths_R.max()),
         }

@@ -64,8 +64,8 @@ class Generator(WeightReceiver):
         Raises:
             DataError: There are not n seeds for each prompt.
         """
-        asked = self._asked(prompts, sampling)
-        return self._drawn(prompts, sampling, self._ready_engine().generate(*asked) if asked[0] else [])
+        requests = self._asked(prompts, sampling)
+        return self._drawn(prompts, sampling, self._ready_engine().generate(*requests) if requests[0] else [])
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
     async def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
@@ -75,10 +75,10 @@ class Generator(WeightReceiver):
         """
         if next(cls for cls in type(self).__mro__ if "generate" in vars(cls)) is not Generator:
             return await asyncio.to_thread(self.generate, prompts, sampling)  # a subclass's own
-        asked = self._asked(prompts, sampling)
-        if not asked[0]:
+        requests = self._asked(prompts, sampling)
+        if not requests[0]:
             return self._drawn(prompts, sampling, [])
-        return self._drawn(prompts, sampling, await asyncio.wrap_future(self._ready_engine().generate_later(*asked)))
+        return self._drawn(prompts, sampling, await asyncio.wrap_future(self._ready_engine().generate_later(*requests)))
 
     def tokens(self) -> EngineClient:
         """Return what draws tokens for sessions in this process, beside all calls."""
@@ -152,10 +152,10 @@ class Generator(WeightReceiver):
         return batch
 
     def _journal_at(self, path: str) -> Journal:
-        own = Path(path if self.ctx.rank == 0 else f"{path}.{self.ctx.rank}")
+        journal_path = Path(path if self.ctx.rank == 0 else f"{path}.{self.ctx.rank}")
         with self._making:
-            if self._journal is None or self._journal.path != own:
-                self._journal = Journal(own)
+            if self._journal is None or self._journal.path != journal_path:
+                self._journal = Journal(journal_path)
             return self._journal
 
     @cached_property
@@ -192,8 +192,8 @@ def _as_batch(
     kept = [c.kept for c in drawn if c.kept is not None]
     sizes = torch.zeros(len(sampled), dtype=torch.int64)
     if kept:
-        sizes[sampled] = torch.cat([one.offsets.diff() for one in kept])
-    ids = Jagged.from_rows([one.ids for one in kept])
+        sizes[sampled] = torch.cat([tokens.offsets.diff() for tokens in kept])
+    ids = Jagged.from_rows([tokens.ids for tokens in kept])
     return batch.with_columns({fields.KEPT_SIZES: tokens.like(sizes), fields.KEPT_IDS: ids})
 
 

@@ -169,7 +169,7 @@ class Learner(Worker):
         try:
             (folder / RESUME).mkdir(parents=True, exist_ok=True)
             sums = {} if model is None else model.write(folder)
-            return sums | {f"{RESUME}/{name}": one for name, one in state.write(folder / RESUME).items()}
+            return sums | {f"{RESUME}/{name}": entry for name, entry in state.write(folder / RESUME).items()}
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {explain(error)}") from error
 
@@ -262,9 +262,11 @@ class Learner(Worker):
             return batch
         mask, mode = batch.jagged(fields.LOSS_MASK), self.algorithm.aggregation
         counts = sampled_counts(mask)
-        whole = batch.dense(fields.TRAJECTORY_TOKENS) if fields.TRAJECTORY_TOKENS in batch else counts
-        own = torch.stack([counts.sum().double(), (counts.double() / whole.clamp(min=1)).sum()]).to(self.device)
-        tokens, rows = self.engine.parallel.gather(own).sum(0).to(mask.offsets.device)
+        trajectory_tokens = batch.dense(fields.TRAJECTORY_TOKENS) if fields.TRAJECTORY_TOKENS in batch else counts
+        local_sums = torch.stack([counts.sum().double(), (counts.double() / trajectory_tokens.clamp(min=1)).sum()]).to(
+            self.device
+        )
+        tokens, rows = self.engine.parallel.gather(local_sums).sum(0).to(mask.offsets.device)
         weights = loss_weights(
             mask.values.bool(),
             mask.offsets,
@@ -272,7 +274,7 @@ class Learner(Worker):
             constant=batch.meta.get("max_new_tokens"),
             tokens=tokens,
             rows=rows,
-            trajectory_tokens_B=whole,
+            trajectory_tokens_B=trajectory_tokens,
         )
         return batch.with_columns({fields.LOSS_WEIGHTS: mask.like(weights)})
 
@@ -284,7 +286,11 @@ class Learner(Worker):
                 together.
         """
         adapted = self.config.lora is not None and not whole
-        named = {name: one for name, one in self.model.named_parameters() if one.requires_grad or not adapted}
+        named = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad or not adapted
+        }
         state = {f"{_MODEL}{name}": parameter.detach() for name, parameter in named.items()}
         if self.engine.optimizer is not None:
             for name, parameter in named.items():
@@ -325,8 +331,10 @@ class Learner(Worker):
 
 
 def _is_finite(parameter: Tensor) -> bool:
-    own = cast("Any", parameter).to_local() if hasattr(parameter, "to_local") else parameter  # of a shard, this rank's
-    return own.numel() == 0 or bool(torch.stack(torch.aminmax(own.detach())).isfinite().all())
+    local = (
+        cast("Any", parameter).to_local() if hasattr(parameter, "to_local") else parameter
+    )  # of a shard, this rank's
+    return local.numel() == 0 or bool(torch.stack(torch.aminmax(local.detach())).isfinite().all())
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class Policy(Learner):
     @endpoint(collect=nothing())
     def rest(self, weights: bool = True) -> None:
         """As :meth:`.Learner.rest`. Weights stay that a generator in the same process reads."""
-        read = any(one.reads_policy for one in self.ctx.colocated.values() if isinstance(one, WeightReceiver))
+        read = any(worker.reads_policy for worker in self.ctx.colocated.values() if isinstance(worker, WeightReceiver))
         self.engine.rest(weights=weights and not read)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
@@ -156,8 +156,8 @@ class Policy(Learner):
     @endpoint(collect=first())
     def weight_manifest(self) -> WeightManifest:
         """Return names and shapes of all weights, and what tells the weights of one moment from those of another."""
-        place = "" if self._in_place is None else self._in_place.key
-        return WeightManifest(self._weights.manifest, self.engine.step_count, place)
+        memory_key = "" if self._in_place is None else self._in_place.key
+        return WeightManifest(self._weights.manifest, self.engine.step_count, memory_key)
 
     @endpoint(collect=first(), returns="ref")
     def weight_bucket(self, index: int, bucket_bytes: int, known: Sequence[int] | None = None) -> Bucket:
@@ -209,18 +209,18 @@ class Policy(Learner):
         Raises:
             CheckpointError: The directory cannot be written.
         """
-        whole = full_weights(self.model)
+        all_weights = full_weights(self.model)
         if self.ctx.rank == 0:
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in whole}
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in all_weights}
             save_pretrained(self.model, weights, path, load_tokenizer(self.config.tokenizer_source))
         else:
-            deque(whole, maxlen=0)  # shards are gathered from all ranks
+            deque(all_weights, maxlen=0)  # shards are gathered from all ranks
 
     def _scores(self, batch: Batch, entropy: bool) -> dict[str, Jagged]:
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
             scores = score_tokens(self.model, batch, micro, entropy=entropy)
-            found = {fields.OLD_LOGPROBS: scores.logprobs}
-            return found if scores.entropy is None else {**found, fields.ENTROPY: scores.entropy}
+            columns = {fields.OLD_LOGPROBS: scores.logprobs}
+            return columns if scores.entropy is None else {**columns, fields.ENTROPY: scores.entropy}
 
         names = (fields.OLD_LOGPROBS, fields.ENTROPY) if entropy else (fields.OLD_LOGPROBS,)
         return self.engine.evaluate(batch, compute, names)
@@ -237,26 +237,28 @@ class Policy(Learner):
         mask = batch.jagged(fields.LOSS_MASK)
         chosen_N, lengths_B = mask.values.bool(), sampled_counts(mask)
         scores = self._scores(batch, entropy=True)
-        own = {
+        own_columns = {
             **{name: batch.jagged(name).values[chosen_N] for name in (fields.TOKENS, *columns)},
             "logprobs": scores[fields.OLD_LOGPROBS].values[chosen_N],
             "entropy": scores[fields.ENTROPY].values[chosen_N],
         }
-        every = self.engine.parallel.gather_objects((own, lengths_B[lengths_B > 0]))
+        every = self.engine.parallel.gather_objects((own_columns, lengths_B[lengths_B > 0]))
         lengths_B = torch.cat([lengths for _, lengths in every])
-        whole = LossInputs(
+        loss_inputs = LossInputs(
             offsets_B1=torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).to(self.device),
-            columns={name: torch.cat([tokens[name] for tokens, _ in every]).to(self.device) for name in own},
+            columns={name: torch.cat([tokens[name] for tokens, _ in every]).to(self.device) for name in own_columns},
             step=self.engine.step_count,
         )
         start = sum(int(lengths.sum()) for _, lengths in every[: self.ctx.rank])
-        found: dict[str, Jagged] = {}
+        columns_added: dict[str, Jagged] = {}
         with torch.no_grad():
-            for name, figure_M in _checked(figures(whole, self.algorithm), whole, batch, self.algorithm.loss).items():
+            for name, figure_M in _checked(
+                figures(loss_inputs, self.algorithm), loss_inputs, batch, self.algorithm.loss
+            ).items():
                 values_N = torch.zeros(len(chosen_N), dtype=figure_M.dtype)
                 values_N[chosen_N] = figure_M[start : start + int(chosen_N.sum())].cpu()
-                found[name] = mask.like(values_N)
-        return found
+                columns_added[name] = mask.like(values_N)
+        return columns_added
 
 
 def _checked(figures: object, whole: LossInputs, batch: Batch, loss: str) -> Mapping[str, Tensor]:
@@ -267,10 +269,10 @@ def _checked(figures: object, whole: LossInputs, batch: Batch, loss: str) -> Map
     named = cast("Mapping[str, object]", figures)
     for name, figure_M in named.items():
         if not isinstance(figure_M, Tensor) or list(figure_M.shape) != expected:
-            found = (
+            kind = (
                 f"of shape {list(figure_M.shape)}" if isinstance(figure_M, Tensor) else f"as {type(figure_M).__name__}"
             )
-            raise DataError(f"{who} returned {name} {found}; expected one value a token, {expected}")
+            raise DataError(f"{who} returned {name} {kind}; expected one value a token, {expected}")
         if name in batch:
             raise DataError(f"{who} returned {name!r}, which is a column of the batch: choose another name")
     return cast("Mapping[str, Tensor]", named)

@@ -137,10 +137,10 @@ class Rollout(Worker):
             self._reports[key] = {**_report(episodes, service), "unknown": self._unknown(episodes)}
         return _as_batch(
             [
-                (episode, trajectory, group, number * _AGENTS + place)
+                (episode, trajectory, group, number * _AGENTS + index)
                 for episode, group, number in zip(episodes, tasks.dense(fields.GROUP).tolist(), numbers, strict=True)
                 if not episode.failure
-                for place, trajectory in enumerate(episode.trajectories)
+                for index, trajectory in enumerate(episode.trajectories)
             ],
             service,
             sampling,
@@ -185,13 +185,13 @@ class Rollout(Worker):
         from podium.rollout.service.gateway import gateway
 
         source = self._source
-        known = [most for most in (longest_text(self._model, generated=True), source.positions) if most]
+        limits = [most for most in (longest_text(self._model, generated=True), source.positions) if most]
         service = Service(
             source,
             self._form,
             self._tokenizer,
             model=_MODEL,
-            context=min(known, default=_LONGEST),
+            context=min(limits, default=_LONGEST),
             stop_token_ids=sampling.stop_token_ids,
             most_tokens=1 << 62,  # sessions wait at the engine, not at its door
             rules=sampling,
@@ -250,14 +250,14 @@ def _as_batch(
     found: Sequence[tuple[Episode, Trajectory, int, int]], service: Service, sampling: SamplingParams
 ) -> Batch:
     """The rows of trajectories, each with its episode, its group and its number."""
-    rows = [(*one, row) for one in found for row in one[1].session.rows]
+    rows = [(*outcome, row) for outcome in found for row in outcome[1].session.rows]
     tokens = Jagged.from_rows([torch.tensor(row.ids) for *_, row in rows])
 
     def column(values: Sequence[Sequence[Any]], dtype: torch.dtype) -> Jagged:
-        flat = [value for own in values for value in own]
+        flat = [value for row_values in values for value in row_values]
         return tokens.like(torch.tensor(flat, dtype=dtype))
 
-    turns = [_turns(row, one.turn_rewards) for _, one, _, _, row in rows]
+    turns = [_turns(row, trajectory.turn_rewards) for _, trajectory, _, _, row in rows]
     batch = Batch(
         {
             fields.TOKENS: tokens,
@@ -270,15 +270,20 @@ def _as_batch(
             fields.TRAJECTORY: torch.tensor([number for _, _, _, number, _ in rows], dtype=torch.int64),
             fields.SESSION: torch.tensor([number // _AGENTS for _, _, _, number, _ in rows], dtype=torch.int64),
             fields.GROUP: torch.tensor([group for _, _, group, _, _ in rows], dtype=torch.int64),
-            fields.AGENT: [one.agent for _, one, _, _, _ in rows],
+            fields.AGENT: [trajectory.agent for _, trajectory, _, _, _ in rows],
             fields.FINISH_REASON: [
                 "length" if episode.truncated else row.turns[-1].finish_reason for episode, _, _, _, row in rows
             ],
             fields.GRADE: [
-                Earned(one.score, dict(episode.parts), float(sum(one.turn_rewards.values())), episode.truncated)
-                for episode, one, _, _, _ in rows
+                Earned(
+                    trajectory.score,
+                    dict(episode.parts),
+                    float(sum(trajectory.turn_rewards.values())),
+                    episode.truncated,
+                )
+                for episode, trajectory, _, _, _ in rows
             ],
-            fields.TEXT: text_column([_last_text(one) for _, one, _, _, _ in rows]),
+            fields.TEXT: text_column([_last_text(row) for _, row, _, _, _ in rows]),
         },
         {"temperature": sampling.temperature},
     )
@@ -286,8 +291,10 @@ def _as_batch(
         return batch
     kept = [ids for *_, row in rows for ids in row.kept]
     sizes = tokens.like(torch.tensor([len(ids) for ids in kept], dtype=torch.int64))
-    own = Jagged.from_rows([torch.tensor([i for ids in row.kept for i in ids], dtype=torch.int64) for *_, row in rows])
-    return batch.with_columns({fields.KEPT_SIZES: sizes, fields.KEPT_IDS: own})
+    kept_ids = Jagged.from_rows(
+        [torch.tensor([i for ids in row.kept for i in ids], dtype=torch.int64) for *_, row in rows]
+    )
+    return batch.with_columns({fields.KEPT_SIZES: sizes, fields.KEPT_IDS: kept_ids})
 
 
 def _turns(row: Row, rewards: Any) -> tuple[list[int], list[float]]:
@@ -300,8 +307,8 @@ def _turns(row: Row, rewards: Any) -> tuple[list[int], list[float]]:
 
 
 def _range(row: Row) -> tuple[int, int]:
-    own = [version for version, sampled in zip(row.versions, row.sampled, strict=True) if sampled]
-    return min(own), max(own)
+    versions = [version for version, sampled in zip(row.versions, row.sampled, strict=True) if sampled]
+    return min(versions), max(versions)
 
 
 def _last_text(one: Trajectory) -> str:

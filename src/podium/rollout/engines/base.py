@@ -205,33 +205,33 @@ class Engine(ABC):
 
         ``cancel()`` of the future ends the requests.
         """
-        drawn: Future[list[Completion]] = Future()
+        future: Future[list[Completion]] = Future()
         rows = self._rows(prompts, params, seeds, journal, begun)
         with self._changed:
-            self._later |= dict.fromkeys(rows.seeds, (rows, drawn))
+            self._later |= dict.fromkeys(rows.seeds, (rows, future))
             self._enqueue(rows.missing(), self._later_box)
             if not self._later_runs:
                 self._later_runs = True
                 threading.Thread(target=self._draw_later, name="podium-draw", daemon=True).start()
-        drawn.add_done_callback(lambda future: self._finish(rows) if future.cancelled() else None)
+        future.add_done_callback(lambda future: self._finish(rows) if future.cancelled() else None)
         if rows.done:
-            self._settle(rows, drawn)
-        return drawn
+            self._settle(rows, future)
+        return future
 
     def _draw_later(self) -> None:
         """The thread of ``generate_later``. It ends when nothing is in flight."""
         while True:
             for event in self._drive(self._later_box, None):
                 with self._changed:
-                    rows, drawn = self._later.pop(event.id, (None, None))
-                if rows is None or drawn is None:
+                    rows, future = self._later.pop(event.id, (None, None))
+                if rows is None or future is None:
                     continue
                 try:
                     rows.take(event)
                 except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits
-                    self._settle(rows, drawn, error)
+                    self._settle(rows, future, error)
                 if rows.done:
-                    self._settle(rows, drawn)
+                    self._settle(rows, future)
             with self._changed:
                 if not self._later:
                     self._later_runs = False
@@ -273,18 +273,18 @@ class Engine(ABC):
             if row not in rows.completions:
                 self.abort(row)
             self._later.pop(row, None)
-            if found := self._journals.pop(row, None):
-                found[0].finished([seed])
-                found[0].flush()
+            if journal := self._journals.pop(row, None):
+                journal[0].finished([seed])
+                journal[0].flush()
 
     def _report(self) -> None:
         """Write what is drawn into the journals. Only the thread that calls ``advance`` may do this."""
         self._reported_s = time.monotonic()
         journals = self._journals.copy()
-        for id, drawn in self.drawn():
-            if found := journals.get(id):
-                journal, seed, at = found
-                journal.add(seed, drawn, at)
+        for id, draft in self.drawn():
+            if entry := journals.get(id):
+                journal, seed, at = entry
+                journal.add(seed, draft, at)
         for journal in {journal.path: journal for journal, *_ in journals.values()}.values():
             journal.flush()
 

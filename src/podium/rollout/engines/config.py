@@ -116,13 +116,13 @@ def installed_engines() -> Mapping[str, EntryPoint]:
     Raises:
         ConfigError: There is none, because the installation's metadata is older than its code.
     """
-    found = {entry.name: entry for entry in entry_points(group="podium.engines")}
-    if not found:
+    entries = {entry.name: entry for entry in entry_points(group="podium.engines")}
+    if not entries:
         raise ConfigError(
             "this installation of podium has no entry points in the group 'podium.engines', so its metadata is older "
             "than its code; install it again, in a checkout by: pip install -e ."
         )
-    return found
+    return entries
 
 
 def check_engine(config: EngineConfig) -> None:
@@ -157,25 +157,25 @@ def engine_class(name: str) -> type[Engine]:
     entry = installed_engines()[name]
     subject = f"engine.name = {name!r}: {entry.value}"
     try:
-        found: Any = entry.load()
+        engine_class: Any = entry.load()
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this function's
-        lines = [f"{one.filename}:{one.lineno}: " for one in frames if "importlib" not in one.filename]
+        lines = [f"{frame.filename}:{frame.lineno}: " for frame in frames if "importlib" not in frame.filename]
         where = lines[-1] if lines else ""
         kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
         raise ConfigError(
             f"{subject} cannot be loaded: {where}{kind}{error}; mend that, or use engine.name=auto"
         ) from error
-    if not (inspect.isclass(found) and issubclass(found, Engine)):
+    if not (inspect.isclass(engine_class) and issubclass(engine_class, Engine)):
         raise ConfigError(f"{subject} is no engine: expected a subclass of podium.rollout.engines.Engine")
-    if missing := sorted(found.__abstractmethods__):
+    if missing := sorted(engine_class.__abstractmethods__):
         raise ConfigError(f"{subject} does not implement {', '.join(missing)}, which every engine does")
-    if found.options is not None and not is_pydantic_dataclass(found.options):
+    if engine_class.options is not None and not is_pydantic_dataclass(engine_class.options):
         raise ConfigError(
-            f"{subject} has options = {found.options!r}, which is no section: decorate the class with "
+            f"{subject} has options = {engine_class.options!r}, which is no section: decorate the class with "
             '@section("engine.options") from podium.config'
         )
-    return found
+    return engine_class
 
 
 def model_device(config: EngineConfig, device: torch.device) -> torch.device:
@@ -231,10 +231,10 @@ def _check_package(name: str) -> None:
 
 def _automatic() -> list[tuple[str, type[Engine]]]:
     """The engines that "auto" chooses from, the first choice first."""
-    found: list[tuple[str, type[Engine]]] = []
+    engines: list[tuple[str, type[Engine]]] = []
     for name in installed_engines():
         try:
-            found.append((name, engine_class(name)))
+            engines.append((name, engine_class(name)))
         except ConfigError:  # an engine without its packages is none to choose from
             continue
-    return sorted((one for one in found if one[1].auto_rank > 0), key=lambda one: -one[1].auto_rank)
+    return sorted((engine for engine in engines if engine[1].auto_rank > 0), key=lambda one: -one[1].auto_rank)

@@ -58,10 +58,10 @@ def seed_at(seed: int, position: int) -> int:
     state = int(_mix(np.array([seed % _WORD], np.uint64) * _GOLDEN + _ONE)[0]) + position * golden
     for factor, shift in ((1, 31), (second, 27), (first, 30)):  # each line of _mix, the last one first
         state = state * pow(factor, -1, _WORD) % _WORD
-        whole = state
+        combined = state
         while state := state >> shift:
-            whole ^= state
-        state = whole
+            combined ^= state
+        state = combined
     start = (state - 1) * pow(golden, -1, _WORD) % _WORD
     return start - _WORD if start >= _WORD // 2 else start
 
@@ -90,10 +90,10 @@ def _invert(mass_BN: Tensor, uniforms_B: Tensor) -> Tensor:
     size = mass_BN.shape[1]
     if size <= _FLAT_LIMIT:
         return _search(mass_BN, uniform)[0]
-    whole = size - size % _CHUNK
-    sums = mass_BN[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)
-    if whole < size:
-        sums = torch.cat((sums, mass_BN[:, whole:].sum(-1, keepdim=True)), 1)
+    even_size = size - size % _CHUNK
+    sums = mass_BN[:, :even_size].unflatten(1, (-1, _CHUNK)).sum(-1)
+    if even_size < size:
+        sums = torch.cat((sums, mass_BN[:, even_size:].sum(-1, keepdim=True)), 1)
     chunk, running, target = _search(sums, uniform)
     start = chunk * _CHUNK
     columns = start + torch.arange(_CHUNK, device=mass_BN.device)
@@ -118,10 +118,10 @@ def _search(mass_BN: Tensor, uniform_B1: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _draw_kept(probs_BV: Tensor, params: SamplingParams, uniforms_B: Tensor) -> Draw:
-    mass, order, whole = _candidates(probs_BV, params)
+    mass, order, total = _candidates(probs_BV, params)
     running = torch.cumsum(mass, -1, dtype=torch.float64)
     before = torch.cat((torch.zeros_like(running[:, :1]), running[:, :-1]), 1)
-    dropped = before >= params.top_p * whole
+    dropped = before >= params.top_p * total
     dropped[:, 0] = False
     mass = mass.masked_fill(dropped, 0)
     index = _invert(mass, uniforms_B)
@@ -140,13 +140,13 @@ def _candidates(probs_BV: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
     if params.top_k > 0:
         mass, order = probs_BV.topk(min(params.top_k, vocabulary), dim=-1)
         return mass, order, mass.sum(-1, keepdim=True, dtype=torch.float64)
-    whole = probs_BV.sum(-1, keepdim=True, dtype=torch.float64)
+    total = probs_BV.sum(-1, keepdim=True, dtype=torch.float64)
     size = min(_CANDIDATES, vocabulary)
     while True:
         mass, order = probs_BV.topk(size, dim=-1)
-        short = mass.sum(-1, keepdim=True, dtype=torch.float64) < params.top_p * whole
+        short = mass.sum(-1, keepdim=True, dtype=torch.float64) < params.top_p * total
         if size == vocabulary or not bool(short.any()):
-            return mass, order, whole
+            return mass, order, total
         size = min(size * 8, vocabulary)
 
 

@@ -56,10 +56,10 @@ class Drawn:
     def of(completion: Completion) -> Drawn:
         """The tokens of a whole completion."""
         kept = completion.kept
-        each = None if kept is None else [kept.at(place).tolist() for place in range(len(completion))]
+        kept_ids = None if kept is None else [kept.at(index).tolist() for index in range(len(completion))]
         columns = (completion.token_ids, completion.logprobs, completion.versions)
         token_ids, logprobs, versions = (column.tolist() for column in columns)
-        return Drawn(token_ids, logprobs, versions, each)
+        return Drawn(token_ids, logprobs, versions, kept_ids)
 
     def ended(self, params: SamplingParams) -> FinishReason | None:
         """Why the completion is whole; None where tokens are missing."""
@@ -72,9 +72,9 @@ class Drawn:
         more = Drawn([], [], [], None) if rest is None else Drawn.of(rest)
         kept = None
         if self.kept is not None:
-            each = self.kept + (more.kept or [])
-            sizes = torch.tensor([0, *map(len, each)], dtype=torch.int64)
-            kept = KeptSet(torch.tensor([id for ids in each for id in ids], dtype=torch.int64), sizes.cumsum(0))
+            kept_ids = self.kept + (more.kept or [])
+            sizes = torch.tensor([0, *map(len, kept_ids)], dtype=torch.int64)
+            kept = KeptSet(torch.tensor([id for ids in kept_ids for id in ids], dtype=torch.int64), sizes.cumsum(0))
         return Completion(
             token_ids=torch.tensor(self.token_ids + more.token_ids, dtype=torch.int64),
             logprobs=torch.tensor(self.logprobs + more.logprobs, dtype=torch.float32),
@@ -111,12 +111,12 @@ class Journal:
     def add(self, seed: int, drawn: Drawn, at: int = 0) -> None:
         """Take those tokens of the completion ``seed`` that are not here. ``drawn`` are the ones from ``at`` on."""
         with self._lock:
-            known = self._lengths.get(seed, 0)
-            new = slice(known - at, None)
-            if known < at or len(drawn) <= known - at or self._refused:
+            length = self._lengths.get(seed, 0)
+            new = slice(length - at, None)
+            if length < at or len(drawn) <= length - at or self._refused:
                 return
-            line: dict[str, Any] = {"seed": seed, "at": known}
-            line |= {} if known else {"prompt": self._prompts.get(seed)}
+            line: dict[str, Any] = {"seed": seed, "at": length}
+            line |= {} if length else {"prompt": self._prompts.get(seed)}
             line |= {"ids": drawn.token_ids[new], "logprobs": drawn.logprobs[new], "versions": drawn.versions[new]}
             if drawn.kept is not None:
                 line["kept"] = drawn.kept[new]
@@ -173,7 +173,7 @@ def read_journals(path: str) -> Mapping[int, Drawn]:
     """Read the journals of a group: the file at ``path``, and those of further ranks, which end with their number."""
     first = Path(path)
     files = [first, *sorted(first.parent.glob(f"{first.name}.*[0-9]"))]
-    return {seed: drawn for file in files for seed, drawn in read_journal(file).items()}
+    return {seed: draft for file in files for seed, draft in read_journal(file).items()}
 
 
 def read_journal(path: Path) -> Mapping[int, Drawn]:
@@ -185,21 +185,23 @@ def read_journal(path: Path) -> Mapping[int, Drawn]:
         data = path.read_bytes()
     except OSError:
         return {}
-    found: dict[int, Drawn] = {}
+    drafts: dict[int, Drawn] = {}
     for line in data.splitlines():
         try:
-            own = json.loads(line)
-            if own["seed"] not in found or own["at"] == 0:
-                found[own["seed"]] = Drawn([], [], [], [] if "kept" in own else None, own.get("prompt"))
-            drawn = found[own["seed"]]
-            sizes = {len(own[name]) for name in ("ids", "logprobs", "versions", *(("kept",) if "kept" in own else ()))}
-            if own["at"] != len(drawn) or len(sizes) != 1:
+            entry = json.loads(line)
+            if entry["seed"] not in drafts or entry["at"] == 0:
+                drafts[entry["seed"]] = Drawn([], [], [], [] if "kept" in entry else None, entry.get("prompt"))
+            draft = drafts[entry["seed"]]
+            sizes = {
+                len(entry[name]) for name in ("ids", "logprobs", "versions", *(("kept",) if "kept" in entry else ()))
+            }
+            if entry["at"] != len(draft) or len(sizes) != 1:
                 continue
-            drawn.token_ids.extend(own["ids"])
-            drawn.logprobs.extend(own["logprobs"])
-            drawn.versions.extend(own["versions"])
-            if drawn.kept is not None:
-                drawn.kept.extend(own["kept"])
+            draft.token_ids.extend(entry["ids"])
+            draft.logprobs.extend(entry["logprobs"])
+            draft.versions.extend(entry["versions"])
+            if draft.kept is not None:
+                draft.kept.extend(entry["kept"])
         except (ValueError, KeyError, TypeError):
             continue
-    return {seed: drawn for seed, drawn in found.items() if len(drawn)}
+    return {seed: draft for seed, draft in drafts.items() if len(draft)}

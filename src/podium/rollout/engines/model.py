@@ -45,9 +45,9 @@ class ModelEngine(Engine):
     model: Any
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
-        own = next(model.parameters()).dtype
-        dtype = own if config.dtype is None or self.converts_dtype else getattr(torch, config.dtype)
-        self.copied = any(map(_is_sharded, model.parameters())) or dtype != own
+        model_dtype = next(model.parameters()).dtype
+        dtype = model_dtype if config.dtype is None or self.converts_dtype else getattr(torch, config.dtype)
+        self.copied = any(map(_is_sharded, model.parameters())) or dtype != model_dtype
         refusal = "this engine generates from a copy of the model, which holds no weights before refresh()"
         super().__init__(config, model, refusal if self.copied else "")
         self._given = model
@@ -58,17 +58,18 @@ class ModelEngine(Engine):
         self.positions = getattr(text_config, "max_position_embeddings", None)
 
     def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        known = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        model_shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
         missing = [name for name, _ in self.model.named_parameters() if name not in shapes]
-        unknown = [name for name in shapes if name not in known]
+        unknown = [name for name in shapes if name not in model_shapes]
         if missing or unknown:
             raise ConfigError(
                 f"the weights do not fit the engine's model: missing {missing[:4] or 'none'} ({len(missing)}), unknown "
                 f"{unknown[:4] or 'none'} ({len(unknown)}); they must be the full tensors of the same architecture"
             )
         for name, shape in shapes.items():
-            if tuple(shape) != known[name]:
-                raise ConfigError(f"weight {name} has shape {list(shape)}; the engine's model has {list(known[name])}")
+            if tuple(shape) != model_shapes[name]:
+                expected = list(model_shapes[name])
+                raise ConfigError(f"weight {name} has shape {list(shape)}; the engine's model has {expected}")
 
     def load(self, name: str, start: int, values: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -88,11 +89,13 @@ class ModelEngine(Engine):
         if not self.copied:
             return
         with torch.inference_mode(False), torch.no_grad():
-            given: dict[str, Any] = self._given.state_dict(keep_vars=True)
+            parameters: dict[str, Any] = self._given.state_dict(keep_vars=True)
             # Buffers are among them, such as the routing biases of some mixtures of experts. Tied tensors come once.
             targets = {id(target): (name, target) for name, target in self.model.state_dict(keep_vars=True).items()}
             for name, target in targets.values():
-                copy_tensor(target, given[name].full_tensor() if _is_sharded(given[name]) else given[name])
+                copy_tensor(
+                    target, parameters[name].full_tensor() if _is_sharded(parameters[name]) else parameters[name]
+                )
 
 
 def _is_sharded(tensor: Tensor) -> bool:

@@ -142,14 +142,14 @@ class RequestQueue:
             taken, self._requests = self._requests[:count], self._requests[count:]
             self.drop(())
         else:
-            taken = [one for one in self._requests if alike(one) == alike(self._requests[0])][:count]
-            self.drop({one.id for one in taken})
+            taken = [request for request in self._requests if alike(request) == alike(self._requests[0])][:count]
+            self.drop({request.id for request in taken})
         return taken
 
     def drop(self, ids: Collection[RequestId]) -> None:
         """Remove those of the requests ``ids`` that are in the queue."""
         if ids:
-            self._requests = [one for one in self._requests if one.id not in ids]
+            self._requests = [request for request in self._requests if request.id not in ids]
         if not self._requests:
             self.longest = 0
 

@@ -26,7 +26,7 @@ class Rows:
         self._prompts = [tuple(prompt) for prompt in prompts]  # one object for the n requests of a prompt
         self._params, self._journal = params, journal
         kept = journal is not None or bool(begun)
-        sums = [one for prompt in prompts for one in [checksum(prompt) if kept else 0] * params.n]
+        sums = [prompt_sum for prompt in prompts for prompt_sum in [checksum(prompt) if kept else 0] * params.n]
         self.heads = {
             row: head
             for (row, seed), prompt in zip(self.seeds.items(), sums, strict=True)
@@ -43,16 +43,16 @@ class Rows:
 
     def missing(self) -> list[Request]:
         """The requests for what is not drawn yet."""
-        asked: list[Request] = []
-        for place, (row, seed) in enumerate(self.seeds.items()):
-            prompt, params, head = self._prompts[place // self._params.n], self._params, self.heads.get(row)
+        requests: list[Request] = []
+        for index, (row, seed) in enumerate(self.seeds.items()):
+            prompt, params, head = self._prompts[index // self._params.n], self._params, self.heads.get(row)
             if row in self.completions:
                 continue
             if head is not None:
                 prompt, seed = (*prompt, *head.token_ids), seed_at(seed, len(head))
                 params = replace(params, max_new_tokens=params.max_new_tokens - len(head))
-            asked.append(Request(id=row, prompt=prompt, params=params, seed=seed, reuse_completions=False))
-        return asked
+            requests.append(Request(id=row, prompt=prompt, params=params, seed=seed, reuse_completions=False))
+        return requests
 
     def take(self, event: Event) -> None:
         """Note a completion that is finished. Raises the error of one that failed."""
@@ -60,10 +60,10 @@ class Rows:
             raise event.error
         if isinstance(event, Finished):
             head, rest = self.heads.get(event.id), event.completion
-            whole = head.completion(rest.finish_reason, rest) if head else rest
-            self.completions[event.id] = whole
+            completion = head.completion(rest.finish_reason, rest) if head else rest
+            self.completions[event.id] = completion
             if self._journal is not None:
-                self._journal.add(self.seeds[event.id], Drawn.of(whole))
+                self._journal.add(self.seeds[event.id], Drawn.of(completion))
 
     @property
     def done(self) -> bool:

@@ -55,7 +55,7 @@ class TransformersEngine(ModelEngine):
     @torch.inference_mode()
     def advance(self, interrupted: Callable[[], bool]) -> list[Event]:
         with _sampling_mode(self.model), self.gate:
-            alike = len({len(one.prompt) for one in self.waiting}) > 1 and not self._takes_padding
+            alike = len({len(request.prompt) for request in self.waiting}) > 1 and not self._takes_padding
             requests = self.waiting.take(
                 self.config.max_sequences, lambda one: (one.params, len(one.prompt) if alike else 0)
             )
@@ -68,8 +68,8 @@ class TransformersEngine(ModelEngine):
             kept = [sets[row] for sets in drawing.kept[:length]] if drawing.kept else None
             last = conclude(request, ids_BT[row, :length], logprobs_BT[row, :length], version, kept)
             if request.stream and isinstance(last, Finished):
-                drawn = last.completion
-                events.append(Tokens(request.id, drawn.token_ids.tolist(), drawn.logprobs.tolist(), version))
+                draft = last.completion
+                events.append(Tokens(request.id, draft.token_ids.tolist(), draft.logprobs.tolist(), version))
             events.append(last)
         return events
 
@@ -106,7 +106,7 @@ class TransformersEngine(ModelEngine):
         if getattr(self.model, "_is_stateful", False):
             return False
         low, most = min(3, self.vocabulary - 1), min(16, self.positions or 16) - 2
-        text = [low + (7 * place) % (min(self.vocabulary, 1000) - low) for place in range(most)]
+        text = [low + (7 * index) % (min(self.vocabulary, 1000) - low) for index in range(most)]
         prompts = [text, text[: most // 3 + 1]]
         alone = torch.cat([self._logits([prompt]) for prompt in prompts])
         if same_within_rounding(self._logits(prompts), alone, next(self.model.parameters()).dtype):

@@ -85,10 +85,12 @@ class VllmEngine(ModelEngine):
 
     def __init__(self, config: EngineConfig, model: nn.Module) -> None:
         super().__init__(config, model)
-        own = next(self.model.parameters())
+        parameter = next(self.model.parameters())
         self._spread = config.read_options(VllmOptions).tensor_parallel_size > 1
-        self._dtype: torch.dtype = own.dtype if config.dtype is None else getattr(torch, config.dtype)
-        with torch.random.fork_rng([own.device] if own.device.type == "cuda" else []):  # vLLM seeds torch's generators
+        self._dtype: torch.dtype = parameter.dtype if config.dtype is None else getattr(torch, config.dtype)
+        with torch.random.fork_rng(
+            [parameter.device] if parameter.device.type == "cuda" else []
+        ):  # vLLM seeds torch's generators
             self._engine = _make_engine(config, self.model, self._dtype)
         self.positions = self._engine.model_config.max_model_len
         self._numbers = itertools.count()
@@ -104,8 +106,8 @@ class VllmEngine(ModelEngine):
     def supports(cls, model: nn.Module) -> str | None:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        known = type(getattr(model, "config", None)) in MODEL_FOR_CAUSAL_LM_MAPPING
-        return None if known else f"{type(model).__name__} is no causal language model of transformers"
+        is_known = type(getattr(model, "config", None)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        return None if is_known else f"{type(model).__name__} is no causal language model of transformers"
 
     @classmethod
     def model_device(cls, config: EngineConfig, device: torch.device) -> torch.device:
@@ -149,15 +151,15 @@ class VllmEngine(ModelEngine):
     def drawn(self) -> list[tuple[RequestId, Drawn]]:
         return [
             (
-                one.request.id,
+                request.request.id,
                 Drawn(
-                    one.token_ids.copy(),
-                    one.logprobs.copy(),
-                    one.versions.copy(),
-                    [ids.tolist() for ids in one.kept] if one.request.params.filtered else None,
+                    request.token_ids.copy(),
+                    request.logprobs.copy(),
+                    request.versions.copy(),
+                    [ids.tolist() for ids in request.kept] if request.request.params.filtered else None,
                 ),
             )
-            for one in self._drawing.values()
+            for request in self._drawing.values()
         ]
 
     def _abort_dropped(self) -> None:
@@ -259,9 +261,9 @@ class VllmEngine(ModelEngine):
         outputs: list[Any] = []
         while not any(output.request_id == PROBE for output in outputs):
             outputs += self._engine.step()
-        drawn = next(output for output in outputs if output.request_id == PROBE).outputs[0]
-        token = drawn.token_ids[0]
-        got, expected = drawn.logprobs[0][token].logprob, self._expected_V[token].item()
+        output = next(output for output in outputs if output.request_id == PROBE).outputs[0]
+        token = output.token_ids[0]
+        got, expected = output.logprobs[0][token].logprob, self._expected_V[token].item()
         if not abs(got - expected) <= TOLERANCES.get(self._dtype, 0.5):
             raise GenerationError(
                 f"vLLM does not compute with the weights of version {self.version}: it draws token {token} after "
@@ -273,13 +275,13 @@ class VllmEngine(ModelEngine):
 
 def _kept(row: Mapping[int, Any], request: Request) -> Tensor:
     """The ids that were kept for one token, most probable first."""
-    found = sorted((-entry.logprob, token) for token, entry in row.items() if entry.logprob > -math.inf)
-    if sum(math.exp(-negative) for negative, _ in found) < 0.999:
+    entries = sorted((-entry.logprob, token) for token, entry in row.items() if entry.logprob > -math.inf)
+    if sum(math.exp(-negative) for negative, _ in entries) < 0.999:
         raise GenerationError(
             f"sampling.top_p={request.params.top_p} and sampling.top_k={request.params.top_k} keep more than "
-            f"{len(found)} tokens, which the engine vllm cannot list; set sampling.top_k lower, or above 0"
+            f"{len(entries)} tokens, which the engine vllm cannot list; set sampling.top_k lower, or above 0"
         )
-    return torch.tensor([token for _, token in found])
+    return torch.tensor([token for _, token in entries])
 
 
 def _clear_cache(worker: Any) -> None:
@@ -325,7 +327,7 @@ def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Te
     part: list[tuple[str, Tensor]] = []
     for name, tensor in weights:
         part.append((name, tensor.cpu()))
-        if sum(one.nbytes for _, one in part) >= PART_BYTES:
+        if sum(tensor.nbytes for _, tensor in part) >= PART_BYTES:
             yield part
             part = []
     yield part
@@ -350,7 +352,7 @@ def _make_engine(config: EngineConfig, model: Any, dtype: torch.dtype) -> Any:
         devices = _accelerators(ranks)
         settings |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
     if devices[0].type == "cuda":  # the share of the device's memory that vLLM refuses to start without
-        memory = [torch.cuda.mem_get_info(one) for one in devices]
+        memory = [torch.cuda.mem_get_info(device) for device in devices]
         settings["gpu_memory_utilization"] = min(0.9 * free / total for free, total in memory)
     free_bytes = min(map(free_memory_bytes, devices))
     cache_bytes = free_bytes // 4 if config.cache_gib is None else int(config.cache_gib * 2**30 / ranks)

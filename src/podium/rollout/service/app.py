@@ -66,20 +66,22 @@ class _Api:
         body = as_json(await read_body(request))
         asked_for = parse(ChatRequest, body)
         self._check_model(asked_for.model)
-        asked = self.service.chat(asked_for, session_of(request, body))
+        question = self.service.chat(asked_for, session_of(request, body))
         head = _head("chatcmpl", "chat.completion", self.service)
         if asked_for.stream:
-            return _events(self._chat_stream(asked_for, asked, {**head, "object": "chat.completion.chunk"}))
-        drawn = await while_there(request, [self.service.draw(asked, place) for place in range(len(asked.seeds))])
-        answers = self.service.read(asked, drawn)
+            return _events(self._chat_stream(asked_for, question, {**head, "object": "chat.completion.chunk"}))
+        samples = await while_there(
+            request, [self.service.draw(question, number) for number in range(len(question.seeds))]
+        )
+        answers = self.service.read(question, samples)
         choices = [
             {"index": index, "message": answer.message, **self._ending(asked_for, answer)}
             for index, answer in enumerate(answers)
         ]
-        whole = {**head, "choices": choices, "usage": self._usage([asked], drawn)}
+        response = {**head, "choices": choices, "usage": self._usage([question], samples)}
         if asked_for.return_token_ids:
-            whole["prompt_token_ids"] = list(asked.prompt)
-        return JSONResponse(whole)
+            response["prompt_token_ids"] = list(question.prompt)
+        return JSONResponse(response)
 
     async def completions(self, request: Request) -> Response:
         body = as_json(await read_body(request))
@@ -89,24 +91,24 @@ class _Api:
             raise Refusal(400, "/v1/completions is recorded in no session: use /v1/chat/completions in training")
         if asked_for.echo and asked_for.max_tokens == 0:
             return await self._echo(request, asked_for)
-        asked = [
+        questions = [
             replace(
                 self.service.ask(ids, asked_for, asked_for.max_tokens, stop=asked_for.stop_token_ids),
                 stops=asked_for.stops,
             )
             for ids in self._prompts(asked_for.prompt)
         ]
-        each = [(one, place) for one in asked for place in range(len(one.seeds))]
+        draws = [(question, number) for question in questions for number in range(len(question.seeds))]
         head = _head("cmpl", "text_completion", self.service)
         if asked_for.stream:
-            return _events(self._text_stream(asked_for, asked, head))
-        drawn = await while_there(request, [self.service.draw(one, place) for one, place in each])
-        scored = await self._scored(request, asked_for, [one.prompt for one in asked])
+            return _events(self._text_stream(asked_for, questions, head))
+        answers = await while_there(request, [self.service.draw(question, number) for question, number in draws])
+        scored = await self._scored(request, asked_for, [question.prompt for question in questions])
         choices = [
             self._text_choice(asked_for, index, sampled, which.prompt, scored[index // asked_for.n])
-            for index, ((which, _), sampled) in enumerate(zip(each, drawn, strict=True))
+            for index, ((which, _), sampled) in enumerate(zip(draws, answers, strict=True))
         ]
-        return JSONResponse({**head, "choices": choices, "usage": self._usage(asked, drawn)})
+        return JSONResponse({**head, "choices": choices, "usage": self._usage(questions, answers)})
 
     async def _echo(self, request: Request, asked_for: CompletionRequest) -> Response:
         """Answer with the prompts themselves and, where that is asked for, their log-probabilities."""
@@ -136,8 +138,10 @@ class _Api:
         if self.service.rules is not None:
             raise Refusal(400, "/inference/v1/generate is recorded in no session: use /v1/chat/completions in training")
         params = asked_for.sampling_params
-        asked = self.service.ask(asked_for.token_ids, params, params.max_tokens, stop=params.stop_token_ids)
-        drawn = await while_there(request, [self.service.draw(asked, place) for place in range(len(asked.seeds))])
+        question = self.service.ask(asked_for.token_ids, params, params.max_tokens, stop=params.stop_token_ids)
+        answers = await while_there(
+            request, [self.service.draw(question, number) for number in range(len(question.seeds))]
+        )
         choices = [
             {
                 "index": index,
@@ -147,9 +151,9 @@ class _Api:
                 "versions": list(sampled.versions),
                 **({} if sampled.kept is None else {"kept": [list(ids) for ids in sampled.kept]}),
             }
-            for index, sampled in enumerate(drawn)
+            for index, sampled in enumerate(answers)
         ]
-        usage = self._usage([asked], drawn)
+        usage = self._usage([question], answers)
         return JSONResponse({"request_id": f"gen-{uuid.uuid4().hex}", "choices": choices, "usage": usage})
 
     async def models(self, request: Request) -> Response:
@@ -190,7 +194,7 @@ class _Api:
                     yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
                     continue
                 if calls := piece.message.get("tool_calls"):
-                    delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+                    delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
                 sampled.append(piece.sampled)
                 yield {**head, "choices": [{"index": index, "delta": delta, **self._ending(asked_for, piece)}]}
         usage = self._usage([asked], sampled)
@@ -201,16 +205,16 @@ class _Api:
         self, asked_for: CompletionRequest, asked: Sequence[Asked], head: Mapping[str, Any]
     ) -> AsyncGenerator[Mapping[str, Any]]:
         """Chunks of the texts as they come. The last one of a completion has no text but whatever else is asked for."""
-        drawn: list[Sampled] = []
+        answers: list[Sampled] = []
         async with aclosing(self.service.stream_texts(asked)) as pieces:
             async for index, piece in pieces:
                 if isinstance(piece, str):
                     choice = {"index": index, "text": piece, "finish_reason": None, "logprobs": None}
                 else:
-                    drawn.append(piece)
+                    answers.append(piece)
                     choice = {**self._text_choice(asked_for, index, piece), "text": ""}
                 yield {**head, "choices": [choice]}
-        usage = self._usage(asked, drawn)
+        usage = self._usage(asked, answers)
         if (asked_for.stream_options or {}).get("include_usage"):
             yield {**head, "choices": [], "usage": usage}
 
@@ -218,12 +222,12 @@ class _Api:
 
     def _ending(self, asked_for: ChatRequest, answer: Answer) -> dict[str, Any]:
         """What a choice has beside its message."""
-        found: dict[str, Any] = {"finish_reason": answer.finish_reason}
+        fields: dict[str, Any] = {"finish_reason": answer.finish_reason}
         if asked_for.logprobs:
-            found["logprobs"] = {"content": self._logprobs(answer.sampled)}
+            fields["logprobs"] = {"content": self._logprobs(answer.sampled)}
         if asked_for.return_token_ids:
-            found |= {"token_ids": list(answer.sampled.ids), "versions": list(answer.sampled.versions)}
-        return found
+            fields |= {"token_ids": list(answer.sampled.ids), "versions": list(answer.sampled.versions)}
+        return fields
 
     def _text_choice(
         self,
@@ -252,9 +256,9 @@ class _Api:
         top: list[dict[str, float] | None] = [None] * len(names)
         if scored is not None:
             logprobs[1:] = scored.logprobs
-            for place, (best, logprob) in enumerate(zip(scored.best, scored.best_logprobs, strict=True), start=1):
-                top[place] = {
-                    names[place]: scored.logprobs[place - 1],
+            for index, (best, logprob) in enumerate(zip(scored.best, scored.best_logprobs, strict=True), start=1):
+                top[index] = {
+                    names[index]: scored.logprobs[index - 1],
                     self.service.decode([best], special=True): logprob,
                 }
         offsets = itertools.accumulate(map(len, names[:-1]), initial=0) if names else ()
@@ -268,9 +272,9 @@ class _Api:
     def _prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
         if isinstance(prompt, str):
             return [self.service.encode(prompt)]
-        if all(isinstance(one, int) for one in prompt):
+        if all(isinstance(entry, int) for entry in prompt):
             return [list(prompt)]
-        return [self.service.encode(one) if isinstance(one, str) else list(one) for one in prompt]
+        return [self.service.encode(entry) if isinstance(entry, str) else list(entry) for entry in prompt]
 
     def _logprobs(self, sampled: Sampled) -> list[dict[str, Any]]:
         texts = [self.service.decode([token], special=True) for token in sampled.ids]
@@ -280,7 +284,7 @@ class _Api:
         ]
 
     def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, int]:
-        prompt, completion = sum(len(one.prompt) for one in asked), sum(len(one.ids) for one in drawn)
+        prompt, completion = sum(len(question.prompt) for question in asked), sum(len(answer.ids) for answer in drawn)
         self.metrics_of.tokens.update(prompt=prompt, completion=completion)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

@@ -43,10 +43,10 @@ class ChatFormat:
         self._writer = writer
         self._tokenizer = tokenizer
         self.library = library
-        special = {place: str(token) for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {*special}
-        self._silent = {place for place, text in special.items() if text not in MARKS}
-        self._ends = {place for place, text in special.items() if not (text in MARKS and text.startswith("</"))}
+        self._silent = {token_id for token_id, text in special.items() if text not in MARKS}
+        self._ends = {token_id for token_id, text in special.items() if not (text in MARKS and text.startswith("</"))}
 
     def prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """The ids of a conversation with the assistant's turn opened after it. ``data.system_prompt`` comes first where
@@ -85,12 +85,14 @@ class ChatFormat:
         Returns:
             The ids; None where the template writes ``said`` otherwise once ``new`` follows.
         """
-        asked = self._text(said[:-1], tools, opened=True)
-        whole = self._text([*said, *new], tools, opened=True)
+        prefix = self._text(said[:-1], tools, opened=True)
+        full_text = self._text([*said, *new], tools, opened=True)
         closed = self._text(said, tools, opened=False)
-        if not (whole.startswith(asked) and whole.startswith(closed)):
-            return None if self.library is None else self._by_library(self.library, prompt, sampled, new, tools, whole)
-        added = self._writer.encode(self._ending(said, tools) + whole[len(closed) :])
+        if not (full_text.startswith(prefix) and full_text.startswith(closed)):
+            return (
+                None if self.library is None else self._by_library(self.library, prompt, sampled, new, tools, full_text)
+            )
+        added = self._writer.encode(self._ending(said, tools) + full_text[len(closed) :])
         if sampled and added and sampled[-1] in {added[0], *ends} & self._special and added[0] in self._special:
             added = added[1:]  # the model has written the end of its turn itself
         return [*prompt, *sampled, *added]
@@ -116,7 +118,7 @@ class ChatFormat:
         ids = list(sampled)
         while ids and ids[-1] in self._ends:
             ids.pop()
-        ids = [one for one in ids if one not in self._silent]
+        ids = [token_id for token_id in ids if token_id not in self._silent]
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self._opens_reasoning(prompt):
             text = f"<think>{text}"
@@ -127,11 +129,11 @@ class ChatFormat:
         """Reads what the model writes, in the form in which the template writes a call of a tool."""
         for call in (CALL, {**CALL, "content": "So."}):
             try:
-                asked = self._text([USER], [TOOL], opened=False)
-                whole = self._text([USER, call], [TOOL], opened=False)
+                prefix = self._text([USER], [TOOL], opened=False)
+                full_text = self._text([USER, call], [TOOL], opened=False)
             except ConfigError:
                 continue
-            if "look" in (written := whole.removeprefix(asked)):
+            if "look" in (written := full_text.removeprefix(prefix)):
                 return reader_of(written)
         return read_hermes
 

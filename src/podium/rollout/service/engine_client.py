@@ -161,17 +161,17 @@ class EngineClient:
     def _run(self) -> None:
         """Drive the engine while requests are in flight."""
         while True:
-            found: dict[asyncio.AbstractEventLoop, list[tuple[_Events, Event]]] = {}
+            events_by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Events, Event]]] = {}
             polled = self.engine.poll()
             with self._changed:
                 for event in polled:
-                    if (place := self._waiting.get(event.id)) is not None:
-                        found.setdefault(place[0], []).append((place[1], event))
+                    if (waiter := self._waiting.get(event.id)) is not None:
+                        events_by_loop.setdefault(waiter[0], []).append((waiter[1], event))
                         if not isinstance(event, Tokens):
                             del self._waiting[event.id]
-            for loop, own in found.items():
+            for loop, loop_events in events_by_loop.items():
                 with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
-                    loop.call_soon_threadsafe(_deliver, own)
+                    loop.call_soon_threadsafe(_deliver, loop_events)
             with self._changed:
                 if not self._waiting:
                     self._thread = None

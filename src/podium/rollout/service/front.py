@@ -73,7 +73,7 @@ class _Front:
         rank, size = self._choose(session_of(request, body)), _size(body, raw)
         target = rank.url.copy_with(raw_path=_quoted(request.scope["path"]))
         headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_SENT]
-        asked = self._services.build_request(request.method, target, content=raw, headers=headers)
+        forwarded = self._services.build_request(request.method, target, content=raw, headers=headers)
         rank.tokens += size
         rank.taken += 1
         got: httpx2.Response | None = None
@@ -84,7 +84,7 @@ class _Front:
                 await got.aclose()
 
         try:
-            (got,) = await while_there(request, [self._services.send(asked, stream=True)])
+            (got,) = await while_there(request, [self._services.send(forwarded, stream=True)])
         except (httpx2.HTTPError, ClientDisconnect) as error:
             await close()
             raise Refusal(502, f"the generator at {rank.url} does not answer: {type(error).__name__}") from None
@@ -105,9 +105,9 @@ class _Front:
         return PlainTextResponse(added(texts))
 
     def _choose(self, session: str) -> _Rank:
-        if (own := self._of.get(session)) is not None:
+        if (service := self._of.get(session)) is not None:
             self._of.move_to_end(session)
-            return own
+            return service
         chosen = min(self._ranks, key=lambda rank: (rank.tokens, rank.taken))
         if session:
             self._of[session] = chosen
@@ -124,17 +124,17 @@ def _quoted(path: str) -> bytes:
 def _body(raw: bytes) -> Mapping[str, Any]:
     """The body of a request; nothing for what is none, of which the service says what is wrong."""
     try:
-        found = json.loads(raw) if raw else {}
+        body = json.loads(raw) if raw else {}
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+    return body if isinstance(body, dict) else {}  # pyright: ignore[reportUnknownVariableType]
 
 
 def _size(body: Mapping[str, Any], raw: bytes) -> int:
     """About how many tokens a request may hold: those of its prompt, and those of its longest answers."""
     sampling = body.get("sampling_params", body)
-    given: Mapping[str, Any] = sampling if isinstance(sampling, Mapping) else body
-    limits = (given.get(name) for name in ("max_completion_tokens", "max_tokens"))
-    limit = next((each for each in limits if isinstance(each, int)), _UNLIMITED)
-    count = given.get("n")
+    settings: Mapping[str, Any] = sampling if isinstance(sampling, Mapping) else body
+    limits = (settings.get(name) for name in ("max_completion_tokens", "max_tokens"))
+    limit = next((limit_value for limit_value in limits if isinstance(limit_value, int)), _UNLIMITED)
+    count = settings.get("n")
     return len(raw) // _BYTES + max(0, limit) * (count if isinstance(count, int) and count > 0 else 1)

@@ -34,7 +34,7 @@ class Metrics:
 
     def measured(self, app: App, paths: Iterable[str]) -> App:
         """Return ``app`` with its requests counted by path, those to other than ``paths`` as "other"."""
-        known = frozenset(paths)
+        known_paths = frozenset(paths)
 
         async def run(scope: Message, receive: Any, send: Callable[[Message], Awaitable[None]]) -> None:
             if scope["type"] != "http":
@@ -53,7 +53,7 @@ class Metrics:
                 await app(scope, receive, noted)
             finally:
                 self.running -= 1
-                self._note(path if path in known else "other", status, time.monotonic() - begun_s)
+                self._note(path if path in known_paths else "other", status, time.monotonic() - begun_s)
 
         return run
 

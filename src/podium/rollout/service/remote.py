@@ -82,8 +82,8 @@ class RemoteTokens:
     def connect(self, urls: Sequence[str], positions: int | None) -> None:
         """Ask the generators at ``urls`` from now on. Those that are known already keep their sessions."""
         self.positions = positions
-        known = {generator.url: generator for generator in self._generators}
-        self._generators = [known.get(url) or _Generator(url) for url in urls]
+        by_url = {generator.url: generator for generator in self._generators}
+        self._generators = [by_url.get(url) or _Generator(url) for url in urls]
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, seed: int, *, session: str = "", tokens: bool = True
@@ -173,14 +173,14 @@ class RemoteTokens:
 
     def _choose(self, session: str) -> _Generator | None:
         now_s = time.monotonic()
-        alive = [one for one in self._generators if now_s - one.lost_s > _LEAVE_S]
-        own = self._of.get(session)
-        if own is not None and own in alive:
+        alive = [candidate for candidate in self._generators if now_s - candidate.lost_s > _LEAVE_S]
+        generator = self._of.get(session)
+        if generator is not None and generator in alive:
             self._of.move_to_end(session)
-            return own
+            return generator
         chosen = min(alive, key=lambda one: one.in_flight, default=None)
         if chosen is not None and session:
-            self.moved += own is not None
+            self.moved += generator is not None
             self._of[session] = chosen
             while len(self._of) > _REMEMBERED:
                 self._of.popitem(last=False)
@@ -202,7 +202,7 @@ class RemoteTokens:
 def _watched(silent_s: int) -> list[tuple[int, int, int]]:
     """Socket options by which the kernel ends a connection to a machine that has been silent for so long, whether it
     owes the acknowledgment of a request (TCP_USER_TIMEOUT) or an answer. Those that this system lacks are left out."""
-    found = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     probes = 3
     for name, value in (
         ("TCP_KEEPIDLE", max(1, silent_s // 2)),
@@ -211,8 +211,8 @@ def _watched(silent_s: int) -> list[tuple[int, int, int]]:
         ("TCP_USER_TIMEOUT", 1000 * silent_s),
     ):
         if (option := getattr(socket, name, None)) is not None:
-            found.append((socket.IPPROTO_TCP, option, value))
-    return found
+            options.append((socket.IPPROTO_TCP, option, value))
+    return options
 
 
 def _reason(answer: httpx2.Response) -> str:

@@ -87,7 +87,7 @@ class LibraryBridge:
 def library_bridge(tokenizer: Any, prompt: Callable[[Messages, Tools], list[int]]) -> LibraryBridge | None:
     """Return the renderer of the library that writes the same ids as ``prompt``, the model's template: conversations
     with a system prompt, with turns, and with tools and their results. None if there is none, or no library."""
-    return next((found for found in _renderers(tokenizer) if _agrees(found, prompt)), None)
+    return next((renderer for renderer in _renderers(tokenizer) if _agrees(renderer, prompt)), None)
 
 
 def _renderers(tokenizer: Any) -> Iterator[LibraryBridge]:
@@ -98,10 +98,10 @@ def _renderers(tokenizer: Any) -> Iterator[LibraryBridge]:
         if (error.name or "").partition(".")[0] != "renderers":
             emit(Note(f"the library renderers is installed, and cannot be used: {error}"))
         return
-    known: list[Any] = [
-        one for one in vars(configs).values() if isinstance(one, type) and issubclass(one, configs.BaseRendererConfig)
+    classes: list[Any] = [
+        cls for cls in vars(configs).values() if isinstance(cls, type) and issubclass(cls, configs.BaseRendererConfig)
     ]
-    for config in known:
+    for config in classes:
         if config.__name__ in _NO_FAMILY:
             continue
         with contextlib.suppress(Exception):  # another family's, whose special tokens this tokenizer does not have

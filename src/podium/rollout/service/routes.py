@@ -57,9 +57,9 @@ def routed(
 def _guarded(handler: Handler, token: str) -> Handler:
     async def run(request: Request) -> Response:
         try:
-            kind, _, given = request.headers.get("authorization", "").partition(" ")
-            known = kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
-            if token and not known:
+            kind, _, credentials = request.headers.get("authorization", "").partition(" ")
+            is_known = kind.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token.encode())
+            if token and not is_known:
                 raise Refusal(401, "the token is missing or wrong: send it as Authorization: Bearer TOKEN")
             return await handler(request)
         except ClientDisconnect:

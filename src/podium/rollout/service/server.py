@@ -21,15 +21,15 @@ _LAST_PORT: Final = 65535
 def listen(host: str, port: int) -> socket.socket:
     """Listen at an address of IPv4 or of IPv6; ``::`` is all of both. Raises PodiumError where nobody can."""
     free = "; --port 0 takes one that is free" if port else ""
-    place = f"{_in_url(host)}:{port}"
+    authority = f"{_in_url(host)}:{port}"
     if not 0 <= port <= _LAST_PORT:  # create_server raises OverflowError then, and leaves its socket open
-        raise PodiumError(f"cannot listen at {place}: a port is a number from 0 to {_LAST_PORT}{free}")
+        raise PodiumError(f"cannot listen at {authority}: a port is a number from 0 to {_LAST_PORT}{free}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise PodiumError(f"cannot listen at {place}: {error.strerror or error}{free}") from error
+        raise PodiumError(f"cannot listen at {authority}: {error.strerror or error}{free}") from error
 
 
 def _in_url(host: str) -> str:

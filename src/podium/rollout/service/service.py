@@ -166,13 +166,13 @@ class Service:
             name: How requests name it.
             seed: The seeds of its calls follow from this one, in the order in which they are asked.
         """
-        found = self.sessions.pop(name, None) or Session(name)
-        self.sessions[name] = found
+        session = self.sessions.pop(name, None) or Session(name)
+        self.sessions[name] = session
         if seed is not None:
             self._seeds_of[name] = itertools.count(seed % _SEEDS, _MIXER)
         while self.rules is None and len(self.sessions) > _SESSIONS:
             self.sessions.popitem(last=False)
-        return found
+        return session
 
     def close_session(self, name: str) -> Session | None:
         """Return what is recorded, and forget it. Calls that have no answer yet are refused."""
@@ -185,8 +185,8 @@ class Service:
     def _session(self, name: str) -> Session | None:
         if self.rules is None:
             return self.open_session(name) if name else None
-        if found := self.sessions.get(name):
-            return found
+        if session := self.sessions.get(name):
+            return session
         what = f"the session {name!r} is not open" if name else "the request names no session"
         raise Refusal(404, f"{what}: what is said there would not be trained; use the base_url that the run gave", "")
 
@@ -209,20 +209,22 @@ class Service:
             if recorded is not None:
                 continues = recorded.find(request.messages, tools)
             if recorded is not None and continues is not None and continues.tools == tools_key(tools):
-                said = continues.messages
-                whole = recorded.ids_of(continues)
+                messages_before = continues.messages
+                recorded_ids = recorded.ids_of(continues)
                 start = next(turn.start for turn in recorded.rows[continues.row].turns if turn.call == continues.number)
-                new, ends = request.messages[len(said) :], self.stop_token_ids
-                prompt = self.form.bridge(whole[:start], whole[start:], said, new, tools, ends=ends)
+                new, ends = request.messages[len(messages_before) :], self.stop_token_ids
+                prompt = self.form.bridge(
+                    recorded_ids[:start], recorded_ids[start:], messages_before, new, tools, ends=ends
+                )
             prompt = self.form.prompt(request.messages, tools) if prompt is None else prompt
         except ConfigError as error:
             raise Refusal(400, str(error), "messages") from None
         except RecursionError:
             raise Refusal(400, "the messages or tools are nested too deeply to be written", "messages") from None
         limit = request.max_completion_tokens or request.max_tokens
-        asked = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session)
+        question = self.ask(prompt, request, limit, stop=request.stop_token_ids, session=session)
         return replace(
-            asked,
+            question,
             session=recorded,
             messages=request.messages,
             tools=tools,
@@ -261,9 +263,9 @@ class Service:
         if sampling.seed is not None and self.rules is None:
             seeds = [sampling.seed + number for number in range(sampling.n)]
         else:
-            own = self._seeds_of.get(session)
-            given = [next(own if own is not None else self._seeds) for _ in range(sampling.n)]
-            seeds = given if own is not None else [seed * 1_000_003 for seed in given]
+            session_seeds = self._seeds_of.get(session)
+            seeds_drawn = [next(session_seeds if session_seeds is not None else self._seeds) for _ in range(sampling.n)]
+            seeds = seeds_drawn if session_seeds is not None else [seed * 1_000_003 for seed in seeds_drawn]
         return Asked(prompt, params, [seed % _SEEDS for seed in seeds], name=session)
 
     def _check_length(self, texts: Iterable[str], session: str = "") -> None:
@@ -282,11 +284,11 @@ class Service:
     def _params(self, sampling: Any, limit: int, stops: tuple[int, ...]) -> SamplingParams:
         rules = self.rules
         if rules is None:
-            given = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(0, sampling.top_k)}
-            return SamplingParams(max_new_tokens=limit, stop_token_ids=stops, **given)
+            values = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(0, sampling.top_k)}
+            return SamplingParams(max_new_tokens=limit, stop_token_ids=stops, **values)
         for name in ("temperature", "top_p", "top_k"):
-            asked = getattr(sampling, name)
-            self.overruled[name] += name in sampling.model_fields_set and max(0, asked) != getattr(rules, name)
+            value = getattr(sampling, name)
+            self.overruled[name] += name in sampling.model_fields_set and max(0, value) != getattr(rules, name)
         self.overruled["seed"] += sampling.seed is not None  # completions of one prompt are to differ
         return replace(rules, max_new_tokens=limit, n=1, stop_token_ids=stops)
 
@@ -325,11 +327,11 @@ class Service:
         """
         if asked.session is not None and asked.session.over:
             raise Refusal(404, f"the session {asked.name!r} is over, and the answer came too late to be trained")
-        answers = [self._answer(asked, each) for each in drawn]
+        answers = [self._answer(asked, sample) for sample in drawn]
         if asked.session is None:
             return answers
         record = partial(asked.session.record, asked.prompt, tools=asked.tools, continues=asked.continues)
-        return [replace(one, call=record(one.sampled, (*asked.messages, one.message))) for one in answers]
+        return [replace(answer, call=record(answer.sampled, (*asked.messages, answer.message))) for answer in answers]
 
     async def stream(self, asked: Asked) -> AsyncGenerator[tuple[int, Delta | Answer]]:
         """Draw all completions of a conversation. Yields pieces of the texts as they come, with the number of their
@@ -338,19 +340,19 @@ class Service:
         What may be the beginning of a tool call, of a stop text or of a character is held back until it is known.
         """
         count = len(asked.seeds)
-        sent, drawn = [Delta()] * count, dict[int, Sampled]()
+        sent, samples = [Delta()] * count, dict[int, Sampled]()
         texts = [self._texts(asked, number, self._certain) for number in range(count)]
         async with aclosing(merged(texts)) as pieces:
             async for number, piece in pieces:
                 if isinstance(piece, Sampled):
-                    drawn[number] = piece
+                    samples[number] = piece
                 elif (delta := sent[number].up_to(piece)) != Delta():
                     yield number, delta
                     sent[number] += delta
-        for number, answer in enumerate(self.read(asked, [drawn[number] for number in range(count)])):
+        for number, answer in enumerate(self.read(asked, [samples[number] for number in range(count)])):
             message = answer.message
-            whole = Delta(message.get("content") or "", message.get("reasoning_content") or "")
-            yield number, sent[number].up_to(whole)
+            full_delta = Delta(message.get("content") or "", message.get("reasoning_content") or "")
+            yield number, sent[number].up_to(full_delta)
             yield number, answer
 
     async def stream_texts(self, asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, str | Sampled]]:
@@ -358,17 +360,17 @@ class Service:
         all of a completion after its last piece. What may be the beginning of a stop text or of a character is held
         back until it is known.
         """
-        each = [(one, number) for one in asked for number in range(len(one.seeds))]
-        sent = [Delta()] * len(each)
-        async with aclosing(merged([self._texts(*which, self._certain_text) for which in each])) as pieces:
+        draws = [(question, number) for question in asked for number in range(len(question.seeds))]
+        sent = [Delta()] * len(draws)
+        async with aclosing(merged([self._texts(*which, self._certain_text) for which in draws])) as pieces:
             async for number, piece in pieces:
-                whole = piece if isinstance(piece, Sampled) else None
-                text = piece if isinstance(piece, Delta) else self._text(each[number][0], piece)
+                sample = piece if isinstance(piece, Sampled) else None
+                text = piece if isinstance(piece, Delta) else self._text(draws[number][0], piece)
                 if delta := sent[number].up_to(text).content:
                     yield number, delta
                     sent[number] += Delta(delta)
-                if whole is not None:
-                    yield number, whole
+                if sample is not None:
+                    yield number, sample
 
     async def _texts(self, asked: Asked, number: int, certain: Certain) -> AsyncGenerator[Delta | Sampled]:
         """Yield the text so far as it is certain, now and then, and at last all of the completion."""

@@ -158,7 +158,7 @@ class Session:
             RecursionError: A message is nested too deeply to be compared.
         """
         conversation, key = tuple(map(message_key, messages)), tools_key(tools)
-        found = [
+        candidates = [
             call
             for call in self.calls
             if call.conversation and conversation[: len(call.conversation)] == call.conversation
@@ -167,7 +167,7 @@ class Session:
         def rank(call: RecordedCall) -> tuple[int, bool, bool, int]:
             return len(call.conversation), call.tools == key, self._is_open(call), call.number
 
-        return max(found, key=rank, default=None)
+        return max(candidates, key=rank, default=None)
 
     def record(
         self,
@@ -191,34 +191,34 @@ class Session:
         Raises:
             RecursionError: A message is nested too deeply to be compared. Nothing is recorded then.
         """
-        said = tuple(messages)
-        known = () if continues is None else continues.conversation  # which find() has compared
-        keys, tools_of = (*known, *map(message_key, said[len(known) :])), tools_key(tools)
+        conversation = tuple(messages)
+        compared = () if continues is None else continues.conversation  # which find() has compared
+        keys, tools_of = (*compared, *map(message_key, conversation[len(compared) :])), tools_key(tools)
         before = self._longest(prompt)
         number = len(self.calls)
         self.splits += continues is not None and (before is None or before.stop < continues.stop)
         if before is not None and self._is_open(before):
-            place, shared = before.row, before.stop
+            row_number, shared = before.row, before.stop
         else:
-            place, shared = len(self.rows), 0
+            row_number, shared = len(self.rows), 0
             parent = None if before is None else before.row
             self.rows.append(Row(parent=parent, fork=0 if before is None else before.stop))
-        row = self.rows[place]
+        row = self.rows[row_number]
         row.read(prompt[shared:])
         row.sample(number, drawn)
         self.full = False
-        self.calls.append(RecordedCall(number, place, len(row.ids), keys, said, tools_of))
+        self.calls.append(RecordedCall(number, row_number, len(row.ids), keys, conversation, tools_of))
         return self.calls[-1]
 
     def _longest(self, prompt: Sequence[int]) -> RecordedCall | None:
         """The call with the longest ids that ``prompt`` begins with."""
         ids = list(prompt)
-        found = [
+        candidates = [
             call
             for call in self.calls
             if call.stop <= len(ids) and self.rows[call.row].ids[: call.stop] == ids[: call.stop]
         ]
-        return max(found, key=lambda call: (call.stop, self._is_open(call)), default=None)
+        return max(candidates, key=lambda call: (call.stop, self._is_open(call)), default=None)
 
     def _is_open(self, call: RecordedCall) -> bool:
         """Whether the call's row ends with it."""
@@ -231,20 +231,20 @@ def message_key(message: Mapping[str, Any]) -> Key:
     White space around an assistant's text, empty content instead of none, the order and the spaces of a tool call's
     JSON arguments, text in parts, a dropped reasoning, and a name that a client gives the assistant make no difference.
     """
-    said = {name: value for name, value in message.items() if name not in _IGNORED and value not in (None, "", [])}
-    content = said.get("content")
+    fields = {name: value for name, value in message.items() if name not in _IGNORED and value not in (None, "", [])}
+    content = fields.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in content)
-    is_answer = said.get("role") == "assistant"
+    is_answer = fields.get("role") == "assistant"
     if is_answer:
-        said.pop("name", None)
+        fields.pop("name", None)
     if isinstance(content, str):
-        said["content"] = content.strip() if is_answer else content
-        if not said["content"]:
-            del said["content"]
-    if isinstance(said.get("tool_calls"), list):
-        said["tool_calls"] = [_tool_call(call) for call in said["tool_calls"]]
-    return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
+        fields["content"] = content.strip() if is_answer else content
+        if not fields["content"]:
+            del fields["content"]
+    if isinstance(fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_tool_call(call) for call in fields["tool_calls"]]
+    return json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> Key:
@@ -256,6 +256,6 @@ def _tool_call(call: Any) -> list[Any]:
     function = call.get("function", {}) if isinstance(call, Mapping) else {}
     arguments = function.get("arguments")
     with contextlib.suppress(ValueError, RecursionError):  # which leaves a text as it is
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-        arguments = json.dumps(found, sort_keys=True, ensure_ascii=False, default=str)
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.dumps(parsed, sort_keys=True, ensure_ascii=False, default=str)
     return [call.get("id") if isinstance(call, Mapping) else None, function.get("name"), arguments]

@@ -17,19 +17,19 @@ Decode = Callable[[Sequence[int]], str]
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """What stands before the first of ``stops``."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)]
+    return text[: min((position for stop in stops if (position := text.find(stop)) >= 0), default=None)]
 
 
 def ends_now(ids: Sequence[int], new: int, stops: Sequence[str], decode: Decode) -> bool:
     """Whether one of ``stops`` has come with the last ``new`` tokens. Of those before, only as many are decoded as the
     longest of ``stops`` may reach back."""
     reach, count = max(map(len, stops)) + _MARGIN, 0
-    known = ids[: len(ids) - new]
-    while count < len(known):
-        count = min(len(known), 2 * count or reach)
-        if len(decode(known[len(known) - count :])) >= reach:
+    former_ids = ids[: len(ids) - new]
+    while count < len(former_ids):
+        count = min(len(former_ids), 2 * count or reach)
+        if len(decode(former_ids[len(former_ids) - count :])) >= reach:
             break
-    part = ids[len(known) - count :]
+    part = ids[len(former_ids) - count :]
     return _has(part, stops, decode) and (len(part) == len(ids) or _has(ids, stops, decode))
 
 

@@ -41,9 +41,9 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
             async for piece in stream:
                 queue.put_nowait((place, piece))
 
-    pumps = [asyncio.create_task(pump(place, stream)) for place, stream in enumerate(streams)]
-    for one in pumps:
-        one.add_done_callback(queue.put_nowait)
+    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    for task in pumps:
+        task.add_done_callback(queue.put_nowait)
     try:
         left = len(pumps)
         while left:
@@ -54,6 +54,6 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
             else:
                 yield got
     finally:
-        for one in pumps:
-            one.cancel()
+        for task in pumps:
+            task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)

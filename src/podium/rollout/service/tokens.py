@@ -90,7 +90,7 @@ def sampled_of(drawn: Completion) -> Sampled:
     """The engine's completion as plain numbers."""
     kept = None
     if drawn.kept is not None:
-        kept = [drawn.kept.at(place).tolist() for place in range(len(drawn))]
+        kept = [drawn.kept.at(index).tolist() for index in range(len(drawn))]
     return Sampled(
         drawn.token_ids.tolist(), drawn.logprobs.tolist(), drawn.versions.tolist(), drawn.finish_reason, kept
     )

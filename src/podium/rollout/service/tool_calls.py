@@ -115,12 +115,12 @@ def read_listed(text: str, tools: bool) -> Reply:
     if not (mark and tools):
         return Reply(text, reasoning)
     if _ARGUMENTS in rest:
-        parts = [one.partition(_ARGUMENTS) for one in rest.split(_LISTED)]
-        given = [{"name": name.strip(), "arguments": _object(body)} for name, _, body in parts]
+        parts = [piece.partition(_ARGUMENTS) for piece in rest.split(_LISTED)]
+        entries = [{"name": name.strip(), "arguments": _object(body)} for name, _, body in parts]
     else:
-        found = _object(rest)
-        given = found if isinstance(found, list) else [found]
-    calls = [_call(one, "arguments") for one in given]
+        value = _object(rest)
+        entries = value if isinstance(value, list) else [value]
+    calls = [_call(entry, "arguments") for entry in entries]
     if not calls or None in calls:
         return Reply(text, reasoning)
     return Reply(before.strip(), reasoning, tuple(call for call in calls if call is not None))
@@ -129,17 +129,17 @@ def read_listed(text: str, tools: bool) -> Reply:
 def read_channels(text: str, tools: bool) -> Reply:
     """Messages in channels: what is analyzed is reasoning, what is addressed to a function is a call."""
     content, reasoning, calls, done = list[str](), list[str](), list[ToolCall](), 0
-    for found in _CHANNEL.finditer(text):
-        content.append(text[done : found.start()])
-        done = found.end()
-        head, body = found["head"], found["body"]
+    for match in _CHANNEL.finditer(text):
+        content.append(text[done : match.start()])
+        done = match.end()
+        head, body = match["head"], match["body"]
         to = _RECIPIENT.search(head)
         if to and tools and isinstance(called := _object(body), dict) and _is_unicode(called):
             calls.append(ToolCall(to[1], body.strip()))
         elif "analysis" in head:
             reasoning.append(body)
         else:
-            content.append(body if not to else found[0])
+            content.append(body if not to else match[0])
     content.append(text[done:])
     return Reply("".join(content), "\n".join(reasoning) if reasoning else None, tuple(calls))
 
@@ -152,8 +152,8 @@ def without_begun_end(reasoning: str) -> str:
 
 def _thoughts(text: str) -> tuple[str | None, str]:
     """The reasoning at the beginning of an answer, and the rest."""
-    found = _REASONING.match(text)
-    return (found[1].strip("\n"), text[found.end() :]) if found else (None, text)
+    match = _REASONING.match(text)
+    return (match[1].strip("\n"), text[match.end() :]) if match else (None, text)
 
 
 def _object(text: str) -> Any:
@@ -169,8 +169,8 @@ def _call(found: Any, key: str) -> ToolCall | None:
         return None
     arguments = found.get(key, found.get("arguments", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    own = found.get("id")
-    return ToolCall(found["name"], text, own if isinstance(own, str) else "") if _is_unicode(found) else None
+    call_id = found.get("id")
+    return ToolCall(found["name"], text, call_id if isinstance(call_id, str) else "") if _is_unicode(found) else None
 
 
 def _is_unicode(found: Any) -> bool:

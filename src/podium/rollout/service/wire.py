@@ -99,26 +99,26 @@ class _Request(BaseModel):
     @property
     def stops(self) -> list[str]:
         """The texts that end an answer."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in stops if text]
 
 
 def _checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
-            raise ValueError(f"message {place} has no role")
+            raise ValueError(f"message {index} has no role")
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise ValueError(
-                    f"message {place} has a part of type {str(kind)[:40]!r}; this service reads text alone"
+                    f"message {index} has a part of type {str(kind)[:40]!r}; this service reads text alone"
                 )
         if not isinstance(content, str | list | None):
-            raise ValueError(f"the content of message {place} is neither a text nor a list of texts")
+            raise ValueError(f"the content of message {index} is neither a text nor a list of texts")
         calls = message.get("tool_calls")
         if not (calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))):
-            raise ValueError(f"the tool_calls of message {place} are no calls of functions with name and arguments")
+            raise ValueError(f"the tool_calls of message {index} are no calls of functions with name and arguments")
     return messages
 
 
@@ -132,12 +132,12 @@ def _is_call(call: Any) -> bool:
 
 
 def _checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    for place, tool in enumerate(tools or ()):
+    for index, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise ValueError(f"tool {place} is no function: this service knows tools of type 'function'")
+            raise ValueError(f"tool {index} is no function: this service knows tools of type 'function'")
         if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters", {}), dict):
-            raise ValueError(f"tool {place} is a function without a name, or its parameters are no JSON schema")
+            raise ValueError(f"tool {index} is a function without a name, or its parameters are no JSON schema")
     return tools
 
 
@@ -222,13 +222,13 @@ def parse(cls: type[R], body: Any) -> R:
     if not isinstance(body, Mapping):
         raise Refusal(400, "the body is not a JSON object")
     try:
-        found = cls.model_validate(body)
+        parsed = cls.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         what = first["msg"].removeprefix("Value error, ")
         raise Refusal(400, f"{where}: {what}" if where else what, where or None) from None
-    for holder in (found, getattr(found, "sampling_params", None)):
+    for holder in (parsed, getattr(parsed, "sampling_params", None)):
         for name, value in ((holder.model_extra or {}) if holder is not None else {}).items():
             if name in _HARMLESS or value in _NEUTRAL.get(name, ()):
                 continue
@@ -240,4 +240,4 @@ def parse(cls: type[R], body: Any) -> R:
                     "unsupported",
                 )
             raise Refusal(400, f"{name}: this service knows no such parameter", name, "unknown_parameter")
-    return found
+    return parsed

@@ -53,8 +53,8 @@ def cached(
     core: Any = getattr(tokenizer, "backend_tokenizer", None)
     if count < _FROM or core is None:
         return make()
-    own = (type(tokenizer).__qualname__, tokenizer.special_tokens_map, core.to_str(), transformers.__version__)
-    digest = hashlib.blake2b(repr((_FORM, kind, settings, own)).encode(*_CODING), digest_size=20)
+    identity = (type(tokenizer).__qualname__, tokenizer.special_tokens_map, core.to_str(), transformers.__version__)
+    digest = hashlib.blake2b(repr((_FORM, kind, settings, identity)).encode(*_CODING), digest_size=20)
     for content in contents:
         digest.update(repr(content).encode(*_CODING))
     path = Path(constants.HF_HOME) / "podium" / "tokens" / f"{digest.hexdigest()}.safetensors"

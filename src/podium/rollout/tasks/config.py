@@ -61,7 +61,7 @@ class DataConfig:
             return {"": self.eval}
         if isinstance(self.eval, Mapping):
             return dict(self.eval)
-        stems = [PurePath(place).stem for place in self.eval]
+        stems = [PurePath(path).stem for path in self.eval]
         names = stems if len({*stems}) == len(stems) else self.eval
         return dict(zip(names, self.eval, strict=True))
 

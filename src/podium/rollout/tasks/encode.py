@@ -53,7 +53,7 @@ class TokenRows(Sequence[list[int]]):
     def __getitem__(self, row: slice) -> list[list[int]]: ...
     def __getitem__(self, row: int | slice) -> list[int] | list[list[int]]:
         if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self)))]
+            return [self[index] for index in range(*row.indices(len(self)))]
         return cast("list[int]", self.tensor(row).tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def tensor(self, row: int) -> Tensor:
@@ -73,9 +73,9 @@ class TokenRows(Sequence[list[int]]):
     def digest(self) -> str:
         """A short text that other rows do not have."""
         values, offsets = cast("tuple[Any, Any]", (self.values.numpy(), self.offsets.numpy()))
-        found = hashlib.blake2b(values, digest_size=16)
-        found.update(offsets)
-        return found.hexdigest()
+        hasher = hashlib.blake2b(values, digest_size=16)
+        hasher.update(offsets)
+        return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class EncodedPairs(Sequence[tuple[list[int], list[bool]]]):
 
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
-            return [self[each] for each in range(*row.indices(len(self)))]
+            return [self[index] for index in range(*row.indices(len(self)))]
         return self.token_ids[row], self.loss_mask[row]
 
 
@@ -145,11 +145,11 @@ def encode_prompts(
         return {**rows.tensors(), **prompts.tensors()}
 
     count = len(examples) if writer.is_lasting else 0
-    found = cached(encode, "prompts", tokenizer, writer.settings, map(_content, examples), count)
-    _check_unknown(writer, examples, found)
-    dropped, cut = found["counts"].tolist()
-    rows = TokenRows(found["values"], found["offsets"])
-    return EncodedPrompts(rows, found["kept"].tolist(), dropped, cut, rows.digest if writer.is_lasting else "")
+    stored = cached(encode, "prompts", tokenizer, writer.settings, map(_content, examples), count)
+    _check_unknown(writer, examples, stored)
+    dropped, cut = stored["counts"].tolist()
+    rows = TokenRows(stored["values"], stored["offsets"])
+    return EncodedPrompts(rows, stored["kept"].tolist(), dropped, cut, rows.digest if writer.is_lasting else "")
 
 
 def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> EncodedPairs:
@@ -184,14 +184,14 @@ def encode_pairs(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
         return {**rows.tensors(), **prompts.tensors(), "learned": _tensor(learned, torch.int8)}
 
     content = ((_content(example), example.answer, example.turns, example.whole) for example in examples)
-    found = cached(encode, "pairs", tokenizer, writer.settings, content, len(examples) if writer.is_lasting else 0)
-    _check_unknown(writer, examples, found, answers=False)
-    _check_unknown(writer, examples, found, answers=True)
-    dropped, cut = found["counts"].tolist()
+    stored = cached(encode, "pairs", tokenizer, writer.settings, content, len(examples) if writer.is_lasting else 0)
+    _check_unknown(writer, examples, stored, answers=False)
+    _check_unknown(writer, examples, stored, answers=True)
+    dropped, cut = stored["counts"].tolist()
     if dropped or cut:
         emit(Note(f"prompts too long: {dropped} dropped, {cut} cut, of {len(examples)}"))
-    rows = TokenRows(found["values"], found["offsets"])
-    mask = TokenRows(found["learned"].view(torch.bool), found["offsets"])
+    rows = TokenRows(stored["values"], stored["offsets"])
+    mask = TokenRows(stored["learned"].view(torch.bool), stored["offsets"])
     return EncodedPairs(rows, mask, rows.digest if writer.is_lasting else "")
 
 
@@ -216,7 +216,7 @@ def _check_unknown(
         hits &= found["learned"].eq(answers)
     rows = torch.searchsorted(found["offsets"], hits.nonzero()[:, 0], right=True).sub(1).unique()
     places = found["kept"][rows[:_EXAMINED]].tolist()
-    texts = [_last_text(examples[place].prompt) if not answers else examples[place].answer or "" for place in places]
+    texts = [_last_text(examples[index].prompt) if not answers else examples[index].answer or "" for index in places]
     writer.check_unknown("answers" if answers else "prompts", texts, len(rows), len(found["kept"]))
 
 
@@ -293,7 +293,7 @@ class _Prompts:
             emit(Waiting(f"tokenizing {len(examples):,} examples", start, len(examples)))
             places = range(start, min(start + _CHUNK, len(examples)))
             chunk: list[tuple[int, str | Messages, list[int]]] = []
-            for index, tokens in zip(places, writer.prompts([examples[place] for place in places]), strict=True):
+            for index, tokens in zip(places, writer.prompts([examples[number] for number in places]), strict=True):
                 prompt: str | Messages = examples[index].prompt
                 if tokens is not None and not tokens:
                     raise DataError(f"example {index}: the prompt {str(prompt)[:60]!r} has no tokens")
@@ -309,9 +309,9 @@ class _Prompts:
                 chunk.append((index, prompt, tokens))
             yield chunk
         if examples and not self._kept:
-            known = f"the shortest has {shortest:.0f}" if shortest < float("inf") else "each has far more"
+            fact = f"the shortest has {shortest:.0f}" if shortest < float("inf") else "each has far more"
             raise DataError(
-                f"each of the {len(examples)} prompts is longer than data.max_prompt_tokens = {most} ({known}); "
+                f"each of the {len(examples)} prompts is longer than data.max_prompt_tokens = {most} ({fact}); "
                 f"raise it{'' if writer.config.overlong == 'cut' else ', or set data.overlong to cut'}"
             )
 

@@ -91,8 +91,8 @@ def load_examples(
             and the line.
     """
     held_out = split == "test"
-    place = next(iter(config.eval_sets.values()))  # of several, whoever loads takes one at a time
-    source = place if held_out and place else spec
+    first_source = next(iter(config.eval_sets.values()))  # of several, whoever loads takes one at a time
+    source = first_source if held_out and first_source else spec
     if not source:
         keys = "neither data.eval nor data.train is set" if held_out else "data.train is not set"
         raise ConfigError(f"{keys}: {_SPECS}")
@@ -135,29 +135,29 @@ def check_data(config: DataConfig) -> None:
 
 def _generated(spec: str, config: DataConfig, held_out: bool, side: float, seed: int, wanted: int) -> list[Example]:
     """Draw different problems of a side, which takes the share ``side`` of all, until there are ``wanted`` of them."""
-    found: dict[str, Example] = {}
+    examples: dict[str, Example] = {}
     since = 0
-    for place, row in gym.generated_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
-        prompt = _fill(config.template, row, place) if config.template else row["question"]
+    for location, row in gym.generated_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
+        prompt = _fill(config.template, row, location) if config.template else row["question"]
         since += 1
-        if prompt not in found and (side == 1 or _is_held_out(prompt, config.holdout) == held_out):
-            found[prompt] = _example(prompt, row["answer"], row)
+        if prompt not in examples and (side == 1 or _is_held_out(prompt, config.holdout) == held_out):
+            examples[prompt] = _example(prompt, row["answer"], row)
             since = 0
-        if len(found) == wanted or since > _PATIENCE / side:
+        if len(examples) == wanted or since > _PATIENCE / side:
             break
-    if held_out and 0 < len(found) < wanted:
+    if held_out and 0 < len(examples) < wanted:
         emit(
             Note(
-                f"{spec} is small: {len(found)} different held-out problems were found where {wanted} were asked for; "
-                "widen data.options or raise data.holdout"
+                f"{spec} is small: {len(examples)} different held-out problems were found where {wanted} were asked "
+                "for; widen data.options or raise data.holdout"
             )
         )
-    return list(found.values())
+    return list(examples.values())
 
 
 def _stored(spec: str, config: DataConfig, held_out: bool, limit: int | None) -> list[Example]:
     rows, shared = _open(spec, config, held_out)
-    examples = (_map_columns(place, row, config) for place, row in rows)
+    examples = (_map_columns(location, row, config) for location, row in rows)
     if not shared:
         return _choice(list(examples), limit) if held_out else list(islice(examples, limit))
     everything = list(examples)
@@ -400,5 +400,5 @@ def _choice(examples: list[Example], limit: int | None) -> list[Example]:
     """Choose at most ``limit`` of all examples, the same ones each time, in their own order."""
     if limit is None or limit >= len(examples):
         return examples
-    salted = ((_digest(f"choice/{_text(example.prompt)}"), place) for place, example in enumerate(examples))
-    return [examples[place] for place in sorted(place for _, place in heapq.nsmallest(limit, salted))]
+    salted = ((_digest(f"choice/{_text(example.prompt)}"), index) for index, example in enumerate(examples))
+    return [examples[index] for index in sorted(index for _, index in heapq.nsmallest(limit, salted))]

@@ -85,12 +85,12 @@ class _Series:
         self._spent_s = 0.0
 
     def rows(self) -> Iterator[PlacedRow]:
-        place = 0
+        number = 0
         while True:
-            if place == len(self._drawn):
+            if number == len(self._drawn):
                 self._drawn.append(self._timed())
-            yield f"{self._spec}, problem {place}", self._drawn[place]
-            place += 1
+            yield f"{self._spec}, problem {number}", self._drawn[number]
+            number += 1
 
     def _timed(self) -> dict[str, Any]:
         started = time.perf_counter()

@@ -42,9 +42,9 @@ def find_files(spec: str) -> list[Path]:
     if os.path.isfile(path):
         return [path]
     if glob.has_magic(spec):
-        found = sorted(match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file())
-        if found:
-            return found
+        files = sorted(match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file())
+        if files:
+            return files
     raise DataError(f"no file {spec}{_nearest(path)}")
 
 
@@ -113,15 +113,15 @@ def _csv(path: Path, file: _Binary) -> Iterator[PlacedRow]:
         lines = csv.reader(text, strict=True)
         try:
             for line in lines:
-                place = f"{path}, line {lines.line_num}"
+                location = f"{path}, line {lines.line_num}"
                 if not header:
                     header = line
                     if repeated := [name for name in header if header.count(name) > 1]:
-                        raise DataError(f"{place}: the header names the column {repeated[0]!r} twice")
+                        raise DataError(f"{location}: the header names the column {repeated[0]!r} twice")
                 elif line:
                     if len(line) != len(header):
-                        raise DataError(f"{place}: {len(line)} fields where the header names {len(header)} columns")
-                    yield place, dict(zip(header, line, strict=True))
+                        raise DataError(f"{location}: {len(line)} fields where the header names {len(header)} columns")
+                    yield location, dict(zip(header, line, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}, line {lines.line_num + 1} is no CSV in UTF-8: {error}") from None
 
@@ -131,29 +131,29 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def _json_object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
-    place = f"{path}, line {number}"
+    location = f"{path}, line {number}"
     try:
         line = raw.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}, byte {error.start + 1}: not UTF-8 ({error.reason}); save the file as UTF-8"
+            f"{location}, byte {error.start + 1}: not UTF-8 ({error.reason}); save the file as UTF-8"
         ) from None
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         if number == 1 and line.strip() == "[":
-            raise DataError(f"{place}: a JSON array over many lines; {_ONE_A_LINE}") from None
+            raise DataError(f"{location}: a JSON array over many lines; {_ONE_A_LINE}") from None
         near = line[max(0, error.pos - 20) : error.pos + 20].strip()
         what = error.msg.removeprefix("Expecting ")
         expected = f"expected {what}" if what != error.msg else error.msg
         raise DataError(
-            f"{place}, column {error.pos + 1}: {expected}, near {near!r}; each line must be one whole JSON object"
+            f"{location}, column {error.pos + 1}: {expected}, near {near!r}; each line must be one whole JSON object"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is no JSON that can be read: {_reason(error)}") from None
+        raise DataError(f"{location} is no JSON that can be read: {_reason(error)}") from None
     if not isinstance(row, dict):
         hint = f"; {_ONE_A_LINE}" if isinstance(row, list) and number == 1 else ""
-        raise DataError(f"{place}: {_NO_OBJECT}, found {_json_kind(row)}{hint}")
+        raise DataError(f"{location}: {_NO_OBJECT}, found {_json_kind(row)}{hint}")
     return row
 
 
@@ -209,11 +209,11 @@ def _without_absent(value: Any, inside: bool = False) -> Any:
     Arrow gives each of them the arguments of all others, and a chat template would write those, too.
     """
     if isinstance(value, list):
-        return [_without_absent(one, inside) for one in cast("list[Any]", value)]
+        return [_without_absent(entry, inside) for entry in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     entries = cast("dict[str, Any]", value).items()
-    return {n: _without_absent(one, inside or n in _OPEN) for n, one in entries if one is not None or not inside}
+    return {n: _without_absent(entry, inside or n in _OPEN) for n, entry in entries if entry is not None or not inside}
 
 
 def columns_hint(wanted: str, columns: Sequence[str]) -> str:
@@ -255,8 +255,8 @@ def dataset_rows(spec: str, split: str, options: Mapping[str, Any]) -> Iterator[
 
 def _unreadable(spec: str, options: Mapping[str, Any], error: Exception) -> DataError:
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    given = f" with data.options = {dict(options)!r}" if options else ""
+    with_options = f" with data.options = {dict(options)!r}" if options else ""
     return DataError(
-        f"{spec}: neither a file nor a dataset that can be loaded{given}: {reason}. A file ends in .jsonl, "
+        f"{spec}: neither a file nor a dataset that can be loaded{with_options}: {reason}. A file ends in .jsonl, "
         ".json, .csv, .parquet or .arrow; a subset of a hub dataset is named by data.options, as in {name: main}"
     )

@@ -60,14 +60,14 @@ class PromptStream(Generic[T]):
             if self._position == len(self._order):
                 self._go_to(self._epoch + 1, 0)
             stop = min(len(self._order), self._position + count - len(taken))
-            taken += [self._examples[place] for place in self._order[self._position : stop]]
+            taken += [self._examples[index] for index in self._order[self._position : stop]]
             self._position = stop
         return taken
 
     def state(self) -> dict[str, Any]:
         """Return the stream's place as values that JSON can hold."""
-        place = {"epoch": self._epoch, "position": self._position}
-        return {"seed": self._seed, "items": len(self), "digest": self._digest, **place}
+        state = {"epoch": self._epoch, "position": self._position}
+        return {"seed": self._seed, "items": len(self), "digest": self._digest, **state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state` was taken, in that stream's order.

@@ -77,7 +77,7 @@ class Writer:
             return None
         (ids,) = self._encode([written.rpartition(_PROBE)[2]])
         special = {
-            place: token.content for place, token in self._tokenizer.added_tokens_decoder.items() if token.special
+            token_id: token.content for token_id, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
         return next(((special[token], token) for token in ids if token in special), None)
 
@@ -97,10 +97,10 @@ class Writer:
             raise ConfigError(
                 "conversations need a chat template, and the tokenizer has none: set data.chat_template to a Jinja file"
             )
-        whole = self.messages(messages)
+        whole_text = self.messages(messages)
         if self._has_written:
-            return self._render(whole, tools, opened=opened)
-        text = _in_time(lambda: self._render(whole, tools, opened=opened))
+            return self._render(whole_text, tools, opened=opened)
+        text = _in_time(lambda: self._render(whole_text, tools, opened=opened))
         self._has_written = True  # a template that loops does so at once; a thread for each text would cost most of it
         return text
 
@@ -138,11 +138,13 @@ class Writer:
             if not ids:
                 return None
             shorter: Any = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            whole = shorter if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": shorter}]
-            (tokens,) = self._encode_prompts(self._write([(whole, example)]))
+            prompt_shortened = (
+                shorter if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": shorter}]
+            )
+            (tokens,) = self._encode_prompts(self._write([(prompt_shortened, example)]))
             excess = len(tokens) - most
             if excess <= 0:
-                return whole, tokens
+                return prompt_shortened, tokens
         return None
 
     def answered(
@@ -155,7 +157,7 @@ class Writer:
             end: The id that ends an answer.
         """
         turns = [(e, prompt, ids) for e, prompt, ids in prompts if e.turns]
-        spoken = iter(_in_time(lambda: [self._conversation(*each) for each in turns]) if turns else ())
+        spoken = iter(_in_time(lambda: [self._conversation(*turn) for turn in turns]) if turns else ())
         written = iter(self._encode([e.answer or "" for e, _, _ in prompts if not e.turns]))
         for example, _, ids in prompts:
             if example.turns:
@@ -183,14 +185,14 @@ class Writer:
         blind = sum(all(token == self.unknown for token in ids) for ids in self._encode(texts))
         signs = sorted(set().union(*texts))
         strange = [sign for sign, ids in zip(signs, self._encode(signs), strict=True) if self.unknown in ids]
-        said = (
+        spoken = (
             f"{rows} of {total} {what} hold characters that the tokenizer does not know, such as "
             f"{', '.join(map(repr, strange[:5])) or repr(texts[0][:20])}"
         )
         unknown = self._tokenizer.unk_token
         if 2 * rows > total and 2 * blind > len(texts):
-            raise DataError(f"{said}: the model would see nothing but {unknown}; set model.tokenizer")
-        emit(Note(f"{said}: the model sees {unknown} in their place"))
+            raise DataError(f"{spoken}: the model would see nothing but {unknown}; set model.tokenizer")
+        emit(Note(f"{spoken}: the model sees {unknown} in their place"))
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Writer:
 
     def _tools(self, example: Example) -> list[Any] | None:
         """The tools of the row: a list of JSON schemas, or its JSON text. Other columns of this name are not tools."""
-        given = tools = example.row.get("tools")
+        row_tools = tools = example.row.get("tools")
         if not tools:
             return None
         if isinstance(tools, str):
@@ -220,7 +222,7 @@ class Writer:
         if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in cast("list[object]", tools))):
             if isinstance(example.prompt, str):
                 return None
-            raise DataError(f"the tools {str(given)[:60]!r} of a row are no list of JSON schemas; repair the row")
+            raise DataError(f"the tools {str(row_tools)[:60]!r} of a row are no list of JSON schemas; repair the row")
         if not re.search(r"\btools\b", self._template or ""):
             raise ConfigError(
                 "the rows have tools, and the chat template writes none: set data.chat_template to another"
@@ -256,9 +258,9 @@ class Writer:
             return self._marked(messages, tools, 0 if example.whole else len(ids))
         text, done = self._render(messages, tools, opened=False), 0
         pieces: list[tuple[str, bool]] = []
-        for place in range(first, len(messages)):
-            if messages[place]["role"] == "assistant":
-                start, stop = self._turn(text, messages, tools, place)
+        for index in range(first, len(messages)):
+            if messages[index]["role"] == "assistant":
+                start, stop = self._turn(text, messages, tools, index)
                 pieces += [(text[done:start], False), (text[start:stop], True)]
                 done = stop
         tokens: list[int] = []
@@ -296,18 +298,18 @@ class Writer:
         if not (text := self._render(messages, tools, opened=False)).startswith(opened):
             raise _opened_otherwise(opened[_differs_at(text, opened) :], "or data.chat_template to another file")
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._applied(messages, tools, **options)
-        tokens: list[int] = found["input_ids"]
-        mask = [bool(one) for one in found["assistant_masks"]]
+        encoding = self._applied(messages, tools, **options)
+        tokens: list[int] = encoding["input_ids"]
+        mask = [bool(flag) for flag in encoding["assistant_masks"]]
         end = self.end[1] if self.end else None
-        for place in range(1, len(tokens)):
-            mask[place] = mask[place] or (mask[place - 1] and tokens[place] == end and tokens[place - 1] != end)
+        for index in range(1, len(tokens)):
+            mask[index] = mask[index] or (mask[index - 1] and tokens[index] == end and tokens[index - 1] != end)
         mask[:known] = [False] * known
         if not any(mask):
             raise ConfigError(
                 f"the chat template marks nothing of {str(messages)[:60]} as the assistant's text: {_MARKING}"
             )
-        last = max(place for place, learned in enumerate(mask) if learned) + 1
+        last = max(index for index, learned in enumerate(mask) if learned) + 1
         return tokens[:last], mask[:last]
 
     # -- tokens --------------------------------------------------------------------------------------------------------

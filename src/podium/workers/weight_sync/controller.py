@@ -67,7 +67,11 @@ class WeightSync(ABC):
 
     def is_stale(self, version: int) -> bool:
         """Whether a generator's weights are older than ``version``, or never came because it was restarted."""
-        return any(own is None or own < version for _, versions in self._held() for own in versions)
+        return any(
+            generator_version is None or generator_version < version
+            for _, versions in self._held()
+            for generator_version in versions
+        )
 
     @abstractmethod
     def close(self) -> None:
@@ -149,11 +153,11 @@ class StreamedSync(WeightSync):
         self._prepare(self._generators)
 
     def sync(self, version: int, generators: Sequence[Handle[WeightReceiver]] | None = None) -> None:
-        held = self._held(generators)
-        behind = [generator for generator, versions in held if _is_behind(versions, version)]
+        versions_held = self._held(generators)
+        behind = [generator for generator, versions in versions_held if _is_behind(versions, version)]
         if not behind:
             return
-        for generator in (generator for generator, versions in held if None in versions):
+        for generator in (generator for generator, versions in versions_held if None in versions):
             self._sums = {}
             self._announced.pop(generator, None)
         try:
@@ -173,9 +177,9 @@ class StreamedSync(WeightSync):
         self._announced.clear()
 
     def _send(self, generators: Sequence[Handle[WeightReceiver]], version: int) -> None:
-        known, self._sums = self._sums, {}
-        manifest, wrong = self._stream(generators, version, known)
-        if wrong and known:
+        former_sums, self._sums = self._sums, {}
+        manifest, wrong = self._stream(generators, version, former_sums)
+        if wrong and former_sums:
             emit(Note(f"weight sync {version}: generators do not hold {_few(wrong)} as sent; sending all"))
             self._announced.clear()
             manifest, wrong = self._stream(generators, version, {})
@@ -253,8 +257,8 @@ class StreamedSync(WeightSync):
                     refs = [(self._refs[piece.name], piece) for piece in pieces]
                     tensors: Any = [ref[piece.start : piece.stop] if ref.shape else ref for ref, piece in refs]
                 else:
-                    asked = known.get(index, []) if self._delta else None
-                    tensors, sums = cast(Any, self._policy.weight_bucket(index, bucket_bytes, asked))
+                    known_sums = known.get(index, []) if self._delta else None
+                    tensors, sums = cast(Any, self._policy.weight_bucket(index, bucket_bytes, known_sums))
                 if sums is not None:
                     self._sums[index] = sums
                 copying.append([g.receive_weights.submit(version, index, tensors, sums) for g in generators])
@@ -278,13 +282,15 @@ def _is_behind(held: Iterable[int | None], version: int) -> bool:
         ConfigError: A rank holds a later version.
     """
     versions = list(held)
-    latest = max((own for own in versions if own is not None), default=version)
+    latest = max(
+        (generator_version for generator_version in versions if generator_version is not None), default=version
+    )
     if latest > version:
         raise ConfigError(
             f"sync({version}): a generator has the weights of version {latest}; versions only go forward, so that a "
             "token's version says which weights drew it"
         )
-    return any(own != version for own in versions)
+    return any(generator_version != version for generator_version in versions)
 
 
 def _wait(calls: Sequence[Call[T]]) -> list[T]:

@@ -108,18 +108,20 @@ def open_loan(loan: Loan, device: torch.device) -> list[Tensor]:
 
 def route(lenders: Sequence[Site], readers: Sequence[Site]) -> list[int] | str:
     """Return which rank of the policy lends to each rank of a generator; or why the weights go another way."""
-    found: list[int] = []
+    chosen: list[int] = []
     for reader in readers:
-        near = [(rank, one) for rank, one in enumerate(lenders) if one.device and one.device == reader.device]
+        near = [
+            (rank, lender) for rank, lender in enumerate(lenders) if lender.device and lender.device == reader.device
+        ]
         if not near:
             return "it is on another device" if reader.device else "its device shares no tensors between processes"
-        rank, lender = next(((rank, one) for rank, one in near if not one.why), near[0])
+        rank, lender = next(((rank, candidate) for rank, candidate in near if not candidate.why), near[0])
         if lender.why:
             return lender.why
         if lender.process == reader.process:
             return "it is in the policy's own process"
-        found.append(rank)
-    return found
+        chosen.append(rank)
+    return chosen
 
 
 class DeviceLoans:
@@ -142,7 +144,7 @@ class DeviceLoans:
         A note says which way the weights go, whenever that changes.
         """
         lenders = self._policy.weight_site() if self._possible else []
-        self._possible = any(one.device for one in lenders)
+        self._possible = any(lender.device for lender in lenders)
         if not self._possible:
             return []
         why: dict[Handle[WeightReceiver], str] = {}
@@ -177,7 +179,7 @@ class DeviceLoans:
         counts = [sum(way.count(rank) for way in routes.values()) for rank in range(ranks)]
         self._out = True
         lent = self._policy.lend_weights(counts)
-        loans = [list(one.loans) for one in lent]
+        loans = [list(loan.loans) for loan in lent]
         refused: dict[Handle[WeightReceiver], str] = {}
         calls: dict[Handle[WeightReceiver], Call[list[str]]] = {}
         for generator, way in routes.items():
@@ -193,7 +195,7 @@ class DeviceLoans:
 
     def _say(self, opened: int, why: list[str]) -> None:
         text = [f"{opened} of {opened + len(why)} generators copy the policy's weights on their device, by CUDA IPC"]
-        text += [f"{why.count(one)} get them through host memory: {one}" for one in dict.fromkeys(why)]
+        text += [f"{why.count(reason)} get them through host memory: {reason}" for reason in dict.fromkeys(why)]
         if text != self._said:
             self._said = text
             emit(Note("weight sync: " + "; ".join(text)))
@@ -205,11 +207,11 @@ def _alias(tensor: Tensor) -> Tensor:
     torch marks a storage for each handle that is made of it, and takes the marks off with the storage. A parameter
     lives as long as the run, and would gather them.
     """
-    own = tensor.detach()
-    whole = torch.empty(0, dtype=torch.uint8, device=own.device).set_(own.untyped_storage())  # pyright: ignore[reportUnknownMemberType]
-    storage = torch.from_dlpack(whole).untyped_storage()
-    alias = torch.empty(0, dtype=own.dtype, device=own.device)
-    return alias.set_(storage, own.storage_offset(), own.shape, own.stride())  # pyright: ignore[reportUnknownMemberType]
+    source = tensor.detach()
+    whole_storage = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source.untyped_storage())  # pyright: ignore[reportUnknownMemberType]
+    storage = torch.from_dlpack(whole_storage).untyped_storage()
+    alias = torch.empty(0, dtype=source.dtype, device=source.device)
+    return alias.set_(storage, source.storage_offset(), source.shape, source.stride())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _on(rebuild: Callable[..., Tensor], arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:

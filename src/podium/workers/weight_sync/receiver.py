@@ -251,15 +251,15 @@ class WeightReceiver(Worker):
         """Whether the engine holds the piece that was sent: ``values``, or if None, what was sent before."""
         if values is None:
             sent, kept = self._sums.get(piece, (None, None))
-            own = engine.rows(*piece)  # None where the engine keeps its weights in a form of its own
-            return sent is not None and sent == expected and (own is None or checksum(own) == kept)
+            rows = engine.rows(*piece)  # None where the engine keeps its weights in a form of its own
+            return sent is not None and sent == expected and (rows is None or checksum(rows) == kept)
         self._sums.pop(piece, None)
         if expected is not None and checksum(values) != expected:
             return False
         engine.load(piece.name, piece.start, values)
         if expected is not None:
-            own = engine.rows(*piece)
-            self._sums[piece] = expected, expected if own is None or own.dtype == values.dtype else checksum(own)
+            rows = engine.rows(*piece)
+            self._sums[piece] = expected, expected if rows is None or rows.dtype == values.dtype else checksum(rows)
         return True
 
     @property

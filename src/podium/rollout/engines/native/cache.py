@@ -82,9 +82,9 @@ class KVCache(ABC):
         for cache in (self.keys_by_time, self.values):
             filled = cache[:, :, :, :until]
             for first, second in pairs:
-                held = filled[:, first].clone()
+                cached = filled[:, first].clone()
                 filled[:, first] = filled[:, second]
-                filled[:, second] = held
+                filled[:, second] = cached
 
     def read(self, lanes: Tensor, until: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[L, lanes, kv, until, D]`` of the first ``until`` positions."""
@@ -139,7 +139,7 @@ class GemmCache(KVCache):
             until,
             lambda seen: torch.where(seen, 0.0, self._never).view(active * kv, 1, until),
         )
-        place = (self._rows[:active], slice(None), slice(None), positions_A)
+        index = (self._rows[:active], slice(None), slice(None), positions_A)
         place_value = (self._rows[:active], slice(None), positions_A)
         scale, cast = self._scale, self._dtype != torch.float32
 
@@ -147,7 +147,7 @@ class GemmCache(KVCache):
             keys, values, seen_keys, seen_values = views[layer]
             if cast:
                 query, key, value = query.float(), key.float(), value.float()
-            keys[place] = key
+            keys[index] = key
             values[place_value] = value
             scores = torch.baddbmm(biases[layer], query.reshape(active * kv, group, dim), seen_keys, alpha=scale)
             mixed = torch.bmm(torch.softmax(scores, -1), seen_values).view(active, kv * group * dim)

@@ -83,7 +83,7 @@ class Decoder:
         start = torch.tensor(starts)
         tokens = [token for prompt, begin in zip(prompts, starts, strict=True) for token in prompt[begin:]]
         count = len(tokens)
-        place = _pad_rows(row * query_width + column).to(device)
+        slots = _pad_rows(row * query_width + column).to(device)
         position = _pad_rows(column + start[row]).to(device)
         row, at = row.to(device), position[:count]
 
@@ -91,12 +91,12 @@ class Decoder:
         keys, values = (torch.zeros(shape, dtype=weights.dtype, device=device) for _ in range(2))
         if past is not None:
             keys[:, :, :, : past.keys.shape[3]], values[:, :, :, : past.values.shape[3]] = past.keys, past.values
-        asked = (start.unsqueeze(1) + torch.arange(query_width)).unsqueeze(2)
+        query_positions = (start.unsqueeze(1) + torch.arange(query_width)).unsqueeze(2)
         masks: dict[int | None, Tensor | None] = {}
         for window in {layer.window for layer in weights.layers}:
             masks[window] = None
             if past is not None or (window is not None and window < width):
-                masks[window] = _seen(asked, width, window).unsqueeze(1).to(device)
+                masks[window] = _seen(query_positions, width, window).unsqueeze(1).to(device)
         grid = torch.zeros(len(prompts) * query_width, weights.heads, weights.head_dim,
                            dtype=weights.dtype, device=device)  # fmt: skip
         hidden = F.embedding(_pad_rows(torch.tensor(tokens)).to(device), weights.embedding)
@@ -104,7 +104,7 @@ class Decoder:
 
         for index, layer in enumerate(weights.layers):
             query, key, value = self._project(hidden, index, cos, sin)
-            grid[place[:count]] = query[:count]
+            grid[slots[:count]] = query[:count]
             keys[index][row, :, at], values[index][row, :, at] = key[:count], value[:count]
             mixed = F.scaled_dot_product_attention(
                 grid.view(len(prompts), query_width, -1, weights.head_dim).transpose(1, 2),
@@ -114,7 +114,7 @@ class Decoder:
                 is_causal=masks[layer.window] is None,
                 enable_gqa=weights.heads > weights.kv_heads,
             )
-            mixed = mixed.transpose(1, 2).reshape(len(prompts) * query_width, self._q_size)[place]
+            mixed = mixed.transpose(1, 2).reshape(len(prompts) * query_width, self._q_size)[slots]
             hidden = _add(hidden, mixed, layer.output)
             hidden = self._feed_forward(hidden, index)
 

@@ -102,19 +102,19 @@ class NativeEngine(ModelEngine):
         count = round_up(min(most, lanes.live + len(self.waiting)), ROW_QUANTUM)
         if cache is not None and cache.length >= length and cache.lanes >= count:
             return True
-        held = 0 if cache is None else self._bytes(cache.lanes, cache.length)
+        nbytes_held = 0 if cache is None else self._bytes(cache.lanes, cache.length)
         gib, device = self.config.cache_gib, self._decoder.weights.device
-        budget = (free_memory_bytes(device) + held) // 4 if gib is None else int(gib * 2**30)
+        budget = (free_memory_bytes(device) + nbytes_held) // 4 if gib is None else int(gib * 2**30)
         affordable = budget // self._bytes(1, length)
         count = min(count, max(affordable - affordable % ROW_QUANTUM, ROW_QUANTUM))
         if cache is not None:
             if cache.length >= length and cache.lanes >= count:
                 return True
             larger, longer = max(count, cache.lanes), max(length, cache.length)
-            if (lanes.live or lanes.remembers) and held + self._bytes(larger, longer) <= budget:
+            if (lanes.live or lanes.remembers) and nbytes_held + self._bytes(larger, longer) <= budget:
                 # A conversation grows by a little at a time; the cache grows at once for several turns.
                 doubled = min(2 * cache.length, self.positions or 2 * cache.length)
-                spacious = length > cache.length and held + self._bytes(larger, max(longer, doubled)) <= budget
+                spacious = length > cache.length and nbytes_held + self._bytes(larger, max(longer, doubled)) <= budget
                 lanes.resize(larger, round_up(max(longer, doubled), _LENGTH_QUANTUM) if spacious else longer)
                 return True
             if lanes.live:

@@ -170,7 +170,7 @@ def graphless(weights: DecoderWeights) -> str:
 def renew(held: DecoderWeights, fresh: DecoderWeights) -> bool:
     """Make the copies among ``held`` equal to those of ``fresh``, which was read from the same model later. Return
     whether all else has the same addresses; if not, nothing is changed."""
-    if [one.data_ptr() for one in held.shared] != [one.data_ptr() for one in fresh.shared]:
+    if [tensor.data_ptr() for tensor in held.shared] != [tensor.data_ptr() for tensor in fresh.shared]:
         return False
     for old, new in zip(held.layers, fresh.layers, strict=True):
         if old.qk_norm is not None and new.qk_norm is not None:
@@ -185,7 +185,7 @@ def _step(decoder: Decoder, cache: KVCache, buffers: list[Tensor], span: int, pa
         logits_AV = decoder.decode(tokens_A, positions_A, cache, span)
         if params is None:
             return StepResult(logits_AV, None, None)
-        drawn = draw(logits_AV, params, numbers_A)
-        return StepResult(None, drawn.ids_B, drawn.logprobs_B)  # so that the next graph uses the logits' memory
+        sampled = draw(logits_AV, params, numbers_A)
+        return StepResult(None, sampled.ids_B, sampled.logprobs_B)  # so that the next graph uses the logits' memory
 
     return step

@@ -164,15 +164,15 @@ class Lanes:
         ids, logprobs = (
             table[:, : max(lengths)].index_select(0, index).tolist() for table in (self._ids, self._logprobs)
         )
-        found: list[tuple[RequestId, Drawn]] = []
+        finished: list[tuple[RequestId, Drawn]] = []
         for row, (lane, length) in enumerate(zip(lanes.tolist(), lengths, strict=True)):
             starts = [*self._records["versions"][lane], (length, 0)]
             versions = [version for (at, version), (end, _) in pairwise(starts) for _ in range(at, end)]
             kept = self._records["kept"][lane]
-            kept = None if kept is None else [one.tolist() for one in kept[:length]]
-            drawn = Drawn(ids[row][:length], logprobs[row][:length], versions, kept)
-            found.append((self._records["request"][lane].id, drawn))
-        return found
+            kept = None if kept is None else [token_ids.tolist() for token_ids in kept[:length]]
+            draft = Drawn(ids[row][:length], logprobs[row][:length], versions, kept)
+            finished.append((self._records["request"][lane].id, draft))
+        return finished
 
     # ---- decoding
 
@@ -257,8 +257,8 @@ class Lanes:
         """Report what these lanes drew last."""
         if len(lanes):
             index = self._index(lanes)
-            drawn = self._state[2, index] - 1
-            ids, logprobs = self._ids[index, drawn].tolist(), self._logprobs[index, drawn].tolist()
+            last_number = self._state[2, index] - 1
+            ids, logprobs = self._ids[index, last_number].tolist(), self._logprobs[index, last_number].tolist()
             for request, id, logprob in zip(self._records["request"][lanes], ids, logprobs, strict=True):
                 self._events.append(Tokens(request.id, [id], [logprob], self._version))
 
@@ -283,11 +283,11 @@ class Lanes:
         records["known"] = records["used"] = 0
         lanes = records["live"].nonzero()[0]
         texts: list[Sequence[int]] = []
-        for lane, drawn in zip(lanes, self._state[2, self._index(lanes)].tolist(), strict=True):
+        for lane, count in zip(lanes, self._state[2, self._index(lanes)].tolist(), strict=True):
             prompt = records["request"][lane].prompt
-            records["versions"][lane].append((drawn, self._version))
+            records["versions"][lane].append((count, self._version))
             records["known"][lane] = records["exact"][lane] = len(prompt)
-            texts.append((*prompt, *self._ids[lane, : drawn - 1].tolist()))  # the last one drawn is fed next
+            texts.append((*prompt, *self._ids[lane, : count - 1].tolist()))  # the last one drawn is fed next
         for part in _parts(texts, self._prefill_tokens):
             seen = decoder.prefill(texts[part])
             self.prefilled_tokens += sum(map(len, texts[part]))
@@ -427,9 +427,9 @@ class Lanes:
     def _activate(self, lanes: int) -> None:
         """Decode lanes 0 to ``lanes``, rounded up, from now on; the views are made once for many steps."""
         self._active = active = self._rows(lanes)
-        tokens, positions, drawn, self._moves = self._state[:, :active]
+        tokens, positions, numbers, self._moves = self._state[:, :active]
         tables = (self._uniforms[:active], self._ids[:active], self._logprobs[:active], self._stops[:active])
-        self._views = (tokens, positions, drawn.unsqueeze(1), *tables)
+        self._views = (tokens, positions, numbers.unsqueeze(1), *tables)
         self._advancing = self._state[1:3, :active]
 
     def _index(self, lanes: np.ndarray) -> Tensor:
@@ -444,8 +444,11 @@ class Lanes:
         for part in _parts([prompt for prompt, _ in prompts], self._prefill_tokens):
             if part.start >= len(needed):
                 break
-            found = [(key, *self._longest_prefix(*key)) for key in prompts[part]]
-            for alike in ([one for one in found if not one[2]], [one for one in found if one[2]]):
+            prefixes = [(key, *self._longest_prefix(*key)) for key in prompts[part]]
+            for alike in (
+                [prefix for prefix in prefixes if not prefix[2]],
+                [prefix for prefix in prefixes if prefix[2]],
+            ):
                 if alike:
                     self._prefill_part(decoder, alike)
 
@@ -466,15 +469,15 @@ class Lanes:
     def _longest_prefix(self, prompt: Sequence[int], reuse_completions: bool) -> tuple[int, int]:
         """The lane whose text begins most like ``prompt``, and how many positions they share: all but one at most."""
         records, head = self._records, _SHORTEST_PREFIX
-        known = records["known"] if reuse_completions else np.minimum(records["known"], records["exact"])
-        if len(prompt) <= head or not known.any():
+        usable = records["known"] if reuse_completions else np.minimum(records["known"], records["exact"])
+        if len(prompt) <= head or not usable.any():
             return 0, 0
         wanted = np.array(prompt[:-1])
-        lanes = ((known >= head) & (self._texts[:, :head] == wanted[:head]).all(1)).nonzero()[0]
+        lanes = ((usable >= head) & (self._texts[:, :head] == wanted[:head]).all(1)).nonzero()[0]
         if not len(lanes):
             return 0, 0
         differ = self._texts[lanes, : len(wanted)] != wanted
-        lengths = np.minimum(np.where(differ.any(1), differ.argmax(1), len(wanted)), known[lanes])
+        lengths = np.minimum(np.where(differ.any(1), differ.argmax(1), len(wanted)), usable[lanes])
         best = int(lengths.argmax())
         return int(lanes[best]), int(lengths[best])
 

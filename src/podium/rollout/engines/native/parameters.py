@@ -85,16 +85,16 @@ class DecoderWeights:
     @property
     def shared(self) -> list[Tensor]:
         """The views of the model's parameters that a forward pass reads."""
-        found = [self.embedding, self.final_norm, self.head.weight_t, self.head.bias]
+        tensors = [self.embedding, self.final_norm, self.head.weight_t, self.head.bias]
         for layer in self.layers:
-            found += [layer.input_norm, layer.mlp_norm]
+            tensors += [layer.input_norm, layer.mlp_norm]
             dense = [
                 layer.qkv,
                 layer.output,
                 *((layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, Mlp) else ()),
             ]
-            found += [tensor for one in dense for tensor in (one.weight_t, one.bias)]
-        return [tensor for tensor in found if tensor is not None]
+            tensors += [tensor for linear in dense for tensor in (linear.weight_t, linear.bias)]
+        return [tensor for tensor in tensors if tensor is not None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -197,12 +197,12 @@ def _joined_dense(*linears: nn.Linear) -> Dense:
 def _joined(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor over the rows of ``parameters``, which become views of it unless they are already."""
     first = parameters[0].data
-    address, whole = first.data_ptr(), True
+    address, is_whole = first.data_ptr(), True
     for part in parameters:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        whole = whole and same and part.data_ptr() == address and part.is_contiguous()
+        is_whole = is_whole and same and part.data_ptr() == address and part.is_contiguous()
         address += part.numel() * part.element_size()
-    if whole:
+    if is_whole:
         shape = (sum(map(len, parameters)), *first.shape[1:])
         return first.as_strided(shape, first.stride(), first.storage_offset())
     # A storage made in inference mode could never be trained again.
