@@ -40,6 +40,7 @@ from podium.backends import inline
 from podium.data import Batch, Jagged, fields
 from podium.rollout.sampling import SamplingParams
 from podium.runs.ledger import Ledger
+from podium.runs.schedules import declaration_of
 from podium.runtime import Worker, concat, endpoint, shard
 from podium.trainer.checks.preflight import load_schedule
 from podium.trainer.generators import Generators, parts_of
@@ -138,12 +139,12 @@ class SimulatedSteps:
 
     first = 1
 
-    def __init__(self, generators: int, steps: int, schedule: str, max_staleness: int, update_s: float) -> None:
+    def __init__(self, generators: int, steps: int, max_staleness: int, update_s: float, *, side_by_side: bool) -> None:
         self.last, self.max_staleness, self._update_s = steps, max_staleness, update_s
         self.cluster = Cluster(generators, self._ended)
         self.stale = Counter[int]()
         self._generators, self._done = generators, 0
-        self._queue = RolloutQueue[Part](parts_of(LANES, N)[1]) if schedule == "asynchronous" else None
+        self._queue = RolloutQueue[Part](parts_of(LANES, N)[1]) if side_by_side else None
         for generator in range(generators if self._queue is not None else 0):
             cast(RolloutQueue[Part], self._queue).admit(generator)
 
@@ -202,14 +203,16 @@ def update_s() -> float:
 def simulate(schedule: str, generators: int, steps: int, max_staleness: int = 0) -> dict[str, Any]:
     """Run a schedule to its end. Times are in simulated seconds."""
     trained_s = update_s()
-    run = SimulatedSteps(generators, steps, schedule, max_staleness, trained_s)
+    drives = load_schedule(schedule)
+    side_by_side = declaration_of(drives).side_by_side
+    run = SimulatedSteps(generators, steps, max_staleness, trained_s, side_by_side=side_by_side)
     began = time.process_time()
-    load_schedule(schedule)(cast(Any, run))
+    drives(cast(Any, run))
     spent = time.process_time() - began
     samples = run.stale.total()
     ideal_s = max(steps * trained_s, run.cluster.busy_s / (generators * LANES))
     assert samples == steps * generators * PROMPTS_A_GENERATOR * N
-    name = schedule if schedule != "asynchronous" else f"asynchronous, max_staleness {max_staleness}"
+    name = f"{schedule}, max_staleness {max_staleness}" if side_by_side else schedule
     return {
         "schedule": name, "generators": generators, "steps": steps, "samples": samples,
         "samples_per_s": samples / run.cluster.now_s, "of_ideal": ideal_s / run.cluster.now_s,

@@ -113,10 +113,11 @@ class Growing(PPOTrainer):
 
     def _begin(self, phase: int) -> None:
         if phase == 0:
-            self._sampling, self._before = self.sampling, resident(SELF, "VmRSS")
+            self._sampling, self._before = self.run.data.sampling, resident(SELF, "VmRSS")
         tokens, rows = self._sampling.max_new_tokens, self._sampling.n
         grown = {"max_new_tokens": tokens * SCALES[phase]} if self.by == "length" else {"n": rows * SCALES[phase]}
-        self.sampling = replace(self._sampling, **grown)
+        sampling = replace(self._sampling, **grown)
+        self.run = replace(self.run, data=replace(self.run.data, sampling=sampling))
         self._others = [str(pid) for pid in descendants(os.getpid())]
         for pid in (SELF, *self._others):
             (PROC / pid / "clear_refs").write_text(RESET_PEAK)

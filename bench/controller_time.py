@@ -37,6 +37,8 @@ from bench.workload import StepLoad
 from podium.rewards import Grade
 from podium.telemetry import CallFinished, Event, StageFinished, StepFinished, subscribe
 from podium.trainer import GRPOConfig, PPOTrainer, Summary
+from podium.trainer.opening import Run
+from podium.trainer.prompts import Prompt
 
 WARMUPS = 3
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -143,9 +145,9 @@ class Timed(PPOTrainer):
         self.meter.threads.append(threads())
         return super().finish(done)
 
-    def prepare(self, stack: ExitStack) -> None:
-        super().prepare(stack)
-        grader: Any = self.grader
+    def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:
+        run = super().prepare(stack, lasting, before)
+        grader: Any = run.grader
         send, wait, working, sent_ns = grader._send, grader._wait, self.meter.working, 0
 
         def timed_send(*args: Any, **kwargs: Any) -> Any:
@@ -160,6 +162,7 @@ class Timed(PPOTrainer):
             return grades
 
         grader._send, grader._wait = timed_send, timed_wait
+        return run
 
 
 def threads() -> dict[str, int]:

@@ -59,7 +59,7 @@ class Struck(PPOTrainer):
         """As the trainer's, while a generator is killed."""
         if self.dice is None:
             return super().collect_sessions(sessions, prompts, step)
-        pids = [pid for handle in self.roles.generators for pid in handle.group.pids]
+        pids = [pid for handle in self.run.roles.generators for pid in handle.group.pids]
         after_s = self.dice.uniform(0.0, LATEST_S)
         self.dice.shuffle(pids)
 

@@ -15,7 +15,7 @@ from tests.integration.training import metrics_rows, tiny
 
 def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path: Path) -> None:
     config = tiny(GRPOConfig, tmp_path, data={"holdout": 0.0, "eval": str(tmp_path / "copy.jsonl")})
-    said = describe_data(PPOTrainer(config, cluster="inline"))
+    said = describe_data(PPOTrainer(config, cluster="inline").read_data)
     assert "training     60 prompts of 3 tokens each\n" in said
     assert "epochs       2 steps x 4 prompts = 8 of 60 = 0.133 epochs\n" in said
     assert "held-out     4 prompts" in said
@@ -25,7 +25,7 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path: Path) -> None
 
 
 def test_of_an_example_what_is_learned_is_shown(tmp_path: Path) -> None:
-    said = describe_data(SFTTrainer(tiny(SFTConfig, tmp_path), cluster="inline"))
+    said = describe_data(SFTTrainer(tiny(SFTConfig, tmp_path), cluster="inline").read_data)
     assert "to learn     3 of these tokens:\n             01<eos>\ntokens       '0' '1' '<eos>'" in said
 
 
@@ -33,7 +33,7 @@ def test_how_many_prompts_are_too_long_is_said(tmp_path: Path) -> None:
     config = tiny(GRPOConfig, tmp_path, data={"max_prompt_tokens": 3, "holdout": 0.0}, eval={"items": 0})
     with (tmp_path / "copy.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "0 1 2 3 4 5=", "answer": "0"}) + "\n")
-    said = describe_data(PPOTrainer(config, cluster="inline"))
+    said = describe_data(PPOTrainer(config, cluster="inline").read_data)
     assert "data.max_prompt_tokens = 3: 1 dropped, 0 cut, of 61 (1.6%)" in said
     assert "the longest is" not in said
 
@@ -52,7 +52,7 @@ def test_what_the_run_would_refuse_is_refused(
     config = tiny(GRPOConfig, tmp_path, data={"holdout": 0.0, "eval": str(tmp_path / "copy.jsonl")}, **sections)
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(error, match=message):
-        describe_data(PPOTrainer(config, cluster="inline"))
+        describe_data(PPOTrainer(config, cluster="inline").read_data)
 
 
 def test_a_run_of_epochs_has_as_many_steps_as_its_data_need(tmp_path: Path) -> None:
@@ -61,12 +61,12 @@ def test_a_run_of_epochs_has_as_many_steps_as_its_data_need(tmp_path: Path) -> N
     trainer = SFTTrainer(config, cluster="inline", show=False)
     summary = trainer.fit()
     assert summary.finished
-    assert summary.steps == -(-len(trainer.stream) // 16) == len(metrics_rows(tmp_path / "runs/run"))
+    assert summary.steps == -(-len(trainer.run.data.stream) // 16) == len(metrics_rows(tmp_path / "runs/run"))
     written = (tmp_path / "runs/run/config.yaml").read_text()
     assert f"steps: {summary.steps}\n  epochs: null" in written
     again = tiny(SFTConfig, tmp_path, run={"epochs": 0.75, "resume": str(tmp_path / "runs/run")}, eval={"items": 0})
     later = SFTTrainer(again, cluster="inline", show=False).fit()
-    assert later.steps == -(-3 * len(trainer.stream) // 32) > summary.steps
+    assert later.steps == -(-3 * len(trainer.run.data.stream) // 32) > summary.steps
     fewer = tiny(SFTConfig, tmp_path, run={"epochs": 0.1, "resume": str(tmp_path / "runs/run")}, eval={"items": 0})
     with pytest.raises(ConfigError, match=r"run\.steps = 1, and the latest checkpoint .* is of step"):
         SFTTrainer(fewer, cluster="inline", show=False).fit()

@@ -422,7 +422,7 @@ def test_a_run_goes_on_in_its_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", ["twice", "Guess"])
 def test_a_dry_run_shows_the_tasks(world: str, tmp_path: Path) -> None:
     own = {"train": "", "eval": ""} if world == "Guess" else {}
-    said = describe_data(PPOTrainer(config_of(world, tmp_path, data=own), cluster="inline"))
+    said = describe_data(PPOTrainer(config_of(world, tmp_path, data=own), cluster="inline").read_data)
     assert re.search(r"training     \d+ tasks\nepochs       2 steps x 4 tasks = 8 of .*\nheld-out     4 tasks\n", said)
     assert "number 0     the task; the environment makes of it what the model reads:\n             {'prompt'" in said
 
@@ -560,7 +560,7 @@ class Struck(PPOTrainer):
     struck = 0
 
     def victims(self) -> list[int]:
-        return [pid for handle in self.roles.generators for pid in handle.group.pids]
+        return [pid for handle in self.run.roles.generators for pid in handle.group.pids]
 
     def collect_sessions(self, sessions: Any, prompts: Any, step: int) -> Any:
         pids = self.victims()
@@ -593,8 +593,8 @@ class Orphaned(Struck):
     """Its rollout worker is killed while it lives sessions."""
 
     def victims(self) -> list[int]:
-        assert self.roles.rollout is not None
-        return list(self.roles.rollout.group.pids)
+        assert self.run.roles.rollout is not None
+        return list(self.run.roles.rollout.group.pids)
 
 
 def test_sessions_of_a_lost_rollout_worker_are_lived_again(tmp_path: Path, preloaded: Cluster) -> None:

@@ -53,8 +53,8 @@ def test_a_run_that_loses_nodes_goes_on_elsewhere_or_says_that_there_is_no_room(
         if isinstance(event, Recovered):
             said.append(event.text)
         if isinstance(event, StepFinished) and event.step in victims and event.step not in lost:
-            trainer.saver.wait()  # the checkpoint of the step before
-            group = trainer.roles.workers[victims[event.step]].group
+            trainer.run.saver.wait()  # the checkpoint of the step before
+            group = trainer.run.roles.workers[victims[event.step]].group
             (slot,) = group.processes.pool
             machines.remove_node(nodes[slot.node], allow_graceful=False)
             lost.add(event.step)

@@ -52,7 +52,7 @@ class Struck(PPOTrainer):
         self.asked.append(urls())
         if step != 2:
             return super().collect_sessions(sessions, prompts, step)
-        (slot,) = self.roles.generators[0].group.processes.pool
+        (slot,) = self.run.roles.generators[0].group.processes.pool
         node = self.others[slot.node]
         strike = threading.Thread(target=self.nodes.remove_node, args=(node,), kwargs={"allow_graceful": False})
         strike.start()

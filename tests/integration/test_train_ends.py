@@ -260,7 +260,7 @@ def test_the_rows_of_steps_are_there_before_the_checkpoint_that_follows_them(
 
     class Watched(PPOTrainer):
         def remember(self, step: int) -> Any:
-            there.append([row["step"] for row in metrics_rows(self.directory.path)])
+            there.append([row["step"] for row in metrics_rows(self.run.directory.path)])
             return super().remember(step)
 
     Watched(tiny(GRPOConfig, tmp_path, save={"every": 1}), cluster="inline", show=False).fit()

@@ -24,7 +24,7 @@ from podium.trainer import PRELOAD, GRPOConfig, PPOTrainer, load_config
 
 class Looking(PPOTrainer):
     def finish(self, done):
-        self.theirs = self.roles.policy.group.run(lambda worker: list(__import__("sys").modules))[0]
+        self.theirs = self.run.roles.policy.group.run(lambda worker: list(__import__("sys").modules))[0]
         return super().finish(done)
 
 trainer = Looking(load_config(GRPOConfig, sys.argv[1]), show=False)

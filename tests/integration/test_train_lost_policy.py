@@ -46,7 +46,7 @@ def test_a_lost_policy_ends_the_wait_for_completions(cluster: Cluster, tmp_path:
 
     def see(event: Event) -> None:
         if isinstance(event, StepFinished) and event.step == 2 and not (tmp_path / "killed").exists():
-            (tmp_path / "victim").write_text(str(trainer.roles.policy.group.pids[0]))
+            (tmp_path / "victim").write_text(str(trainer.run.roles.policy.group.pids[0]))
         if isinstance(event, Recovered):
             said.append(event.text)
 
@@ -70,7 +70,7 @@ def test_a_policy_that_is_lost_again_while_the_run_resumes_is_a_further_loss(clu
         ended = isinstance(event, StepFinished) and event.step == 2 and not said
         resumed = isinstance(event, Note) and event.text.startswith("resuming after") and len(said) == 1
         if ended or resumed:
-            os.kill(trainer.roles.policy.group.pids[0], signal.SIGKILL)
+            os.kill(trainer.run.roles.policy.group.pids[0], signal.SIGKILL)
         if isinstance(event, Recovered):
             said.append(event.text)
 
@@ -96,7 +96,7 @@ def test_a_resume_after_a_loss_has_heard_the_signal_and_reads_no_data_again(clus
     def see(event: Event) -> None:
         if isinstance(event, StepFinished) and not any("SIGINT" in text for text in said):
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(trainer.roles.policy.group.pids[0], signal.SIGKILL)
+            os.kill(trainer.run.roles.policy.group.pids[0], signal.SIGKILL)
         if isinstance(event, Note | Recovered):
             said.append(event.text)
 

@@ -61,7 +61,7 @@ def killing(role: str, step: int, pids: list[int]) -> Callable[[PPOTrainer, Even
 
     def see(trainer: PPOTrainer, event: Event) -> None:
         if isinstance(event, StepFinished) and event.step == step and not pids:
-            pids.append(trainer.roles.workers[role].group.pids[0])
+            pids.append(trainer.run.roles.workers[role].group.pids[0])
             os.kill(pids[0], signal.SIGKILL)
 
     return see
@@ -112,8 +112,8 @@ def test_with_the_asynchronous_schedule_no_prompt_is_lost_with_a_generator(prelo
 
     def see(trainer: PPOTrainer, event: Event) -> None:
         if isinstance(event, StageFinished) and (event.name, event.step) == ("advantages", 3) and not pids:
-            assert trainer.roles.generators
-            pids.append(trainer.roles.generators[0].group.pids[0])
+            assert trainer.run.roles.generators
+            pids.append(trainer.run.roles.generators[0].group.pids[0])
             os.kill(pids[0], signal.SIGKILL)  # while the steps after it are drawn, and before the weights are sent
 
     asked = {"steps": 7, "schedule": "asynchronous", "max_staleness": 2}
@@ -215,7 +215,7 @@ def test_a_run_goes_on_without_a_generator_that_cannot_be_restarted(preloaded: C
 
     def see(trainer: PPOTrainer, event: Event) -> None:
         if isinstance(event, PhaseStarted):
-            os.kill(trainer.roles.generators[0].group.pids[0], signal.SIGKILL)
+            os.kill(trainer.run.roles.generators[0].group.pids[0], signal.SIGKILL)
         if isinstance(event, Note):
             notes.append(event.text)
         if isinstance(event, EvalFinished):
@@ -290,7 +290,7 @@ def test_a_disk_that_takes_no_more_of_the_ledger_is_named_with_a_remedy(
 
     def see(trainer: PPOTrainer, event: Event) -> None:
         if isinstance(event, StageFinished) and (event.name, event.step) == ("generate", 3):
-            trainer.saver.wait()
+            trainer.run.saver.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
 
     try:

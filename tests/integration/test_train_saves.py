@@ -111,7 +111,7 @@ def test_a_policy_that_dies_while_it_writes_leaves_the_checkpoint_before(
             while not (tmp_path / "writing").exists():
                 time.sleep(0.01)
             there.extend(names(run))
-            os.kill(trainer.roles.policy.group.pids[0], signal.SIGKILL)
+            os.kill(trainer.run.roles.policy.group.pids[0], signal.SIGKILL)
             (tmp_path / "open").touch()  # for the policy of the restart
 
     fit(cluster, config(tmp_path), see)
@@ -159,7 +159,7 @@ def test_a_full_disk_ends_the_run_and_the_resumed_one_has_lost_nothing(
 
     def see(trainer: PPOTrainer, event: Event) -> None:
         if isinstance(event, StepFinished) and event.step == 2:
-            resource.prlimit(trainer.roles.policy.group.pids[1], resource.RLIMIT_FSIZE, (1000, 1000))
+            resource.prlimit(trainer.run.roles.policy.group.pids[1], resource.RLIMIT_FSIZE, (1000, 1000))
 
     ranks: dict[str, Any] = {"placement": {"ranks": 2}, "parallel": {"strategy": "fsdp2"}}
     with pytest.raises(CheckpointError) as caught:

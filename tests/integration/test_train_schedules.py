@@ -188,7 +188,7 @@ class Counting(PPOTrainer):
     """It looks at the whole batch of a step before it is graded."""
 
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
-        assert len(batch) == len(prompts) * self.sampling.n, "score gets a part of the step"
+        assert len(batch) == len(prompts) * self.run.data.sampling.n, "score gets a part of the step"
         return super().score(batch, prompts, step)
 
 

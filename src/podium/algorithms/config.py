@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field
 
-from podium.algorithms.named import ADVANTAGES, LOSSES
+from podium.algorithms.named import ADVANTAGES, LOSSES, loss_imitates
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name
@@ -102,8 +102,8 @@ class AlgorithmConfig:
 
     @property
     def reinforces(self) -> bool:
-        """Whether rewards train the policy, and not examples."""
-        return self.loss != "cross_entropy"
+        """Whether rewards train the policy, and not examples. A loss of the user's own is loaded."""
+        return not loss_imitates(self.loss)
 
     @property
     def updates(self) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "advantage_declaration",
     "check_functions",
     "loss_declaration",
+    "loss_imitates",
     "resolve_advantage",
     "resolve_loss",
 ]
@@ -63,6 +64,8 @@ class Declaration:
         columns: The token columns of :data:`COLUMNS` that the estimator reads.
         data: The columns of the data that the estimator reads in ``inputs.data``.
         minibatch: The loss reads ``inputs.figures``, which this function computes from the tokens of a whole minibatch.
+        imitates: The loss learns from examples and not from rewards. So dropout is on unless ``model.dropout`` says
+            otherwise.
     """
 
     options: type | None = None
@@ -71,6 +74,7 @@ class Declaration:
     columns: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     minibatch: MinibatchFigures | None = None
+    imitates: bool = False
 
     def __post_init__(self) -> None:
         if unknown := set(self.columns) - set(COLUMNS):
@@ -88,6 +92,7 @@ class Declaration:
         return function
 
 
+# What Podium's own functions declare where they are defined, so that it is known without importing torch.
 _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "grpo": Declaration(needs_groups=True),
     "rloo": Declaration(needs_groups=True),
@@ -96,7 +101,12 @@ _OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
     "grpo_turns": Declaration(needs_groups=True),
     "gae_turns": Declaration(needs_values=True),
 }
-_OWN_LOSSES: Final = ("ppo_clip", "gspo", "clip_cov", "cross_entropy")
+_OWN_LOSSES: Final[Mapping[str, bool]] = {  # whether it imitates
+    "ppo_clip": False,
+    "gspo": False,
+    "clip_cov": False,
+    "cross_entropy": True,
+}
 
 ADVANTAGES: Final[Mapping[str, str]] = {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
 """Podium's own advantage estimators by name, and where each is."""
@@ -124,6 +134,12 @@ def advantage_declaration(spec: str) -> Declaration:
 def loss_declaration(spec: str) -> Declaration:
     """Return what the loss declares. Raises ConfigError as :func:`resolve_loss` does."""
     return getattr(resolve_loss(spec), _ATTRIBUTE, Declaration())
+
+
+def loss_imitates(spec: str) -> bool:
+    """Whether the loss learns from examples. Raises ConfigError as :func:`resolve_loss` does."""
+    own = _OWN_LOSSES.get(spec)
+    return loss_declaration(spec).imitates if own is None else own
 
 
 def check_functions(config: AlgorithmConfig) -> None:

@@ -43,7 +43,7 @@ def run_train(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         from podium.trainer import describe_data  # needs torch, unlike what refuses a configuration
 
-        sys.stdout.write(describe_data(_trainer(config, backend)) + "\n")
+        sys.stdout.write(describe_data(_trainer(config, backend).read_data) + "\n")
         return 0
     trainer = _opened(config, options.recipe, backend)
     summary = trainer.fit()
@@ -54,7 +54,7 @@ def run_train(arguments: Sequence[str]) -> int:
             "train",
             options.recipe,
             "--resume",
-            str(trainer.directory.path),
+            str(trainer.run.directory.path),
             *backend_arguments,
             *backend.words,
         ]

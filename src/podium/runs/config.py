@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field
 
-from podium.algorithms import ADVANTAGES, AlgorithmConfig, advantage_declaration
+from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, advantage_declaration
 from podium.config import build_config, prefer, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name
@@ -20,12 +20,12 @@ from podium.rollout.engines import EngineConfig
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
+from podium.runs.schedules import SCHEDULES, declaration_of, named_schedule
 from podium.training import OptimConfig, ParallelConfig
 from podium.training.config import EndingOptim, check_dropout
 
 __all__ = [
     "RECIPES",
-    "SCHEDULES",
     "CriticConfig",
     "EvalConfig",
     "ExampleBatch",
@@ -42,11 +42,6 @@ __all__ = [
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
 Role = Literal["policy", "reference", "critic", "reward", "estimator", "generator", "rollout"]
-SCHEDULES: Final = {
-    "sync": "podium.trainer.schedules.sync:sync",
-    "one_step_off": "podium.trainer.schedules.one_step_off:one_step_off",
-    "asynchronous": "podium.trainer.schedules.asynchronous:asynchronous",
-}
 _CAP_AHEAD: Final = 2.0  # of importance weights where older weights draw completions
 
 
@@ -95,7 +90,7 @@ class RunConfig:
     module:function, or path/file.py:function."""
     max_staleness: int = Field(default=2, ge=1, le=1000)
     """With the schedule asynchronous, no token that trains was drawn by weights that are more than this many updates
-    older than those of sync."""
+    older than those of sync. The same holds for a schedule of your own that declares side_by_side."""
     resume: str = ""
     """The run in this directory is resumed from its latest checkpoint. auto resumes the run of run.name if it is there,
     and begins it otherwise."""
@@ -131,8 +126,12 @@ class RunConfig:
 
     @property
     def staleness(self) -> int | None:
-        """How many updates the weights that draw a token may be behind; None where a schedule of one's own decides."""
-        return {"sync": 0, "one_step_off": 1, "asynchronous": self.max_staleness}.get(self.schedule)
+        """How many updates the weights that draw a token may be behind; None where the schedule does not declare it.
+
+        A schedule of the user's own is loaded.
+        """
+        declared = declaration_of(named_schedule(self.schedule))
+        return self.max_staleness if declared.side_by_side else declared.staleness
 
 
 @section("batch")
@@ -389,7 +388,8 @@ class PPOConfig(_TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_dropout(self.model, self.algorithm)
+        if self.algorithm.loss in LOSSES:  # one of the user's own is not loaded here; each learner checks it
+            check_dropout(self.model, self.algorithm)
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
             raise ConfigError(
@@ -404,10 +404,10 @@ class PPOConfig(_TrainingConfig):
 
     @property
     def resolved_algorithm(self) -> AlgorithmConfig:
-        """``algorithm`` with the cap of importance weights that "auto" means under this schedule."""
+        """``algorithm`` with the cap of importance weights that "auto" means under this schedule, which is loaded."""
         if self.algorithm.importance_cap != "auto":
             return self.algorithm
-        return replace(self.algorithm, importance_cap=None if self.run.schedule == "sync" else _CAP_AHEAD)
+        return replace(self.algorithm, importance_cap=None if self.run.staleness == 0 else _CAP_AHEAD)
 
     def check_roles(self, *, load: bool = False) -> None:
         """Check that each role has a place and rows for each rank, and that the advantage gets groups if it needs them.

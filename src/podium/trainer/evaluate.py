@@ -24,7 +24,7 @@ from podium.trainer.completion_files import write_completions
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.generators import Generators
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, load_held_out, prompt_batch
-from podium.trainer.roles import started_generator
+from podium.trainer.roles import stand_together, started_generator
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import load_tasks
 from podium.workers import Generator, RewardModel
@@ -108,7 +108,7 @@ def evaluate_model(config: InferenceConfig, cluster: Cluster, reward: RewardFn |
     with Grader(config.reward, reward=reward) as grader, started_generator(cluster, config) as roles:
         sessions = None
         if roles.rollout is not None:
-            beside = roles.generator.group.name in roles.rollout.group.shares_processes_with
+            beside = stand_together(roles.rollout, roles.generator)
             sessions = Sessions(roles.rollout, () if beside else (roles.generator,), config, sampling)
         return {
             name: score_held_out(

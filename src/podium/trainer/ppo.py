@@ -17,11 +17,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from podium.algorithms import Declaration, KLController, advantage_declaration
 from podium.data import Batch, fields
 from podium.errors import PodiumError, RewardError
+from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import PromptStream, load_examples
 from podium.runs.checkpoints import TrainerState
 from podium.runs.config import PPOConfig
@@ -32,13 +35,16 @@ from podium.trainer.checks.preflight import check_answers, check_columns, check_
 from podium.trainer.completion_files import CompletionsLog, write_completions
 from podium.trainer.completions import ScoredBatch, version_range
 from podium.trainer.generators import Generators, parts_of
+from podium.trainer.opening import Run
 from podium.trainer.prompts import Prompt, completion_seeds, encoded, prompt_batch, row_order
 from podium.trainer.sessions import Sessions, grade_sessions
 from podium.trainer.tasks import check_conversations, load_tasks
 from podium.trainer.trainer import Trainer
 from podium.workers import Estimator
 
-__all__ = ["KL_COEF", "PPOTrainer"]
+__all__ = ["KL_COEF", "PPOTrainer", "in_parts"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 KL_COEF: Final = "policy/kl_coef"
 NOTED_MISMATCH: Final = 0.05  # nats a token; bfloat16 alone makes 0.007
@@ -70,6 +76,19 @@ _UPDATE_INPUTS = (
 )
 
 
+_IN_PARTS: Final = "podium_in_parts"
+
+
+def in_parts(stage: F) -> F:
+    """Declare that a subclass's own ``score`` takes a few prompts of a step at a time, or that ``draw`` draws in parts
+    what its own ``generate`` draws. A stage without this decorator gets the whole step.
+
+    Where the schedule declares ``side_by_side``, the completions of a prompt are then graded while others are drawn.
+    """
+    setattr(stage, _IN_PARTS, True)
+    return stage
+
+
 class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     """Trains a policy by reinforcement: GRPO and its kin, or PPO where the advantage estimator reads a critic.
 
@@ -97,9 +116,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         stage = partial(self.clock.stage, step=step, half="collect")
         with stage("prompts"):
             prompts = self.take(step, self.config.batch.prompts)
-        if self.sessions is not None:
-            scored = self.collect_sessions(self.sessions, prompts, step)
-        elif self.steps.side_by_side and self._takes_parts:
+        if self.run.sessions is not None:
+            scored = self.collect_sessions(self.run.sessions, prompts, step)
+        elif self.run.declared.side_by_side and not self._whole_stages:
             scored = self.collect_parts(prompts, step)
         else:
             with stage("generate"):
@@ -132,10 +151,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def collect_sessions(self, sessions: Sessions, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Live ``sampling.n`` sessions of each prompt's task. Prompts all of whose sessions failed are dropped."""
         stage = partial(self.clock.stage, step=step, half="collect")
-        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
+        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
         with stage("rollout"):
-            batch, report = sessions.live(prompts, seeds, self.sampling, step)
-        if len(batch) < (ranks := self.roles.policy.group.world_size):
+            batch, report = sessions.live(prompts, seeds, self.run.data.sampling, step)
+        if len(batch) < (ranks := self.run.roles.policy.group.world_size):
             raise PodiumError(
                 f"step {step}: the sessions gave {len(batch)} rows, and the policy trains on {ranks} ranks"
             )
@@ -143,7 +162,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         places = sorted({*scored.groups})
         with stage("score"), self._kept_if_not_graded([batch], prompts, step):
             self.ledger.move(step, "rolled_out", places, versions=scored.versions())
-            scored = grade_sessions(scored, self.grader, self.config.reward.correct_at, self.roles.reward)
+            scored = grade_sessions(scored, self.run.grader, self.config.reward.correct_at, self.run.roles.reward)
             trained = {names.SESSIONS_TRAINED: float(len(scored.firsts)), names.SESSIONS_ROWS: float(len(batch))}
             scored = replace(scored, figures={**scored.figures, **trained})
             self.ledger.move(step, "graded", places)
@@ -160,11 +179,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         step, batch = scored.step, scored.batch
         self.check_staleness(scored)
         stage = partial(self.clock.stage, step=step, half="learn")
-        if self.config.run.schedule == "sync":
-            self.rest(*self.roles.generators)
+        if self.config.run.staleness == 0:  # the generators draw nothing while the policy learns
+            self.rest(*self.run.roles.generators)
         with stage("logprobs"):
             batch = self.logprobs(batch)
-        self.rest(self.roles.reference)
+        self.rest(self.run.roles.reference)
         with stage("values"):
             batch = self.values(batch)
         with stage("advantages"):
@@ -178,11 +197,11 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
             with stage("update"):
                 updates = self.update(batch, step, meanwhile=record)
             self.keep(scored, batch)
-            self.rest(self.roles.critic)
-            self.rest(self.roles.policy, weights=False)
+            self.rest(self.run.roles.critic)
+            self.rest(self.run.roles.policy, weights=False)
             with stage("publish"):
                 self.publish(step)
-            self.rest(self.roles.policy)
+            self.rest(self.run.roles.policy)
         with stage("record"):
             metrics = self.measure(figures, updates)
             self.check_mismatch(metrics, step)
@@ -213,8 +232,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def keep(self, scored: ScoredBatch, batch: Batch) -> None:
         """Start to write the step's completions, with what is known of their tokens."""
         scores = None
-        if fields.OLD_LOGPROBS not in batch and hasattr(self.roles.policy, "update_logprobs"):
-            scores = self.roles.policy.update_logprobs.submit(_select(batch, _ROW_INPUTS))
+        if fields.OLD_LOGPROBS not in batch and hasattr(self.run.roles.policy, "update_logprobs"):
+            scores = self.run.roles.policy.update_logprobs.submit(_select(batch, _ROW_INPUTS))
         self.completions.write(scored, _select(batch, _KEPT), scores)
 
     def rest(self, *roles: Handle[Any] | None, **how: bool) -> None:
@@ -229,24 +248,29 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     # -- the stages of collect -------------------------------------------------------------------------------------
 
+    @in_parts
     def generate(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """Draw ``sampling.n`` completions of each prompt. The tensors of the batch are references."""
-        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
-        return self.drawing.generate(prompt_batch(prompts, seeds), self.sampling, continued=True)
+        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
+        return self.drawing.generate(prompt_batch(prompts, seeds), self.run.data.sampling, continued=True)
 
     def draw(self, prompts: Sequence[Prompt], step: int) -> list[Future[Batch]]:
         """As ``generate``, in parts of a few prompts, each of which is there as soon as its last completion is."""
-        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.sampling.n)
-        whole, (size, _) = prompt_batch(prompts, seeds), parts_of(self.config.engine.max_sequences, self.sampling.n)
+        seeds = completion_seeds(self.config.run.seed, step, len(prompts), self.run.data.sampling.n)
+        whole, (size, _) = (
+            prompt_batch(prompts, seeds),
+            parts_of(self.config.engine.max_sequences, self.run.data.sampling.n),
+        )
         parts = [whole.slice(start, min(start + size, len(whole))) for start in range(0, len(whole), size)]
-        return self.drawing.draw(step, parts, self.sampling)
+        return self.drawing.draw(step, parts, self.run.data.sampling)
 
+    @in_parts
     def score(self, batch: Batch, prompts: Sequence[Prompt], step: int) -> ScoredBatch:
         """Grade completions of a step, all of them or those of some prompts; ``prompts`` are all of the step."""
         ungraded = self._ungraded(batch, prompts, step)
         places = sorted({*ungraded.groups})
         self.ledger.move(step, "rolled_out", places, versions=ungraded.versions())
-        scored = ungraded.graded(self.grader, self._declared.data, self.roles.reward)
+        scored = ungraded.graded(self.run.grader, self._declared.data, self.run.roles.reward)
         self.ledger.move(step, "graded", places)
         return scored
 
@@ -256,7 +280,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         ):  # of a generator or a stage of the user's own
             batch = batch.with_columns({fields.VERSION_RANGE: version_range(batch)})
         rows = [name for name in (fields.GROUP, fields.VERSION_RANGE) if name in batch]
-        return ScoredBatch(step=step, batch=batch.fetch(*rows), prompts=prompts, tokenizer=self.tokenizer)
+        return ScoredBatch(step=step, batch=batch.fetch(*rows), prompts=prompts, tokenizer=self.run.data.tokenizer)
 
     @contextmanager
     def _kept_if_not_graded(self, drawn: Sequence[Batch], prompts: Sequence[Prompt], step: int) -> Iterator[None]:
@@ -273,9 +297,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Add log-probabilities under the policy before its update, and under the reference."""
         inputs = _select(batch, _MODEL_INPUTS)
         reads_entropy = {"entropy": True} if fields.ENTROPY in self._declared.columns else {}
-        pending = [self.roles.policy.logprobs.submit(inputs, **reads_entropy)] if self._needs_old_logprobs else []
-        if self.roles.reference is not None:
-            pending.append(self.roles.reference.logprobs.submit(inputs))
+        pending = [self.run.roles.policy.logprobs.submit(inputs, **reads_entropy)] if self._needs_old_logprobs else []
+        if self.run.roles.reference is not None:
+            pending.append(self.run.roles.reference.logprobs.submit(inputs))
         for call in pending:
             batch = batch.merge(call.result())
         return batch
@@ -285,8 +309,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
         A session that is over does not go on, for whatever reason it ended, so there is no value after it.
         """
-        critic = self.roles.critic
-        ended = () if self.sessions is not None else (fields.FINISH_REASON,)
+        critic = self.run.roles.critic
+        ended = () if self.run.sessions is not None else (fields.FINISH_REASON,)
         return batch if critic is None else batch.merge(critic.values(_select(batch, _VALUE_INPUTS + ended)))
 
     def advantages(self, batch: Batch) -> Batch:
@@ -305,9 +329,9 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         pending: list[Call[dict[str, float]]] = []
         for minibatch in self.minibatches(_select(batch, _MODEL_INPUTS + _UPDATE_INPUTS), step):
             updates += [call.result() for call in pending]  # after the next minibatch was made
-            pending = [self.roles.policy.update.submit(minibatch)]
-            if self.roles.critic is not None:
-                pending.append(self.roles.critic.update.submit(minibatch))
+            pending = [self.run.roles.policy.update.submit(minibatch)]
+            if self.run.roles.critic is not None:
+                pending.append(self.run.roles.critic.update.submit(minibatch))
             if meanwhile is not None:
                 meanwhile()
                 meanwhile = None
@@ -317,10 +341,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         """Cut the step's rows in the order in which they train; the weights of a minibatch are made over all of it."""
         algorithm, rows = self.config.algorithm, len(batch)
         parts = min(
-            algorithm.minibatches, max(1, rows // self.roles.policy.group.world_size)
+            algorithm.minibatches, max(1, rows // self.run.roles.policy.group.world_size)
         )  # an environment may give few rows
         ends = [rows * part // parts for part in range(parts + 1)]
-        batch = batch.with_meta(max_new_tokens=self.sampling.max_new_tokens)
+        batch = batch.with_meta(max_new_tokens=self.run.data.sampling.max_new_tokens)
         for epoch in range(algorithm.epochs):
             order = row_order(self.config.run.seed, step, epoch, rows)
             for start, end in pairwise(ends):
@@ -372,21 +396,21 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     # -- the run ---------------------------------------------------------------------------------------------------
 
     @property
-    def _takes_parts(self) -> bool:
-        """Whether a step may come in parts. A subclass's own ``generate`` or ``score`` gets all of it at once."""
-        return type(self).generate is PPOTrainer.generate and type(self).score is PPOTrainer.score
+    def _whole_stages(self) -> list[str]:
+        """The stages that get all completions of a step together."""
+        return [stage.__qualname__ for stage in (self.generate, self.score) if not hasattr(stage, _IN_PARTS)]
 
     @property
     def drawing(self) -> Generators:
         """The generators."""
-        assert self.generators is not None
-        return self.generators
+        assert self.run.generators is not None
+        return self.run.generators
 
     @property
     def estimator(self) -> Handle[Estimator]:
         """The estimator."""
-        assert self.roles.estimator is not None
-        return self.roles.estimator
+        assert self.run.roles.estimator is not None
+        return self.run.roles.estimator
 
     @property
     def keeps_apart(self) -> str:
@@ -414,38 +438,46 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the number of tokens that each stage processed; "generate" and "rollout" count the sampled ones."""
         stages = ["update", "step"]
-        stages += ["logprobs"] if self._needs_old_logprobs or self.roles.reference is not None else []
-        stages += ["values"] if self.roles.critic is not None else []
-        drawing = "generate" if self.sessions is None else "rollout"
+        stages += ["logprobs"] if self._needs_old_logprobs or self.run.roles.reference is not None else []
+        stages += ["values"] if self.run.roles.critic is not None else []
+        drawing = "generate" if self.run.sessions is None else "rollout"
         return {
             drawing: metrics[names.LENGTH_MEAN] * metrics.get(names.SESSIONS_TRAINED, self.config.rows),
             **dict.fromkeys(stages, metrics[names.TOKENS]),
         }
 
-    def load_data(self) -> PromptStream[Prompt]:
+    def load_data(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> PromptStream[Prompt]:
         config, data, seed = self.config, self.config.data, self.config.run.seed
         if config.environment.name:
-            check_conversations(self.tokenizer, data)
+            check_conversations(tokenizer, data)
             tasks = load_tasks(data, config.environment, "train", seed)
             check_columns(tasks.examples, self._declared.data, config.algorithm.advantage)
             return PromptStream[Prompt](tasks, seed, tasks.digest)
-        prompts = encoded(load_examples(data.train, data, "train", seed), self.tokenizer, data, "training")
-        if self._reward is None:
+        prompts = encoded(load_examples(data.train, data, "train", seed), tokenizer, data, "training")
+        if self.options.reward is None:
             check_answers(prompts.examples, config.reward)
         check_columns(prompts.examples, self._declared.data, config.algorithm.advantage)
         check_tokens(config.model, "training", int(prompts.token_ids.values.max()))
-        check_lengths(config.model, self.sampling.max_new_tokens, "training", max(prompts.token_ids.lengths))
+        check_lengths(config.model, sampling.max_new_tokens, "training", max(prompts.token_ids.lengths))
         return PromptStream(prompts, seed, prompts.digest)
 
-    def prepare(self, stack: ExitStack) -> None:
+    def prepare(self, stack: ExitStack, lasting: ExitStack, before: Run[Prompt] | None = None) -> Run[Prompt]:
         self._graders = ThreadPoolExecutor(4, thread_name_prefix="grade")
         stack.callback(self._graders.shutdown)  # after the workers, whose end ends a score that waits for one
-        super().prepare(stack)
+        run = super().prepare(stack, lasting, before)
         self.kl = KLController(coef=self.config.algorithm.kl_coef, target=self.config.algorithm.kl_target)
-        self.completions = stack.enter_context(CompletionsLog(self.directory.completions))
+        self.completions = stack.enter_context(CompletionsLog(run.directory.completions))
+        if run.declared.side_by_side and run.sessions is None and (stages := self._whole_stages):
+            emit(
+                Note(
+                    f"{' and '.join(stages)} get all completions of a step together, so nothing is graded while others "
+                    "are drawn: podium.trainer.ppo.in_parts declares a stage that takes a few prompts at a time"
+                )
+            )
         self._mismatch_noted = False
         self._flat_steps = 0
         stack.callback(self._graders.shutdown, wait=False, cancel_futures=True)
+        return run
 
     def save(self, step: int) -> None:
         self.completions.flush()
@@ -456,7 +488,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
     def resume(self) -> int:
         step = super().resume()
-        self.rest(self.roles.policy)
+        self.rest(self.run.roles.policy)
         return step
 
     def restore(self, state: TrainerState) -> None:

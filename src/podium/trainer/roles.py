@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError, PodiumError
 from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.schedules import declaration_of, named_schedule
 from podium.runtime import Bound, Cluster, Handle, Profile, Worker, colocate
 from podium.runtime.endpoints import endpoints_of
 from podium.telemetry import Note, Waiting, emit
@@ -97,7 +98,7 @@ class Roles:
     @property
     def generators_are_apart(self) -> bool:
         """Whether the generators' processes hold no other role, so that they can be restarted alone."""
-        return not any(one.group.shares_processes_with for one in self.generators)
+        return not any(handle.group.shares_processes_with for handle in self.generators)
 
     @property
     def workers(self) -> dict[str, Handle[Any]]:
@@ -108,8 +109,7 @@ class Roles:
     @property
     def asked_generators(self) -> tuple[Handle[Generator], ...]:
         """The generators that the rollout workers ask by HTTP; () where these have a generator in their processes."""
-        beside = () if self.rollout is None else self.rollout.group.shares_processes_with
-        return () if any(handle.group.name in beside for handle in self.generators) else self.generators
+        return () if any(stand_together(self.rollout, handle) for handle in self.generators) else self.generators
 
     def check_parameters(self) -> None:
         """Check that all trained parameters are finite. Raises PodiumError for one that is not."""
@@ -141,6 +141,11 @@ class Roles:
         """By trained role, the progress of each rank."""
         calls = {role: worker.progress.submit() for role, worker in self.learners.items()}
         return {role: call.result() for role, call in calls.items()}
+
+
+def stand_together(first: Handle[Any] | None, second: Handle[Any]) -> bool:
+    """Whether two roles share their processes."""
+    return first is not None and first.group.processes is second.group.processes
 
 
 def bind_roles(config: PPOConfig | SFTConfig, workers: RoleWorkers | None = None) -> dict[str, Bound[Any]]:
@@ -179,9 +184,9 @@ def _check_endpoints(role: str, cls: type[Worker], config: PPOConfig | SFTConfig
         needed["serve"] = "by which the rollout worker, in other processes, asks it (environment.name)"
     if role == "estimator" and apart:
         needed["keep"] = "which copies completions from the generator's processes (placement), so that they outlive it"
-    if role == "generator" and config.run.schedule == "asynchronous":
-        needed["generate_beside"] = "by which run.schedule = asynchronous draws several parts at the same time"
-    resting = ("policy", "critic", "reference", *(("generator",) if config.run.schedule == "sync" else ()))
+    if role == "generator" and declaration_of(named_schedule(config.run.schedule)).side_by_side:
+        needed["generate_beside"] = f"by which run.schedule = {config.run.schedule} draws several parts at a time"
+    resting = ("policy", "critic", "reference", *(("generator",) if config.run.staleness == 0 else ()))
     if role in resting and isinstance(config, PPOConfig) and config.parallel.offload != "none":
         needed["rest"] = f"by which parallel.offload = {config.parallel.offload} lets it leave its device while idle"
     for method, why in needed.items():
@@ -210,8 +215,7 @@ def started_roles(
     bound = bind_roles(config, workers)
     check_placement(config, cluster.backend_name, cluster.capabilities)
     with ExitStack() as stack:
-        started = stack.enter_context(_started(cluster, config, bound, traces, replicas=True))
-        generators = tuple(started.pop(name) for name in [*started] if name.partition("-")[0] == "generator")
+        started, generators = stack.enter_context(_started(cluster, config, bound, traces, replicas=True))
         notes = [handle.note() for handle in started.values() if hasattr(handle, "note")]
         for note in dict.fromkeys(filter(None, notes)):
             emit(Note(note))
@@ -230,8 +234,8 @@ def started_roles(
 def started_generator(cluster: Cluster, config: InferenceConfig) -> Iterator[InferenceRoles]:
     """Start a generator with its own model, and the other roles of a run without training; end them with the block."""
     bound = {role: _ROLES[role].bind(**_inference_arguments(role, config)) for role in config.roles}
-    with _started(cluster, config, bound) as started:
-        yield InferenceRoles(started["generator"], started.get("reward"), started.get("rollout"))
+    with _started(cluster, config, bound) as (started, (generator,)):
+        yield InferenceRoles(generator, started.get("reward"), started.get("rollout"))
 
 
 @contextmanager
@@ -242,13 +246,15 @@ def _started(
     traces: Path | None = None,
     *,
     replicas: bool = False,
-) -> Iterator[dict[str, Any]]:
-    """Start roles where ``config.placement`` puts them, and give their handles; end them with the block.
+) -> Iterator[tuple[dict[str, Any], tuple[Handle[Generator], ...]]]:
+    """Start roles where ``config.placement`` puts them, and give their handles by role, and those of the generators;
+    end them with the block.
 
     With ``replicas`` several generators in processes of their own are groups of one rank, ``generator-0`` and so on.
     """
     ranks = [count for _, count in config.processes]
     started: dict[str, Any] = {}
+    generators: list[Handle[Generator]] = []
     parts: dict[tuple[str, ...], list[Any]] = {}  # by the roles that share processes, a handle of each set of these
     with ExitStack() as stack:
         pool = stack.enter_context(reserved(cluster, sum(ranks), config.placement))
@@ -262,8 +268,8 @@ def _started(
             profile = Profile(calls=calls, directory=traces or "profile") if calls else None
             how, seed = {"timeout_s": config.run.timeout_s, "profile": profile}, config.run.seed
             if replicas and roles == ("generator",) and len(place) > 1:
-                handles = {
-                    f"generator-{number}": cluster.start(
+                handles = [
+                    cluster.start(
                         bound["generator"],
                         place[number : number + 1],
                         name=f"generator-{number}",
@@ -271,15 +277,18 @@ def _started(
                         **how,
                     )
                     for number in range(len(place))
-                }
+                ]
+                generators += handles
             else:
-                handles = cluster.start(colocate(**{role: bound[role] for role in roles}), place, seed=seed, **how)
-            started.update(handles)
-            parts[roles] = [*{handle.group.processes: handle for handle in handles.values()}.values()]
-            for handle in handles.values():
+                together = cluster.start(colocate(**{role: bound[role] for role in roles}), place, seed=seed, **how)
+                handles = [*together.values()]
+                generators += [together[role] for role in roles if role == "generator"]
+                started |= {role: together[role] for role in roles if role != "generator"}
+            parts[roles] = [*{handle.group.processes: handle for handle in handles}.values()]
+            for handle in handles:
                 stack.push(partial(_close, handle))
         warn_of_bfloat16(config, parts)
-        yield started
+        yield started, tuple(generators)
 
 
 def _inference_arguments(role: str, config: InferenceConfig) -> dict[str, Any]:

@@ -10,18 +10,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils.hub import CHAT_TEMPLATE_FILE
+
 from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.models.manifest import check_manifest, explain, file_sums, write_manifest
 from podium.runs.checkpoints import Checkpoints, TrainerState
 from podium.runs.config import SaveConfig
-from podium.runs.files import STATE_FILE
+from podium.runs.files import STATE_FILE, remove
 from podium.trainer.schedules.steps import named_stage
 
 if TYPE_CHECKING:
-    from podium.runtime import Call
+    from podium.runtime import Call, Handle
     from podium.trainer.roles import Roles
+    from podium.workers import Policy
 
-__all__ = ["Saver", "load_checkpoint"]
+__all__ = ["Saver", "load_checkpoint", "write_model"]
 
 
 def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
@@ -37,6 +40,18 @@ def load_checkpoint(path: Path, roles: Roles) -> TrainerState:
             raise CheckpointError(f"{path} holds no {name}, and this configuration has one")
         worker.load(str(path.absolute() / name))
     return state
+
+
+def write_model(folder: Path, policy: Handle[Policy], template: str | None) -> Path:
+    """Write the policy's model into ``folder``, with its chat template where that is not the tokenizer's own."""
+    aside = folder.with_name(f".{folder.name}.tmp")
+    remove(aside)
+    policy.save_pretrained(str(aside.absolute()))
+    if template is not None:
+        (aside / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
+    remove(folder)
+    aside.rename(folder)
+    return folder
 
 
 class Saver:
@@ -138,7 +153,7 @@ def _write_learners(folder: Path, roles: Roles, texts: Mapping[str, str]) -> Non
     for name, call in calls.items():
         try:
             sums = call.result()
-            if name == "policy":
+            if roles.learners[name] is roles.policy:
                 for file, text in texts.items():
                     (folder / name / file).write_text(text, encoding="utf-8")
                 sums = [*sums, file_sums(folder / name / file for file in texts)]

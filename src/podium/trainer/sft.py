@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from podium.algorithms import loss_weights
 from podium.data import Batch, Jagged, fields
+from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import PromptStream, encode_pairs, load_examples
 from podium.runs.config import SFTConfig
 from podium.telemetry import metrics as names
@@ -61,20 +63,21 @@ class SFTTrainer(Trainer[SFTConfig, Pair, Examples]):
     def learn(self, examples: Examples) -> Mapping[str, float]:
         """Take one optimizer step."""
         with self.clock.stage("update", examples.step, "learn"):
-            metrics = self.roles.policy.update(examples.batch)
+            metrics = self.run.roles.policy.update(examples.batch)
         return {**metrics, names.TOKENS: float(len(examples.batch.jagged(fields.LOSS_MASK).values))}
 
     def stage_tokens(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return dict.fromkeys(("update", "step"), metrics[names.TOKENS])
 
     def evaluate(self, step: int) -> bool:
-        if self.generators is not None:
-            self.generators.sync_weights(step)  # only here: nothing else is generated
+        if self.run.generators is not None:
+            self.run.generators.sync_weights(step)  # only here: nothing else is generated
         return super().evaluate(step)
 
-    def load_data(self) -> PromptStream[Pair]:
+    def load_data(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> PromptStream[Pair]:
+        del sampling
         data, seed = self.config.data, self.config.run.seed
-        pairs = encode_pairs(load_examples(data.train, data, "train", seed), self.tokenizer, data)
+        pairs = encode_pairs(load_examples(data.train, data, "train", seed), tokenizer, data)
         check_tokens(self.config.model, "training", int(pairs.token_ids.values.max()))
         check_examples(self.config.model, pairs.token_ids.lengths)
         return PromptStream(pairs, seed, pairs.digest)

@@ -25,6 +25,7 @@ from podium.algorithms import (
     resolve_advantage,
     resolve_loss,
 )
+from podium.algorithms.named import loss_imitates
 from podium.errors import ConfigError, DataError
 
 INPUTS = AdvantageInputs(
@@ -102,6 +103,12 @@ def test_what_estimators_and_losses_declare(module: str) -> None:
     assert [name for name in LOSSES if loss_declaration(name).minibatch] == ["clip_cov"]
 
 
+def test_podiums_own_functions_declare_where_they_are_defined_what_the_tables_say() -> None:
+    for name, place in ADVANTAGES.items():
+        assert advantage_declaration(place) == advantage_declaration(name)
+    assert {name: loss_declaration(name).imitates for name in LOSSES} == {name: loss_imitates(name) for name in LOSSES}
+
+
 def test_a_declaration_returns_the_function_itself() -> None:
     def estimator(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
         return AdvantageOutputs(advantages_N=inputs.spread(inputs.rewards_B))
@@ -131,6 +138,7 @@ print("torch" in sys.modules)
 OPTIONS = """
 from pydantic import Field
 from podium.algorithms import AdvantageOutputs, Declaration
+from podium.algorithms.named import loss_imitates
 from podium.config import section
 
 @section("algorithm.options")

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from podium.errors import ConfigError, RewardError
+from podium.runs.schedules import declaration_of
 from podium.trainer.checks.preflight import load_schedule
-from podium.trainer.schedules import Schedule, Steps, sync
+from podium.trainer.schedules import Schedule, ScheduleDeclaration, Steps, sync
 from podium.trainer.schedules.asynchronous import asynchronous
 from podium.trainer.schedules.one_step_off import one_step_off
-from podium.trainer.schedules.steps import StageClock
-from podium.trainer.trainer import StopRequest
+from podium.trainer.schedules.steps import StepCalls
+from podium.trainer.signals import StopRequest
 from tests.waits import LONG_S
 
 
@@ -37,37 +38,22 @@ class Recorder:
         eval_every: int = 0,
         save_every: int = 0,
         save_minutes: float = 0,
-        schedule: str = "mine.py:mine",
     ) -> None:
         self.calls: list[str] = []
         self.stop, self.stop_at, self.good_at = StopRequest(), 0, 0
-        self.clock = StageClock()
-        self.stream = self.ledger = self
         self.config: Any = SimpleNamespace(
-            run=SimpleNamespace(steps=last, schedule=schedule, max_staleness=2),
+            run=SimpleNamespace(steps=last, schedule="mine.py:mine", max_staleness=2),
             eval=SimpleNamespace(every=eval_every),
             save=SimpleNamespace(every=save_every, minutes=save_minutes),
-            taken=1,
         )
         self.taken = 0
         self.saved: list[tuple[int, Mapping[str, Any]]] = []
+        self.ledger: list[str] = []
+        self.reported: list[tuple[int, dict[str, float]]] = []
         self.learning = Event()
-
-    def __len__(self) -> int:
-        return 10
 
     def state(self) -> Mapping[str, Any]:
         return {"taken": self.taken}
-
-    @property
-    def number(self) -> int:
-        return self.taken
-
-    def take(self, step: int, until: int) -> None:
-        assert until == self.taken
-
-    def move(self, step: int, state: str, reason: str = "") -> None:
-        assert bool(reason) == (state == "dropped")
 
     def collect(self, step: int) -> Taken:
         self.calls.append(f"collect {step}")
@@ -81,9 +67,6 @@ class Recorder:
         self.learning.set()
         return {"loss": 0.0}
 
-    def stage_tokens(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        return {}
-
     def evaluate(self, step: int) -> bool:
         self.calls.append(f"evaluate {step}")
         return step == self.good_at > 0
@@ -92,13 +75,24 @@ class Recorder:
         self.calls.append(f"save {step}")
         self.saved.append((step, self.steps.place))
 
-    def check_saved(self) -> None:
-        pass
-
     def run(self, schedule: Schedule = sync, first: int = 1) -> int:
         """Drive this by ``schedule``; the last step that was done."""
         with ThreadPoolExecutor(4) as threads:
-            self.steps = Steps(self, first, self.stop, threads)  # type: ignore[arg-type] # what Steps needs of a trainer
+            calls = StepCalls(
+                collect=self.collect,
+                learn=self.learn,
+                report=lambda step, metrics: self.reported.append((step, dict(metrics))),
+                evaluate=self.evaluate,
+                save=self.save,
+                check_saved=lambda: None,
+                stop_requested=lambda: self.stop.requested,
+                place=self.state,
+                take=lambda step: self.ledger.append(f"take {step}"),
+                train=lambda step: self.ledger.append(f"train {step}"),
+                drop=lambda step, reason: self.ledger.append(f"drop {step}: {reason}"),
+                apart=self.keeps_apart,
+            )
+            self.steps = Steps(calls, self.config, declaration_of(schedule), first, threads)
             schedule(self.steps)
             self.steps.check_whole()
             return self.steps.done
@@ -296,7 +290,7 @@ class Slow(Recorder):
 
 def beside(steps: Steps) -> Iterator[Any]:
     """Step 2 is being collected while the caller goes on."""
-    trainer: Any = steps._trainer
+    trainer: Any = steps._calls.collect.__self__  # type: ignore[attr-defined] # a method of the recorder
     rollout = steps.collect(1)
     coming = steps.collect_ahead(2)
     trainer.collecting.wait(LONG_S)
@@ -318,6 +312,33 @@ def test_halves_that_share_a_process_are_not_run_beside_each_other() -> None:
     with pytest.raises(ConfigError, match="beside each other, but the generator reads the policy's weights"):
         trainer.run(schedule)
     assert "learn 1" not in trainer.calls
+
+
+def test_halves_are_not_run_beside_each_other_where_the_schedule_declares_that_the_newest_weights_draw() -> None:
+    trainer = Slow()
+
+    @ScheduleDeclaration(staleness=0)
+    def schedule(steps: Steps) -> None:
+        for rollout in beside(steps):
+            steps.learn(rollout)
+
+    with pytest.raises(ConfigError, match="beside each other, but the schedule declares staleness = 0"):
+        trainer.run(schedule)
+    assert "learn 1" not in trainer.calls
+
+
+def test_a_declaration_of_several_steps_at_a_time_has_its_bound_in_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"leave out staleness, which is run\.max_staleness"):
+        ScheduleDeclaration(staleness=1, side_by_side=True)
+    with pytest.raises(ConfigError, match=r"staleness=-1\): expected 0 or more"):
+        ScheduleDeclaration(staleness=-1)
+
+
+def test_the_ledger_and_the_metrics_of_each_step_are_written_once() -> None:
+    trainer = Recorder(last=2)
+    trainer.run()
+    assert trainer.ledger == ["take 1", "train 1", "take 2", "train 2"]
+    assert trainer.reported == [(1, {"loss": 0.0}), (2, {"loss": 0.0})]
 
 
 def test_one_collect_runs_at_a_time() -> None:
@@ -368,7 +389,7 @@ class SideBySide(Recorder):
     """Its first three steps wait for one another while they are collected."""
 
     def __init__(self, last: int) -> None:
-        super().__init__(last, schedule="asynchronous")
+        super().__init__(last)
         self.version, self.drawn = 0, dict[int, int]()
         self.together = Barrier(3, timeout=LONG_S)
 
@@ -417,6 +438,7 @@ def test_a_later_collect_that_fails_ends_the_wait_for_one_that_never_comes() -> 
             released.append(ended.wait(LONG_S))
             return Taken(step)
 
+    @ScheduleDeclaration(side_by_side=True)
     def told_when_it_ends(steps: Steps) -> None:
         try:
             asynchronous(steps)
@@ -424,5 +446,5 @@ def test_a_later_collect_that_fails_ends_the_wait_for_one_that_never_comes() -> 
             ended.set()
 
     with pytest.raises(RewardError, match="no reward"):
-        FailsBesideAStuckOne(12, schedule="asynchronous").run(told_when_it_ends)
+        FailsBesideAStuckOne(12).run(told_when_it_ends)
     assert released == [True] * len(released), "the schedule waited for the first step"

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from podium.trainer.trainer import ECHO_S, listen_for_stop
+from podium.trainer.signals import ECHO_S, listen_for_stop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

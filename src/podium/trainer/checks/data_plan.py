@@ -6,9 +6,9 @@ The data are read, checked and encoded as for the run, which finds the tokens ke
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,11 +17,9 @@ from podium.runs.config import SFTConfig
 from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.formatting import visible
+from podium.trainer.opening import RunData
 from podium.trainer.prompts import Prompts
 from podium.trainer.tasks import Tasks
-
-if TYPE_CHECKING:
-    from podium.trainer.trainer import Trainer
 
 __all__ = ["describe_data"]
 
@@ -30,30 +28,34 @@ _SHOWN_TOKENS: Final = 48
 _INDENT: Final = " " * 13
 
 
-def describe_data(trainer: Trainer[Any, Any, Any]) -> str:
+def describe_data(read_data: Callable[[], RunData[Any]]) -> str:
     """Read the data of a run that was not begun, and return what is worth a look, as text.
+
+    Args:
+        read_data: The ``read_data`` of a trainer.
 
     Raises:
         ConfigError, DataError: The run would be refused for its data. The message names the place and the remedy.
     """
-    resume = trainer.config.run.resume
-    notes = [] if resume in ("", "auto") else remarks(trainer.config, Path(resume))
+    heard: list[str] = []
 
     def hear(event: Event) -> None:
         if isinstance(event, Note):
-            notes.append(event.text)
+            heard.append(event.text)
 
     unsubscribe = subscribe(hear)
     try:
-        trainer.read_data()
+        data = read_data()
     finally:
         unsubscribe()
-    lines = ["# data", *(f"note         {visible(note)}" for note in notes)]
-    return "\n".join([*lines, *_lengths(trainer), *_first(trainer)])
+    resume = data.config.run.resume
+    notes = [] if resume in ("", "auto") else remarks(data.config, Path(resume))
+    lines = ["# data", *(f"note         {visible(note)}" for note in (*notes, *heard))]
+    return "\n".join([*lines, *_lengths(data), *_first(data)])
 
 
-def _lengths(trainer: Trainer[Any, Any, Any]) -> Iterator[str]:
-    config, examples = trainer.config, _examples(trainer)
+def _lengths(data: RunData[Any]) -> Iterator[str]:
+    config, examples = data.config, _examples(data)
     what, batch, count = "examples" if isinstance(config, SFTConfig) else "prompts", config.taken, len(examples)
     if isinstance(examples, Tasks):
         what = "tasks"
@@ -69,13 +71,13 @@ def _lengths(trainer: Trainer[Any, Any, Any]) -> Iterator[str]:
         f"epochs       {config.run.steps:,} steps x {batch:,} {what} = {taken:,} of {count:,} = "
         f"{epochs:.3g} epoch{'s' * (epochs != 1)}"
     )
-    if trainer.held_out is not None:
-        own = [len(prompt.token_ids) for prompts in trainer.held_out.values() for prompt in prompts]
+    if data.held_out is not None:
+        own = [len(prompt.token_ids) for prompts in data.held_out.values() for prompt in prompts]
         yield f"held-out     {len(own):,} " + ("tasks" if what == "tasks" else f"prompts of {_span(own)}")
 
 
-def _examples(trainer: Trainer[Any, Any, Any]) -> Prompts | EncodedPairs | Tasks:
-    return cast("Prompts | EncodedPairs | Tasks", trainer.stream.examples)
+def _examples(data: RunData[Any]) -> Prompts | EncodedPairs | Tasks:
+    return cast("Prompts | EncodedPairs | Tasks", data.stream.examples)
 
 
 def _span(lengths: Sequence[int]) -> str:
@@ -84,8 +86,8 @@ def _span(lengths: Sequence[int]) -> str:
     return f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths) / len(lengths):,.0f} on average"
 
 
-def _first(trainer: Trainer[Any, Any, Any]) -> Iterator[str]:
-    examples, tokenizer = _examples(trainer), trainer.tokenizer
+def _first(data: RunData[Any]) -> Iterator[str]:
+    examples, tokenizer = _examples(data), data.tokenizer
     if isinstance(examples, Tasks):
         yield "number 0     the task; the environment makes of it what the model reads:"
         yield textwrap.indent(visible(str(examples.examples[0].row), _SHOWN_CHARACTERS), _INDENT, lambda line: True)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from podium.algorithms import check_functions
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
-from podium.functions import load_function
 from podium.models import ModelConfig
 from podium.models.weight_files import stored_tensors
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
@@ -28,7 +27,8 @@ from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.resolve import code_options_of, resolve_environment
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig, Example, check_data
-from podium.runs.config import SCHEDULES, InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.config import InferenceConfig, PPOConfig, SFTConfig
+from podium.runs.schedules import named_schedule
 from podium.runtime import Bound
 from podium.telemetry import Note, emit
 
@@ -247,7 +247,7 @@ def load_schedule(name: str) -> Schedule:
         ConfigError: There is no such function, and the message has the nearest name that exists; or the name is not
             that of a plain function that can be called with one argument.
     """
-    found = load_function(name, key="run.schedule", known=SCHEDULES)
+    found = named_schedule(name)
     subject = f"run.schedule = {name!r}: {name.rpartition(':')[2]!r}"
     for is_kind, kind in _NO_SCHEDULES.items():
         if is_kind(found):

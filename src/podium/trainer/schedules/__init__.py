@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Steps
 from podium.trainer.schedules.sync import sync
 
-__all__ = ["Schedule", "Steps", "sync"]
+__all__ = ["Schedule", "ScheduleDeclaration", "Steps", "sync"]
 
 Schedule = Callable[[Steps], None]

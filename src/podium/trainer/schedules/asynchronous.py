@@ -16,11 +16,13 @@ learned in their order, and a step waits for its longest one. The failure of a l
 from collections import deque
 from concurrent.futures import Future
 
+from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Rollout, Steps
 
 __all__ = ["asynchronous"]
 
 
+@ScheduleDeclaration(side_by_side=True)
 def asynchronous(steps: Steps) -> None:
     """Collect as many steps as the bound allows, and learn them in order."""
     coming: deque[Future[Rollout]] = deque()

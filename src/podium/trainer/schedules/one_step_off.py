@@ -8,11 +8,13 @@ The completions of step k are drawn from version k - 2, or the last of their tok
 longer than ``learn`` of the step before. So no token is more than one version older than those of ``sync``.
 """
 
+from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Steps
 
 __all__ = ["one_step_off"]
 
 
+@ScheduleDeclaration(staleness=1)
 def one_step_off(steps: Steps) -> None:
     """Collect step k + 1 while step k is learned."""
     coming = steps.collect_ahead(steps.first)

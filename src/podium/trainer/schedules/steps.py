@@ -7,26 +7,26 @@
 
 The halves of steps may run beside each other: ``collect_ahead`` starts a ``collect`` in a thread. Steps take their
 prompts in order, and are learned in order, one at a time. So a checkpoint has one place in the data, and prompts that
-were collected and not yet learned are taken again by a run that is resumed from it. Only the schedule ``asynchronous``
-has several ``collect`` at a time.
+were collected and not yet learned are taken again by a run that is resumed from it. Only a schedule that declares
+``side_by_side`` has several ``collect`` at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Condition
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from podium.errors import ConfigError, DeadlineExceeded
-from podium.telemetry import StageFinished, StepFinished, emit, metrics as names
+from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.schedules import ScheduleDeclaration
+from podium.telemetry import StageFinished, emit, metrics as names
 
-if TYPE_CHECKING:
-    from podium.trainer.trainer import StopRequest, Trainer
-
-__all__ = ["Rollout", "StageClock", "Steps", "named_stage"]
+__all__ = ["Rollout", "StageClock", "StepCalls", "Steps", "named_stage"]
 
 
 @contextmanager
@@ -93,6 +93,39 @@ class Rollout(Protocol):
     def step(self) -> int: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepCalls:
+    """What :class:`Steps` calls.
+
+    Attributes:
+        collect: The first half of a step.
+        learn: The second half. Returns the step's metrics.
+        report: Reports the metrics of a step that was learned.
+        evaluate: Evaluates after a step. Returns whether that ends the run.
+        save: Begins a checkpoint after a step.
+        check_saved: Raises the error of a checkpoint that could not be written.
+        stop_requested: Whether somebody asked the run to end.
+        place: The place of the data's stream.
+        take: Enters the prompts that a step has taken in the ledger.
+        train: Enters in the ledger that a step's prompts were trained.
+        drop: Enters in the ledger that a step's prompts were dropped, and why.
+        apart: Why the two halves cannot run beside each other; empty where they can.
+    """
+
+    collect: Callable[[int], Rollout]
+    learn: Callable[[Any], Mapping[str, float]]
+    report: Callable[[int, Mapping[str, float]], None]
+    evaluate: Callable[[int], bool]
+    save: Callable[[int], None]
+    check_saved: Callable[[], None]
+    stop_requested: Callable[[], bool]
+    place: Callable[[], Mapping[str, Any]]
+    take: Callable[[int], None]
+    train: Callable[[int], None]
+    drop: Callable[[int, str], None]
+    apart: str = ""
+
+
 class Steps:
     """The steps from ``first`` to ``last``, which a schedule collects and learns. A resumed run starts above 1.
 
@@ -101,13 +134,21 @@ class Steps:
         place: Place of the data's stream after the prompts of the last step that was learned.
     """
 
-    def __init__(self, trainer: Trainer[Any, Any, Any], first: int, stop: StopRequest, threads: Executor) -> None:
-        self.first, self.last = first, trainer.config.run.steps
-        self.max_staleness: int = trainer.config.run.max_staleness
-        self.side_by_side = trainer.config.run.schedule == "asynchronous"  # several steps are collected at a time
+    def __init__(
+        self,
+        calls: StepCalls,
+        config: PPOConfig | SFTConfig,
+        declared: ScheduleDeclaration,
+        first: int,
+        threads: Executor,
+    ) -> None:
+        self.first, self.last = first, config.run.steps
+        self.max_staleness = config.run.max_staleness
         self.done = first - 1
-        self.place: Mapping[str, Any] = trainer.stream.state()
-        self._trainer, self._stop, self._threads = trainer, stop, threads
+        self.place = calls.place()
+        self._calls, self._config, self._declared, self._threads = calls, config, declared, threads
+        in_turns = "the schedule declares staleness = 0" if declared.staleness == 0 else ""
+        self._apart = calls.apart or in_turns  # why the two halves must not run beside each other
         self._changed = Condition()  # guards what follows
         self._running: dict[str, set[int]] = {"collect": set(), "learn": set()}  # by half, the steps that it works on
         self._begun = {"collect": self.done, "learn": self.done}  # by half, the last step that it began
@@ -126,37 +167,37 @@ class Steps:
         Raises:
             ConfigError: The schedule did not learn the step that it was given.
         """
-        evaluation, save = self._trainer.config.eval, self._trainer.config.save
+        evaluation, save = self._config.eval, self._config.save
         while not self._ends:
             self._given = step = self.done + 1
             yield step
             if self._finished["learn"] != step:
                 raise self._refusal(f"it was given step {step} and did not learn it; call learn once a step")
             reached = False
-            if (step == self.last or _due(step, evaluation.every)) and not self._stop.requested:
+            if (step == self.last or _due(step, evaluation.every)) and not self._calls.stop_requested():
                 with named_stage("evaluate", step):
-                    reached = self._trainer.evaluate(step)
-            self._ends = step == self.last or reached or self._stop.requested
+                    reached = self._calls.evaluate(step)
+            self._ends = step == self.last or reached or self._calls.stop_requested()
             overdue = save.minutes > 0 and time.monotonic() - self._saved_s >= 60 * save.minutes
             if self._ends or overdue or _due(step, save.every):
                 with named_stage("save", step):
-                    self._trainer.save(step)
+                    self._calls.save(step)
                 self._saved_s = time.monotonic()
             self.done = step
-            self._trainer.check_saved()
+            self._calls.check_saved()
 
     def collect(self, step: int) -> Rollout:
         """Take prompts, draw completions and grade them. Raises what a stage raises."""
-        if self.side_by_side:
+        if self._declared.side_by_side:
             with self._changed:  # threads begin in any order
                 self._changed.wait_for(lambda: self._took >= step - 1 or self._failure is not None)
                 if self._took < step - 1 and self._failure is not None:
                     raise self._failure
         if reason := self._failures.pop(step, ""):  # only now: a resumed run takes the prompts of a failure again
-            self._trainer.ledger.move(step, "dropped", reason=reason)
+            self._calls.drop(step, reason)
         try:
             with self._half("collect", step):
-                rollout: Rollout = self._trainer.collect(step)
+                rollout = self._calls.collect(step)
                 self.took(step)
         except BaseException as error:
             with self._changed:
@@ -171,8 +212,8 @@ class Steps:
         """Note that ``step`` has taken its prompts from the stream, so that the next step may. A second call does
         nothing."""
         if step > self._took:
-            self._trainer.ledger.take(step, self._trainer.stream.number)
-            self._places[step] = self._trainer.stream.state()
+            self._calls.take(step)
+            self._places[step] = self._calls.place()
             with self._changed:
                 self._took = step
                 self._changed.notify_all()
@@ -180,7 +221,7 @@ class Steps:
     def collect_ahead(self, step: int) -> Future[Rollout]:
         """Start ``collect(step)`` in a thread. ``result()`` waits for it, and raises what it raised.
 
-        A ``collect`` that was started before is finished first, except with the schedule ``asynchronous``.
+        A ``collect`` that was started before is finished first, unless the schedule declares ``side_by_side``.
 
         Raises:
             ConfigError: ``step`` is beyond the last step.
@@ -202,25 +243,16 @@ class Steps:
 
     def learn(self, rollout: Rollout) -> None:
         """Train on ``rollout`` and send the new weights to the generator. Raises what a stage raises."""
-        step, trainer = getattr(rollout, "step", None), self._trainer
+        step = getattr(rollout, "step", None)
         if not isinstance(step, int):
             is_future = isinstance(rollout, Future)
             found = "Future: call .result()" if is_future else f"value of type {type(rollout).__name__}"
             raise self._refusal(f"learn takes what collect returned; it got a {found}")
         with self._half("learn", step):
-            metrics = trainer.learn(rollout)
-            trainer.ledger.move(step, "trained")
+            metrics = self._calls.learn(rollout)
+            self._calls.train(step)
             self.place = self._places.pop(step, self.place)
-        times = trainer.clock.finish(step, trainer.stage_tokens(metrics))
-        emit(StepFinished(step, {**metrics, **times, **self._progress(step)}))
-
-    def _progress(self, step: int) -> dict[str, float]:
-        """How much of the data a run has trained on: tokens since its beginning, and passes over the data."""
-        trainer = self._trainer
-        return {
-            names.TOKENS_TOTAL: trainer.clock.totals_tokens.get("step", 0.0),
-            names.EPOCH: step * trainer.config.taken / len(trainer.stream),
-        }
+        self._calls.report(step, metrics)
 
     def check_whole(self) -> None:
         """Check that the schedule's loop went to its end. Raises ConfigError if it left the loop before."""
@@ -236,7 +268,7 @@ class Steps:
         """Record that a half runs during the block. Raises ConfigError where it must not run now."""
         with self._changed:
             running = self._running[name]
-            if running and not (name == "collect" and self.side_by_side):
+            if running and not (name == "collect" and self._declared.side_by_side):
                 raise self._refusal(f"{name}({step}) began while {name}({min(running)}) was running")
             self._check_exists(step)
             expected = self._begun[name] + 1
@@ -246,8 +278,8 @@ class Steps:
             if step != expected:
                 before = "first" if expected == self.first else f"after {name}({expected - 1})"
                 raise self._refusal(f"{name}({step}) was called {before}; expected {name}({expected})")
-            if any(self._running.values()) and (reason := self._trainer.keeps_apart):
-                raise self._refusal(f"collect and learn run beside each other, but {reason}")
+            if any(self._running.values()) and self._apart:
+                raise self._refusal(f"collect and learn run beside each other, but {self._apart}")
             if name == "learn" and step != self._given:
                 raise self._refusal(
                     f"learn({step}) was called before the loop over `steps` gave step {step}; write `for step in steps`"
@@ -269,7 +301,7 @@ class Steps:
             raise self._refusal(f"collect({step}) is beyond the last step, {self.last}; ask `if step < steps.last`")
 
     def _refusal(self, reason: str) -> ConfigError:
-        return ConfigError(f"run.schedule = {self._trainer.config.run.schedule!r}: {reason}")
+        return ConfigError(f"run.schedule = {self._config.run.schedule!r}: {reason}")
 
 
 def _due(step: int, every: int) -> bool:

@@ -8,11 +8,13 @@
 newest weights: those of step k carry version k - 1. Nobody works beside anybody else.
 """
 
+from podium.runs.schedules import ScheduleDeclaration
 from podium.trainer.schedules.steps import Steps
 
 __all__ = ["sync"]
 
 
+@ScheduleDeclaration(staleness=0)
 def sync(steps: Steps) -> None:
     """Collect and learn in turns."""
     for step in steps:

@@ -1,0 +1,353 @@
+"""What a run has, and how it is opened.
+
+    directory ─▶ sinks ─▶ cluster ─▶ data ─▶ grader ─▶ roles ─▶ generators ─▶ sessions
+
+Workers come last, so that other mistakes are quick. A run that is resumed after a loss keeps cluster, data and grader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.hub import CHAT_TEMPLATE_FILE
+
+from podium.errors import ConfigError
+from podium.rewards import Grader, RewardFn
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import PromptStream
+from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.directory import RunDirectory
+from podium.runs.files import step_of
+from podium.runs.named_files import remarks
+from podium.runs.paths import run_path
+from podium.runs.schedules import ScheduleDeclaration, declaration_of
+from podium.runtime import Cluster, backend_class, connect
+from podium.telemetry import Event, Note, WorkerLost, emit, subscribe
+from podium.telemetry.sinks.console import terminal
+from podium.trainer.background_imports import LATER, importing
+from podium.trainer.checks.preflight import (
+    check_answers,
+    check_lengths,
+    check_tokens,
+    load_schedule,
+    unused_settings,
+)
+from podium.trainer.generators import Generators, parts_of
+from podium.trainer.preload import PRELOAD
+from podium.trainer.prompts import Prompt, load_held_out
+from podium.trainer.recovery import Losses
+from podium.trainer.roles import Roles, RoleWorkers, started_roles
+from podium.trainer.saving import Saver
+from podium.trainer.schedules import Schedule
+from podium.trainer.sessions import Sessions
+from podium.trainer.signals import StopRequest, listen_for_stop
+from podium.trainer.tasks import load_tasks
+
+__all__ = ["Run", "RunData", "RunOptions", "open_run", "read_held_out"]
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a script gives a run beside its configuration. See :class:`PPOTrainer` for the arguments."""
+
+    cluster: Cluster | str = "local"
+    backend_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    workers: RoleWorkers | None = None
+    reward: RewardFn | None = None
+    show: bool = True
+    report: bool = True
+
+
+@dataclass(frozen=True)
+class RunData(Generic[E]):
+    """What a run reads before it starts a worker.
+
+    Attributes:
+        config: The configuration, whose ``run.steps`` follows from ``run.epochs``.
+        stream: What ``collect`` takes from.
+        held_out: The prompts of each evaluation set by its name, the first set first; None without evaluation.
+        tokenizer: The tokenizer.
+        template: The chat template where it is not the tokenizer's own.
+        sampling: How tokens are drawn, with stop tokens.
+    """
+
+    config: PPOConfig | SFTConfig
+    stream: PromptStream[E]
+    held_out: Mapping[str, Sequence[Prompt]] | None
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class _Lasting(Generic[E]):
+    """What a run keeps when it is resumed after a loss."""
+
+    cluster: Cluster
+    stop: StopRequest
+    data: RunData[E]
+    start: Mapping[str, Any]  # the stream's place before the first step
+    grader: Grader
+    losses: Losses
+
+
+@dataclass(frozen=True)
+class Run(_Lasting[E]):
+    """What a run has while it trains, from its opening until it ends or loses a worker.
+
+    Attributes:
+        cluster: Where its workers are.
+        stop: Whether somebody asked it to end.
+        data: What it has read.
+        start: The place of the data's stream before the first step.
+        grader: What grades completions.
+        losses: The workers that it has lost.
+        config: The configuration, as ``data.config``.
+        schedule: The function that arranges the halves of its steps.
+        directory: Its directory.
+        console: The terminal, where progress is shown.
+        checkpoint: The checkpoint from which it goes on, if there is one.
+        threads: Where ``collect`` runs ahead.
+        saver: What writes its checkpoints.
+        roles: Its workers.
+        generators: The generators as one; None where nothing is drawn.
+        sessions: The rollout workers as one; None without an environment.
+    """
+
+    config: PPOConfig | SFTConfig
+    schedule: Schedule
+    directory: RunDirectory
+    console: Console | None
+    checkpoint: Path | None
+    threads: Executor
+    saver: Saver
+    roles: Roles
+    generators: Generators | None
+    sessions: Sessions | None
+
+    @property
+    def declared(self) -> ScheduleDeclaration:
+        """What the schedule declares."""
+        return declaration_of(self.schedule)
+
+    def refuse_disk(self, reason: str, error: OSError) -> str:
+        """Say that the disk refused a file of the run, and how the run goes on."""
+        path, latest = self.directory.path, self.directory.checkpoints.latest()
+        goes_on = f"{latest} is whole: then resume with --resume {path}" if latest else "there is no checkpoint yet"
+        return f"cannot write {error.filename or f'the files in {path}'}: {reason}. {goes_on}"
+
+
+def open_run(
+    recipe: str,
+    config: PPOConfig | SFTConfig,
+    options: RunOptions,
+    read_data: Callable[[], RunData[E]],
+    stack: ExitStack,
+    lasting: ExitStack,
+    before: Run[E] | None = None,
+) -> Run[E]:
+    """Open all parts of a run.
+
+    Args:
+        recipe: The name of the recipe.
+        config: The configuration, which was checked. Its ``run.resume`` is the directory to resume, if there is one.
+        options: What the script gave beside it.
+        read_data: Reads the data.
+        stack: Closes what ends where the run loses a worker.
+        lasting: Closes what the run keeps then.
+        before: The run as it was before it lost a worker.
+    """
+    schedule = load_schedule(config.run.schedule)
+    if before is None:
+        _check_cluster(options)  # before there is a directory: it refuses wrong options
+    directory = RunDirectory(run_path(config, recipe), resume=bool(config.run.resume))
+    stack.callback(directory.close)
+    checkpoint = directory.checkpoints.latest() if config.run.resume else None
+    if config.run.resume:
+        if config.run.epochs is None:
+            _refuse_later_checkpoint(config, checkpoint, directory)
+        step = None if checkpoint is None else step_of(checkpoint.name)
+        directory.rewind(step)  # before a sink opens the files that this cuts
+    stack.enter_context(directory.controller_log())
+    console = terminal() if options.show else None
+    for sink in directory.sinks(config, console):
+        stack.enter_context(sink)
+    kept: _Lasting[E]
+    if before is not None:
+        kept = before
+    else:
+        for remark in (*remarks(config, directory.path), *unused_settings(config)):
+            emit(Note(remark))
+        kept = _open_lasting(options, read_data, lasting, directory, checkpoint)
+        config = kept.data.config
+    kept.data.stream.restore(kept.start)
+    # Closed after the workers: their end is what ends a call that a thread still waits for.
+    ahead = 1 + config.run.max_staleness if declaration_of(schedule).side_by_side else 1
+    threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
+    texts = {} if kept.data.template is None else {CHAT_TEMPLATE_FILE: kept.data.template}
+    saver = Saver(directory.checkpoints, config.save, texts, beside=kept.cluster.capabilities.concurrent)
+    stack.callback(saver.close)
+    stack.callback(kept.grader.drop)
+    traces = (directory.path / "profile").absolute()
+    roles = stack.enter_context(started_roles(kept.cluster, config, options.workers, traces))
+    generators = _make_generators(config, roles, kept, directory) if roles.generators else None
+    if generators is not None:
+        stack.enter_context(generators)
+    run = Run(
+        kept.cluster,
+        kept.stop,
+        kept.data,
+        kept.start,
+        kept.grader,
+        kept.losses,
+        config=config,
+        schedule=schedule,
+        directory=directory,
+        console=console,
+        checkpoint=checkpoint,
+        threads=threads,
+        saver=saver,
+        roles=roles,
+        generators=generators,
+        sessions=_open_sessions(config, roles, generators, kept, directory),
+    )
+    stack.callback(subscribe(partial(_hear_of_loss, run)))
+    return run
+
+
+def _check_cluster(options: RunOptions) -> None:
+    if isinstance(options.cluster, str):
+        backend_class(options.cluster, options.backend_options)
+    elif options.backend_options:
+        given = dict(options.backend_options)
+        raise ConfigError(f"backend_options = {given}: {options.cluster!r} is connected already")
+
+
+def _open_lasting(
+    options: RunOptions,
+    read_data: Callable[[], RunData[E]],
+    lasting: ExitStack,
+    directory: RunDirectory,
+    checkpoint: Path | None,
+) -> _Lasting[E]:
+    """Connect to the cluster, read the data and start the grader."""
+    cluster = options.cluster
+    if isinstance(cluster, str):
+        hints = {"log_dir": directory.logs.absolute(), "preload": PRELOAD}
+        cluster = lasting.enter_context(connect(cluster, hints=hints, **options.backend_options))
+    stop = lasting.enter_context(listen_for_stop())
+    data = read_data()
+    config = data.config
+    _refuse_later_checkpoint(config, checkpoint, directory)
+    log_path = directory.logs / "reward.log"
+    grader = lasting.enter_context(Grader(config.reward, reward=options.reward, log_path=log_path))
+    grader.start()
+    if cluster.capabilities.processes:  # elsewhere nobody waits for workers: they load in this process
+        lasting.enter_context(importing(LATER))
+    return _Lasting(cluster, stop, data, data.stream.state(), grader, Losses(config.run.max_restarts))
+
+
+def _refuse_later_checkpoint(config: PPOConfig | SFTConfig, checkpoint: Path | None, directory: RunDirectory) -> None:
+    steps = config.run.steps
+    if checkpoint is not None and (step := step_of(checkpoint.name)) is not None and step > steps:
+        raise ConfigError(
+            f"run.steps = {steps}, and the latest checkpoint of {directory.path} is of step {step}: raise "
+            "run.steps, or remove later checkpoints to go on from an earlier one"
+        )
+
+
+def read_held_out(
+    config: PPOConfig | SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
+    *,
+    judged: bool,
+) -> dict[str, list[Prompt]]:
+    """Read the prompts of each evaluation set by its name, the first set first, and check that the model takes them.
+
+    ``judged`` says that ``config.reward`` grades them, and no function of the script.
+    """
+    sets: dict[str, list[Prompt]] = {}
+    for name, place in config.data.eval_sets.items():
+        data = replace(config.data, eval=place)
+        if config.environment.name:
+            sets[name] = [*load_tasks(data, config.environment, "test", limit=config.eval.items)]
+            continue
+        prompts = load_held_out(data, tokenizer, config.eval.items)
+        what = f"held-out ({name})" if name else "held-out"
+        check_tokens(config.model, what, max(int(prompt.token_ids.max()) for prompt in prompts))
+        check_lengths(config.model, sampling.max_new_tokens, what, max(len(prompt.token_ids) for prompt in prompts))
+        if judged:
+            check_answers((prompt.example for prompt in prompts), config.reward)
+        sets[name] = prompts
+    return sets
+
+
+def count_steps(config: PPOConfig | SFTConfig, examples: int) -> PPOConfig | SFTConfig:
+    """Return ``config`` with the ``run.steps`` that follow from ``run.epochs``."""
+    if config.run.epochs is None:
+        return config
+    steps = math.ceil(config.run.epochs * examples / config.taken)
+    return replace(config, run=replace(config.run, steps=steps, epochs=None))
+
+
+def _make_generators(
+    config: PPOConfig | SFTConfig, roles: Roles, kept: _Lasting[Any], directory: RunDirectory
+) -> Generators:
+    """The generators as one. Where only the newest weights draw, what they had begun is drawn again; else continued."""
+    assert roles.weight_sync is not None
+    return Generators(
+        roles.generators,
+        roles.weight_sync,
+        kept.losses,
+        apart=roles.generators_are_apart,
+        keeper=roles.estimator if roles.generators_are_apart else None,
+        capacity=parts_of(config.engine.max_sequences, kept.data.sampling.n)[1],
+        timeout_s=config.run.timeout_s * (1 + config.run.max_staleness),  # so many steps are in flight
+        journals=None if config.run.staleness == 0 else directory.journals(),
+    )
+
+
+def _open_sessions(
+    config: PPOConfig | SFTConfig,
+    roles: Roles,
+    generators: Generators | None,
+    kept: _Lasting[Any],
+    directory: RunDirectory,
+) -> Sessions | None:
+    """The rollout workers, which may have logs, as one; None without an environment."""
+    if roles.rollout is None or generators is None:
+        return None
+    logs = directory.logs if kept.cluster.capabilities.processes else None
+    sessions = Sessions(roles.rollout, roles.asked_generators, config, kept.data.sampling, logs)
+    if roles.asked_generators:
+        generators.returned = sessions.serve
+        generators.left_out = sessions.leave_out
+    return sessions
+
+
+def _hear_of_loss(run: Run[Any], event: Event) -> None:
+    """End what the run waits for as soon as a worker is lost that cannot be restarted alone."""
+    if not isinstance(event, WorkerLost):
+        return
+    roles = run.roles
+    groups = [worker.group for worker in roles.workers.values()]
+    restartable = [handle.group for handle in roles.generators] if roles.generators_are_apart else []
+    for lost in (group for group in groups if group.lost):
+        if not any(lost is group for group in restartable):
+            for group in groups:
+                if not group.lost:
+                    group.give_up(lost)
+        elif run.sessions is not None and run.generators is not None:
+            run.generators.revive()
