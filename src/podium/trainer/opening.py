@@ -8,7 +8,7 @@ Workers come last, so that other mistakes are quick. A run that is resumed after
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,6 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 from podium.errors import ConfigError
 from podium.rewards import Grader, RewardFn
 from podium.rollout.sampling import SamplingParams
-from podium.rollout.tasks import PromptStream
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.directory import RunDirectory
 from podium.runs.files import step_of
@@ -46,13 +45,14 @@ from podium.trainer.preload import PRELOAD
 from podium.trainer.prompts import Prompt, load_held_out
 from podium.trainer.recovery import Losses
 from podium.trainer.roles import Roles, RoleWorkers, started_roles
+from podium.trainer.run_data import RunData
 from podium.trainer.saving import Saver
 from podium.trainer.schedules import Schedule
 from podium.trainer.sessions import Sessions
 from podium.trainer.signals import StopRequest, listen_for_stop
 from podium.trainer.tasks import load_tasks
 
-__all__ = ["Run", "RunData", "RunOptions", "open_run", "read_held_out"]
+__all__ = ["Run", "RunOptions", "open_run", "read_held_out"]
 
 E = TypeVar("E")
 
@@ -67,27 +67,6 @@ class RunOptions:
     reward: RewardFn | None = None
     show: bool = True
     report: bool = True
-
-
-@dataclass(frozen=True)
-class RunData(Generic[E]):
-    """What a run reads before it starts a worker.
-
-    Attributes:
-        config: The configuration, whose ``run.steps`` follows from ``run.epochs``.
-        stream: What ``collect`` takes from.
-        held_out: The prompts of each evaluation set by its name, the first set first; None without evaluation.
-        tokenizer: The tokenizer.
-        template: The chat template where it is not the tokenizer's own.
-        sampling: How tokens are drawn, with stop tokens.
-    """
-
-    config: PPOConfig | SFTConfig
-    stream: PromptStream[E]
-    held_out: Mapping[str, Sequence[Prompt]] | None
-    tokenizer: PreTrainedTokenizerBase
-    template: str | None
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,11 @@ from podium.telemetry import (
 )
 from podium.trainer.checks.preflight import check_given, check_settings, names_of_given, with_stop_tokens
 from podium.trainer.evaluate import score_held_out
-from podium.trainer.opening import Run, RunData, RunOptions, count_steps, open_run, read_held_out
+from podium.trainer.opening import Run, RunOptions, count_steps, open_run, read_held_out
 from podium.trainer.prompts import Prompt
 from podium.trainer.recovery import RunLost
 from podium.trainer.roles import RoleWorkers
+from podium.trainer.run_data import RunData
 from podium.trainer.saving import load_checkpoint, write_model
 from podium.trainer.schedules.steps import Rollout, StageClock, StepCalls, Steps, named_stage
 

@@ -17,8 +17,8 @@ from podium.runs.config import SFTConfig
 from podium.runs.named_files import remarks
 from podium.telemetry import Event, Note, subscribe
 from podium.telemetry.formatting import visible
-from podium.trainer.opening import RunData
 from podium.trainer.prompts import Prompts
+from podium.trainer.run_data import RunData
 from podium.trainer.tasks import Tasks
 
 __all__ = ["describe_data"]

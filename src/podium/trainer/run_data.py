@@ -1,0 +1,37 @@
+"""What a run reads before it starts a worker."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from podium.rollout.sampling import SamplingParams
+from podium.rollout.tasks import PromptStream
+from podium.runs.config import PPOConfig, SFTConfig
+from podium.trainer.prompts import Prompt
+
+__all__ = ["RunData"]
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class RunData(Generic[E]):
+    """What a run reads before it starts a worker.
+
+    Attributes:
+        config: The configuration, whose ``run.steps`` follows from ``run.epochs``.
+        stream: What ``collect`` takes from.
+        held_out: The prompts of each evaluation set by its name, the first set first; None without evaluation.
+        tokenizer: The tokenizer.
+        template: The chat template where it is not the tokenizer's own.
+        sampling: How tokens are drawn, with stop tokens.
+    """
+
+    config: PPOConfig | SFTConfig
+    stream: PromptStream[E]
+    held_out: Mapping[str, Sequence[Prompt]] | None
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None
+    sampling: SamplingParams
