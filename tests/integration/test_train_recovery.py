@@ -95,7 +95,7 @@ def test_a_generator_that_is_killed_draws_again_with_the_current_weights(
         in said
     )
     same_as(tmp_path / "runs" / "run", undisturbed)
-    assert not all_gone(pids, 10.0)
+    assert not all_gone(pids, 60.0)
 
 
 def test_a_run_that_loses_its_policy_goes_on_from_the_latest_checkpoint(tmp_path: Path, undisturbed: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from podium.trainer import GRPOConfig, PPOTrainer
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
 from podium.workers import Generator, Policy
-from tests.integration.processes import wait_for
 from tests.integration.rewards import sevens
 from tests.integration.training import metrics_rows, tiny
+from tests.waits import wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
 
@@ -44,47 +45,54 @@ def versions(run: Path) -> list[set[int]]:
     return [set(pq.read_table(file)["version"].to_pylist()) for file in sorted((run / "completions").iterdir())]
 
 
-class Slow(Policy):
-    """Its update takes longer than the few tokens of a step, so that each step's completions are of one version."""
+def make_waiting_policy(folder: Path, ahead: int, *lasts: int) -> type[Policy]:
+    """Return a policy whose update waits for the completions of a later step, so that they are of one version.
 
-    @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
-    def update(self, batch: Batch) -> dict[str, float]:
-        import time
+    Args:
+        folder: :func:`mark_generated_steps` leaves a file here for each step whose completions are there.
+        ahead: How many steps later.
+        lasts: The last step of each run that goes on from the one before it.
+    """
 
-        time.sleep(0.3)
-        return super().update(batch)
-
-
-def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
-    preloaded: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     class Waiting(Policy):
-        """Its update waits for the completions of the next step, so that they are of one version."""
-
         @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
         def update(self, batch: Batch) -> dict[str, float]:
             step = self.engine.step_count + 1
-            if step < 4:
-                wait_for((tmp_path / f"generated-{step + 1}").exists, 20.0)
+            if step + ahead <= min(last for last in lasts if step <= last):
+                assert wait_until((folder / f"generated-{step + ahead}").exists)
             return super().update(batch)
 
-    config = tiny(
-        GRPOConfig, tmp_path, run={"steps": 4, "schedule": "one_step_off"}, placement={"layout": "split"},
-        save={"every": 1}, eval={"items": 0},
-    )  # fmt: skip
+    return Waiting
+
+
+@contextmanager
+def mark_generated_steps(folder: Path) -> Iterator[list[StageFinished]]:
+    """Leave a file in ``folder`` for each step whose completions are there. Gives the stages that have ended."""
     stages: list[StageFinished] = []
 
     def see(event: Event) -> None:
         if isinstance(event, StageFinished):
             stages.append(event)
             if event.name == "generate":
-                (tmp_path / f"generated-{event.step}").touch()
+                (folder / f"generated-{event.step}").touch()
 
     unsubscribe = subscribe(see)
     try:
-        PPOTrainer(config, cluster=preloaded, workers={"policy": Waiting}, show=False).fit()
+        yield stages
     finally:
         unsubscribe()
+
+
+def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
+    preloaded: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = make_waiting_policy(tmp_path, 1, 4, 5)
+    config = tiny(
+        GRPOConfig, tmp_path, run={"steps": 4, "schedule": "one_step_off"}, placement={"layout": "split"},
+        save={"every": 1}, eval={"items": 0},
+    )  # fmt: skip
+    with mark_generated_steps(tmp_path) as stages:
+        PPOTrainer(config, cluster=preloaded, workers={"policy": policy}, show=False).fit()
     run = tmp_path / "runs" / "run"
     assert versions(run) == [{0}, {0}, {1}, {2}]  # synchronous runs have 0, 1, 2, 3
     generate = {stage.step: stage for stage in stages if stage.name == "generate"}
@@ -107,7 +115,7 @@ def test_rollouts_of_the_next_step_run_while_a_step_is_learned(
         GRPOConfig, tmp_path, run={"steps": 5, "schedule": "one_step_off", "resume": str(run)},
         placement={"layout": "split"}, eval={"items": 0},
     )  # fmt: skip
-    PPOTrainer(resumed, cluster=preloaded, workers={"policy": Waiting}, show=False).fit()
+    PPOTrainer(resumed, cluster=preloaded, workers={"policy": policy}, show=False).fit()
     assert [row["step"] for row in metrics_rows(run)] == [1, 2, 3, 4, 5]
     prompts = [pq.read_table(file)["prompt"].to_pylist()[::4] for file in sorted((run / "completions").iterdir())]
     taken = [prompt for step in prompts for prompt in step]
@@ -126,10 +134,11 @@ def test_asynchronous_steps_are_drawn_side_by_side_within_the_bound(preloaded: C
     sections: dict[str, Any] = {"placement": {"layout": "split"}, "eval": {"items": 0}, "save": {"every": 1}}
     asked = {"schedule": "asynchronous", "max_staleness": 2}
     config = tiny(GRPOConfig, tmp_path, run={"steps": 5, **asked}, **sections)
-    PPOTrainer(config, cluster=preloaded, workers={"policy": Slow}, show=False).fit()
-    run = tmp_path / "runs" / "run"
+    run, policy = tmp_path / "runs" / "run", make_waiting_policy(tmp_path, 2, 5, 8)
     resumed = tiny(GRPOConfig, tmp_path, run={"steps": 8, "resume": str(run), **asked}, **sections)
-    PPOTrainer(resumed, cluster=preloaded, workers={"policy": Slow}, show=False).fit()
+    with mark_generated_steps(tmp_path):
+        for settings in (config, resumed):
+            PPOTrainer(settings, cluster=preloaded, workers={"policy": policy}, show=False).fit()
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     drawn = {line["step"]: [low for low, _ in line["versions"]] for line in lines if line.get("state") == "rolled_out"}
     behind = {step: step - 1 - min(versions) for step, versions in drawn.items()}
@@ -181,7 +190,7 @@ def test_it_learns(preloaded: Cluster, tmp_path: Path, schedule: str) -> None:
 def test_colocated_it_is_refused(preloaded: Cluster, tmp_path: Path, schedule: str) -> None:
     config = tiny(GRPOConfig, tmp_path, run={"schedule": schedule}, eval={"items": 0})
     with pytest.raises(ConfigError, match=r"beside each other, but with placement\.layout = colocated .*to split"):
-        PPOTrainer(config, cluster=preloaded, workers={"policy": Slow}, show=False).fit()
+        PPOTrainer(config, cluster=preloaded, show=False).fit()
 
 
 class Counting(PPOTrainer):

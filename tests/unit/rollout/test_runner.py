@@ -28,7 +28,7 @@ def lived(
     play: Callable[[Task, Client], Awaitable[Any]],
     tasks: Sequence[Task] = ({},),
     *,
-    time_limit_s: float = 30.0,
+    time_limit_s: float = 60.0,
     at_once: int = 256,
 ) -> list[Episode]:
     """A session of each task, with a model that always says the same."""
