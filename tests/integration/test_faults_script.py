@@ -267,6 +267,7 @@ def test_classes_of_main_travel_by_value_and_need_no_guard(tmp_path: Path, how: 
             == expected
         )
     else:
+        # New interpreters: a warm process reads no program from its standard input, and one "-c" is a real one.
         command = [sys.executable, "-"] if how == "stdin" else [sys.executable, "-c", NOTEBOOK]
         done = subprocess.run(command, input=NOTEBOOK, capture_output=True, text=True, timeout=200, check=False)
         assert (done.stdout, done.returncode) == (expected, 0), done.stderr

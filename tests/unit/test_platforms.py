@@ -107,7 +107,7 @@ def run_withheld(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[s
     site.mkdir()
     (site / "sitecustomize.py").write_text(f"SOURCE = {str(Path(podium.__file__).parent)!r}\n{WITHHELD}")
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    return subprocess.run(  # a new interpreter, which reads sitecustomize
         [sys.executable, *command],
         cwd=tmp_path,
         env=environment,

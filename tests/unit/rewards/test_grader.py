@@ -411,6 +411,7 @@ grader.grade(["", ""], [{"path": path} for path in sys.argv[1:3]])
 
 def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     marks = [tmp_path / "first", tmp_path / "second"]
+    # A new interpreter: a warm process has a server of its own among its children.
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, *map(str, marks)])
     try:
         assert wait_until(lambda: all(mark.exists() for mark in marks))

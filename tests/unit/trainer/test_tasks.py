@@ -60,6 +60,7 @@ def test_rows_that_differ_have_other_digests() -> None:
 
 def test_a_digest_is_the_same_in_another_process() -> None:
     code = "from tests.unit.trainer.test_tasks import *; print(digest(x={'a', 'b'}, y=Board(1), **KEYS))"
+    # In a new interpreter, whose hashes of strings are others.
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == digest(x={"a", "b"}, y=Board(1), **KEYS)
 
