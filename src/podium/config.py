@@ -141,7 +141,7 @@ def build_config(
         ConfigError: Every mistake found, one a line.
     """
     try:
-        return _validated(cls, values, text_as_number=not key)
+        return _validate(cls, values, text_as_number=not key)
     except pydantic.ValidationError as error:
         lines = [
             f"{source}: {line}" if source and not any(f"{name}.".startswith(f"{path}.") for name in typed) else line
@@ -183,7 +183,7 @@ def _as_typed(argument: str) -> str:
 
 def keys_of(cls: type, path: str = "") -> list[Key]:
     """Return every key of a section and of the sections in it, in order, with the defaults that hold there."""
-    return list(_keys(cls, path, _validated(cls, {}), ""))
+    return list(_keys(cls, path, _validate(cls, {}), ""))
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def _put(values: dict[str, Any], dotted: str, value: object) -> None:
 # -- checking --------------------------------------------------------------------------------------------------------
 
 
-def _validated(cls: type[C], values: Mapping[str, Any], text_as_number: bool = True) -> C:
+def _validate(cls: type[C], values: Mapping[str, Any], text_as_number: bool = True) -> C:
     merged = dict(values)
     for name, field in _fields(cls).items():
         if isinstance(field.default_factory, functools.partial) and isinstance(values.get(name), Mapping):
@@ -359,13 +359,13 @@ def _mistakes(cls: type, error: pydantic.ValidationError, prefix: str) -> dict[s
             lines |= dict(_unknown(cls, prefix, names, problem["loc"][-1], value))
             continue
         elif problem["type"] == "missing" and len(names) == len(problem["loc"]):
-            line = f"{path} is missing: expected {_expected(field)}"
+            line = f"{path} is missing: expected {_describe_expected(field)}"
         else:
             finite = "a finite number" if problem["type"] == "finite_number" else "a number"
             literals = [arm for arm in _arms(field.annotation) if typing.get_origin(arm) is typing.Literal]
             choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-            line = f"{path} = {value!r}: expected {_expected(field).replace('a number', finite)}"
+            line = f"{path} = {value!r}: expected {_describe_expected(field).replace('a number', finite)}"
             line += f"; did you mean {near[0]}?" if near else ""
         lines[line] = path
     return lines
@@ -426,11 +426,11 @@ def _keys(cls: type, prefix: str, defaults: object, note: str) -> Iterator[Key]:
     for name, field in _fields(cls).items():
         path, default = f"{prefix}.{name}".strip("."), getattr(defaults, name)
         if (inner := _section_of(field.annotation)) and default is None:
-            yield from _keys(inner, path, _validated(inner, {}), f" {path} is off until one of its keys is given.")
+            yield from _keys(inner, path, _validate(inner, {}), f" {path} is off until one of its keys is given.")
         elif inner:
             yield from _keys(inner, path, default, "")
         else:
-            yield Key(path, _expected(field), default, " ".join((field.description or "").split()), title)
+            yield Key(path, _describe_expected(field), default, " ".join((field.description or "").split()), title)
 
 
 # -- types in words --------------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def _keys(cls: type, prefix: str, defaults: object, note: str) -> Iterator[Key]:
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "a value"}
 
 
-def _expected(field: FieldInfo) -> str:
+def _describe_expected(field: FieldInfo) -> str:
     """The values that a field takes, in words."""
     return " or ".join(_arm_expected(arm, _bounds(field.metadata)) for arm in _arms(field.annotation))
 
@@ -454,7 +454,7 @@ def _arm_expected(arm: Any, bounds: str) -> str:
         return "one of " + ", ".join(map(str, arguments))
     if origin is tuple:
         count = "" if Ellipsis in arguments else f" of {len(arguments)}"
-        return f"a list{count}{bounds}; each item is {_expected(FieldInfo.from_annotation(arguments[0]))}"
+        return f"a list{count}{bounds}; each item is {_describe_expected(FieldInfo.from_annotation(arguments[0]))}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return f"a mapping of names, each to {_arm_expected(entry, '')}" if (entry := _entry_of(arm)) else "a mapping"
     return _WORDS.get(arm, str(arm)) + (bounds if arm in (int, float, str) else "")

@@ -67,7 +67,7 @@ def load_function(spec: str, *, key: str, known: Known = _NONE_KNOWN) -> Callabl
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):
-            raise ConfigError(f"{subject}: {origin} has no {part!r}{_defined(module, part)}")
+            raise ConfigError(f"{subject}: {origin} has no {part!r}{_list_defined_names(module, part)}")
         value = getattr(value, part)
     if not callable(value):
         raise ConfigError(f"{subject}: {attribute!r} in {origin} is not a function but of type {type(value).__name__}")
@@ -147,7 +147,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def _defined(module: ModuleType, wanted: str) -> str:
+def _list_defined_names(module: ModuleType, wanted: str) -> str:
     named = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     own_names = [name for name, value in named.items() if getattr(value, "__module__", None) == module.__name__]
     return nearest(wanted, own_names) or (

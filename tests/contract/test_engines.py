@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.functions import load_function
-from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Request, Tokens, installed_engines
+from podium.rollout.engines import Engine, EngineConfig, Event, Finished, Request, Tokens, find_engines
 from podium.rollout.engines.native import NativeEngine
 from podium.rollout.engines.requests import RequestId
 from podium.rollout.sampling import Completion, SamplingParams
@@ -43,7 +43,7 @@ EXAMPLE = cast("type[Engine]", load_function("examples/custom_engine.py:PlainEng
 
 
 def test_no_engine_of_podiums_own_is_left_out() -> None:
-    own = {name for name, entry in installed_engines().items() if entry.module.startswith("podium.")}
+    own = {name for name, entry in find_engines().items() if entry.module.startswith("podium.")}
     assert {str(getattr(one, "values", (one,))[0]) for one in ENGINES} == own
 
 

@@ -10,8 +10,8 @@ import pytest
 from podium.cli import main
 from podium.config import config_to_yaml
 from podium.errors import ConfigError
-from podium.rollout.engines import installed_engines
-from podium.rollout.environments.config import EnvironmentConfig, installed_environments
+from podium.rollout.engines import find_engines
+from podium.rollout.environments.config import EnvironmentConfig, find_environments
 from podium.rollout.environments.resolve import resolve_environment
 from podium.telemetry import metrics
 from podium.trainer import GRPOConfig, PPOTrainer
@@ -127,7 +127,7 @@ def test_a_name_that_is_not_installed_is_answered_with_those_that_are(capsys: py
     assert "environment.name = 'countin': no environment of this name is installed; installed are absent" in words
     assert "did you mean 'counting'?; others come with packages through the entry point group podium." in words
     assert "path/file.py:countin or module:countin" in words
-    assert {"counting", *MODULES} <= installed_environments().keys()
+    assert {"counting", *MODULES} <= find_environments().keys()
 
 
 def test_where_none_is_installed_the_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +191,8 @@ def test_a_strangers_run_brings_no_code_by_metadata_of_a_package(
     """``python -m podium`` looks for packages in the working directory, too."""
     write_package(run, "strangers", {"strange": value}, f"podium.{section}s")
     monkeypatch.syspath_prepend(run)
-    installed_engines.cache_clear()
-    request.addfinalizer(installed_engines.cache_clear)
+    find_engines.cache_clear()
+    request.addfinalizer(find_engines.cache_clear)
     config = tiny(GRPOConfig, tmp_path, **{section: {"name": "strange", "options": {"judge": "none"}}})
     (run / "config.yaml").write_text(config_to_yaml(config))
     for command in (["train", "grpo", "--resume", str(run), "--dry-run"], ["eval", str(run)]):

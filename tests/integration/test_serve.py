@@ -23,7 +23,7 @@ from podium.rollout.engines.requests import Tokens
 from podium.rollout.service.chat_format import ChatFormat
 from podium.rollout.service.engine_client import EngineClient
 from podium.rollout.service.gateway import gateway
-from podium.rollout.service.peers import _asked, _looked_up, owner_of  # pyright: ignore[reportPrivateUsage]
+from podium.rollout.service.peers import _ask_kernel, _look_up_owner, owner_of  # pyright: ignore[reportPrivateUsage]
 from podium.rollout.service.server import listen
 from podium.rollout.service.service import Service
 from podium.rollout.service.sessions import Sampled
@@ -330,7 +330,7 @@ def test_the_official_client_gets_tool_calls_whole_and_in_a_stream(
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says who holds a connection")
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=WITH_IPV6)])
-@pytest.mark.parametrize("owner_of", [owner_of, _asked, _looked_up])
+@pytest.mark.parametrize("owner_of", [owner_of, _ask_kernel, _look_up_owner])
 def test_the_owner_of_a_connection_is_who_holds_its_end(owner_of: Any, host: str) -> None:
     with listen(host, 0) as server, socket.create_connection(server.getsockname()[:2]) as client:
         ends = client.getsockname()[:2], server.getsockname()[:2]

@@ -125,7 +125,7 @@ class _InlineProcess(ProcessHandle):
         with _no_process_group(unless=self._alone):
             outcome = self._process.execute(*_call(request))
         if outcome.status == "error" and not self._alone:
-            outcome = outcome._replace(value=_explained(outcome.value))
+            outcome = outcome._replace(value=explain_error(outcome.value))
         done(_reply(request, outcome))
 
 
@@ -152,7 +152,7 @@ def _itself(block: Block, info: BlockInfo) -> Block:
     return block
 
 
-def _explained(failure: Failure) -> Failure:
+def explain_error(failure: Failure) -> Failure:
     if "process group" not in failure.message:
         return failure
     hint = "inline has no collectives over several ranks: use podium.connect('local') on Linux"

@@ -135,14 +135,14 @@ if [[ $funcstack[1] == _podium ]]; then _podium "$@"; else compdef _podium podiu
 
 
 def _bash(words: _Words) -> str:
-    return _filled(_BASH, words)
+    return _fill_template(_BASH, words)
 
 
 def _zsh(words: _Words) -> str:
-    return _filled(_ZSH, words)
+    return _fill_template(_ZSH, words)
 
 
-def _filled(script: str, words: _Words) -> str:
+def _fill_template(script: str, words: _Words) -> str:
     options = {
         f'"{name}"' if " " in name else f'"{name} "*': " ".join(choices) for name, choices in words.options.items()
     }
@@ -162,7 +162,7 @@ def _fish(words: _Words) -> str:
     """One line for each word, with its help."""
     lines = ["# Completion of podium. Made by: podium completion fish"]
     lines += [
-        f"complete -c podium -n __fish_use_subcommand -f -a {name} -d {_quoted(text)}"
+        f"complete -c podium -n __fish_use_subcommand -f -a {name} -d {_quote(text)}"
         for name, text in words.commands.items()
     ]
     recipes = " ".join(RECIPES)
@@ -174,10 +174,10 @@ def _fish(words: _Words) -> str:
         condition = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
         for option, text in options.items():
             values = f" -x -a '{' '.join(words.values[option])}'" if option in words.values else ""
-            shown = f" -d {_quoted(text)}" if text else ""
+            shown = f" -d {_quote(text)}" if text else ""
             lines.append(f"complete -c podium -n '{condition}' -l {option[2:]}{values}{shown}")
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -14,9 +14,9 @@ from podium.cli.connecting import Backend, parse_with_backend
 from podium.config import build_config, read_values, with_overrides
 from podium.errors import ConfigError
 from podium.runs.config import InferenceConfig
-from podium.runs.named_files import found_values, is_needed, remarks
+from podium.runs.named_files import find_current_values, is_needed, remarks
 
-__all__ = ["connect", "inference_config", "opened_config", "run_eval", "run_sample"]
+__all__ = ["connect", "inference_config", "open_config", "run_eval", "run_sample"]
 
 _WRITES_PROMPTS: Final = ("data.chat_template",)
 _SCORES: Final = ("data.eval", "data.chat_template", "environment", "reward")
@@ -30,7 +30,7 @@ def run_eval(arguments: Sequence[str]) -> int:
     from podium.trainer import evaluate_model
 
     with (
-        opened_config(options.model, options.config, overrides, needs=_SCORES) as config,
+        open_config(options.model, options.config, overrides, needs=_SCORES) as config,
         connect(backend) as cluster,
     ):
         evaluations = evaluate_model(config, cluster)
@@ -58,9 +58,9 @@ def run_sample(arguments: Sequence[str]) -> int:
     options, overrides, backend = parse_with_backend(parser, arguments, default="inline")
     from podium.trainer import open_sampler
 
-    prompts = [options.prompt] if options.prompt is not None else _typed()
+    prompts = [options.prompt] if options.prompt is not None else _read_typed_prompts()
     with (
-        opened_config(options.model, options.config, overrides) as config,
+        open_config(options.model, options.config, overrides) as config,
         connect(backend) as cluster,
         open_sampler(config, cluster) as sample,
     ):
@@ -72,7 +72,7 @@ def run_sample(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def opened_config(
+def open_config(
     model: str, path: str | None, overrides: Sequence[str], needs: Sequence[str] = _WRITES_PROMPTS
 ) -> Iterator[InferenceConfig]:
     """Give the configuration to use ``model`` with. A checkpoint's model is written beside its run during the block.
@@ -84,7 +84,7 @@ def opened_config(
         CheckpointError: The checkpoint is damaged.
     """
     _refuse_early(model, path, overrides)
-    from podium.runs.export import find_model, opened_model
+    from podium.runs.export import find_model, open_model
 
     config = inference_config(model, path, overrides, needs)
     source = find_model(model)
@@ -94,7 +94,7 @@ def opened_config(
     if source is None or source.checkpoint is None or config.model.path != str(source.checkpoint):
         yield config
         return
-    with opened_model(source) as folder:
+    with open_model(source) as folder:
         yield dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
 
 
@@ -126,7 +126,7 @@ def inference_config(
     values = with_overrides(InferenceConfig, values, overrides)
     values.setdefault("model", {}).setdefault("path", model)
     if source is not None:
-        values, missing = found_values(values, source.run)
+        values, missing = find_current_values(values, source.run)
         data = values.get("data")
         needs = _with_train(needs, isinstance(data, dict) and bool(data.get("eval")))
         if gone := [f"{line}; give its place with --{key}" for key, line in missing.items() if is_needed(key, needs)]:
@@ -189,7 +189,7 @@ def _check_model(model: str) -> None:
         raise ConfigError(f"no run and no model at {model}")
 
 
-def _typed() -> Iterator[str]:
+def _read_typed_prompts() -> Iterator[str]:
     """Give the lines of stdin that are not empty. A terminal shows ``> `` before each."""
     with contextlib.suppress(EOFError):
         while True:

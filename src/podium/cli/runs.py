@@ -64,7 +64,7 @@ def _list(runs: Sequence[RunRecord]) -> None:
 def _show(run: RunRecord) -> None:
     from podium.telemetry.formatting import duration
 
-    sys.stdout.write(f"{run.path}: {_said(run)}, took {duration(run.seconds)}\n")
+    sys.stdout.write(f"{run.path}: {_describe_run(run)}, took {duration(run.seconds)}\n")
     chosen = ("model.path", "data.train", "environment.name", "reward.name", "run.seed", "run.schedule", "optim.lr")
     settings = {key: run.settings[key] for key in chosen if run.settings.get(key) not in (None, "", {})}
     sys.stdout.write(f"  {', '.join(f'{key} {value}' for key, value in settings.items())}\n")
@@ -74,7 +74,7 @@ def _show(run: RunRecord) -> None:
     _draw(run)
 
 
-def _said(run: RunRecord) -> str:
+def _describe_run(run: RunRecord) -> str:
     """A run in a line: its state, its accuracy, and the states of its prompts."""
     from podium.runs.ledger import read_ledger
 
@@ -162,7 +162,7 @@ def _clean(arguments: Sequence[str]) -> int:
         sys.stdout.write("nothing to remove\n")
         return 0
     _list(removable)
-    if not options.yes and not _agreed(len(removable)):
+    if not options.yes and not _ask_for_consent(len(removable)):
         sys.stdout.write("nothing was removed\n")
         return 0
     for run in removable:
@@ -172,7 +172,7 @@ def _clean(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _agreed(count: int) -> bool:
+def _ask_for_consent(count: int) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("podium runs clean asks before it removes anything: give --yes where nobody can answer")
     return input(f"Remove {count} run{'s' * (count != 1)}? [y/N] ").strip().lower() in ("y", "yes")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from podium.cli.connecting import parse_with_backend
-from podium.cli.inference import connect, opened_config
+from podium.cli.inference import connect, open_config
 from podium.errors import ConfigError
 from podium.rollout.service import check_serving
 from podium.runtime.connecting import backend_class
@@ -52,10 +52,10 @@ def run_serve(arguments: Sequence[str]) -> int:
     token = environment_token or secrets.token_urlsafe(32)
     check_serving(options.host, options.port, token)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_ended_by_sigterm())
-        with _said(f"loading {name}"):
+        stack.enter_context(_end_on_sigterm())
+        with _describe_service(f"loading {name}"):
             backend_class(backend.name, backend.options).prepare(PRELOAD)  # beside this process's own imports
-            config = stack.enter_context(opened_config(options.model, options.config, overrides))
+            config = stack.enter_context(open_config(options.model, options.config, overrides))
             from podium.trainer import served
 
             cluster = stack.enter_context(connect(backend))
@@ -96,7 +96,7 @@ def _is_loopback(host: str) -> bool:
 
 
 @contextlib.contextmanager
-def _said(what: str) -> Iterator[None]:
+def _describe_service(what: str) -> Iterator[None]:
     """Say on stderr what is done during the block: a spinner on a terminal, else one line."""
     if not sys.stderr.isatty():
         sys.stderr.write(f"{what}\n")
@@ -109,7 +109,7 @@ def _said(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _end_on_sigterm() -> Iterator[None]:
     """During the block SIGTERM ends the command as Ctrl-C does."""
 
     def stop(number: int, frame: object) -> NoReturn:

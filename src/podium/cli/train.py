@@ -45,7 +45,7 @@ def run_train(arguments: Sequence[str]) -> int:
 
         sys.stdout.write(describe_data(_trainer(config, backend).read_data) + "\n")
         return 0
-    trainer = _opened(config, options.recipe, backend)
+    trainer = _open_view(config, options.recipe, backend)
     summary = trainer.fit()
     if not summary.finished:
         backend_arguments = [] if backend.name == BACKEND else ["--backend", backend.name]
@@ -62,7 +62,7 @@ def run_train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _opened(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "PPOTrainer | SFTTrainer":
+def _open_view(config: PPOConfig | SFTConfig, recipe: str, backend: Backend) -> "PPOTrainer | SFTTrainer":
     """Say at once what is about to run, and make the trainer, whose imports take seconds.
 
     The backend's processes begin to import what they need before this one does, so that nobody waits for both.

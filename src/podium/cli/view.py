@@ -33,7 +33,7 @@ def run_view(arguments: Sequence[str]) -> int:
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
     parsed = parser.parse_args(arguments)
 
-    runs = [Run(path, name) for path, name in _named([Path(run) for run in parsed.runs])]
+    runs = [Run(path, name) for path, name in _list_directories([Path(run) for run in parsed.runs])]
     if parsed.export is not None:
         _export(runs, parsed.export)
         return 0
@@ -53,9 +53,9 @@ def run_view(arguments: Sequence[str]) -> int:
 
 
 def _export(runs: Sequence[Run], path: Path) -> None:
-    from podium.view.export import exported
+    from podium.view.export import export_page
 
-    text = exported(runs).encode("utf-8", "replace")
+    text = export_page(runs).encode("utf-8", "replace")
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_bytes(text)
@@ -65,7 +65,7 @@ def _export(runs: Sequence[Run], path: Path) -> None:
     sys.stdout.write(f"{visible(str(path))}: {len(text) / 2**20:.1f} MiB\n")
 
 
-def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+def _list_directories(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     """Each path with the shortest end of it that no other has."""
     directories = list(dict.fromkeys(run.resolve() for path in paths for run in _runs(path)))
     if len(directories) > _MOST_RUNS:

@@ -118,7 +118,7 @@ class Jagged(Rows):
 
     def like(self, values: Tensor | TensorRef) -> Jagged:
         """Return other ``values [N, …]`` in rows of the same lengths."""
-        return _unchecked(values, self.offsets) if len(values) == len(self.data) else Jagged(values, self.offsets)
+        return _make_unchecked(values, self.offsets) if len(values) == len(self.data) else Jagged(values, self.offsets)
 
     def slice(self, start: int, stop: int) -> Jagged:
         """Return the rows ``start:stop``, clipped as Python does. The values are a view."""
@@ -162,10 +162,10 @@ class JoinedRows:
         values = concat_values([part.data for part in parts], names)
         for former_parts, offsets in self._known:
             if all(part.offsets is former_offsets for part, former_offsets in zip(parts, former_parts, strict=True)):
-                return _unchecked(values, offsets)
+                return _make_unchecked(values, offsets)
         offsets = _offsets(torch.cat([part.lengths for part in parts]))
         self._known.append(([part.offsets for part in parts], offsets))
-        return _unchecked(values, offsets)
+        return _make_unchecked(values, offsets)
 
 
 class TakenRows:
@@ -190,7 +190,7 @@ class TakenRows:
             self._layouts.append(layout)
         data = column.data
         taken = layout.ranges.of(data) if isinstance(data, TensorRef) else data[layout.places]
-        return _unchecked(taken, layout.offsets)
+        return _make_unchecked(taken, layout.offsets)
 
 
 class _Layout:
@@ -214,7 +214,7 @@ class _Layout:
         return torch.arange(int(self.offsets[-1]), device=shifts.device) + shifts
 
 
-def _unchecked(values: Tensor | TensorRef, offsets: Tensor) -> Jagged:
+def _make_unchecked(values: Tensor | TensorRef, offsets: Tensor) -> Jagged:
     """Return a Jagged whose offsets are known to fit."""
     made = Jagged.__new__(Jagged)
     made.data, made.offsets = values, offsets

@@ -95,7 +95,7 @@ class TensorRef(Rows):
             moved[:, 0] = numbers[moved[:, 0]] if len(numbers) else 0
             runs.append(moved)
         shape = (sum(len(ref) for ref in refs), *refs[0].shape[1:])
-        return cls(tuple(places), _merged(np.concatenate(runs)), dtype=refs[0].dtype, shape=shape)
+        return cls(tuple(places), _merge_runs(np.concatenate(runs)), dtype=refs[0].dtype, shape=shape)
 
     @property
     def nbytes(self) -> int:
@@ -249,7 +249,7 @@ class RowRanges:
             runs = _cut(ref.runs, self._starts, self._stops)
             used, numbers = np.unique(runs[:, 0], return_inverse=True)
             runs[:, 0] = numbers
-            former_cut = ref.runs, cast("list[int]", used.tolist()), _merged(runs)
+            former_cut = ref.runs, cast("list[int]", used.tolist()), _merge_runs(runs)
             self._cuts.append(former_cut)
         return TensorRef([ref.parts[part] for part in former_cut[1]], former_cut[2], dtype=ref.dtype, shape=shape)
 
@@ -302,7 +302,7 @@ def _cut(runs: Ints, starts: Ints, stops: Ints) -> Ints:
     return np.stack([runs[run_of, 0], start, stop], axis=1)
 
 
-def _merged(runs: Ints) -> Ints:
+def _merge_runs(runs: Ints) -> Ints:
     """Return the same rows in as few runs as possible."""
     apart = (runs[1:, 0] != runs[:-1, 0]) | (runs[1:, 1] != runs[:-1, 2])
     if apart.all():

@@ -233,10 +233,12 @@ def _plain(memory: Any, info: BlockInfo) -> PlainBlock:
 
 
 def _half_of_memory() -> int:
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_allowed(CGROUPS, OWN_CGROUP)]) // 2
+    return (
+        min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_read_allowed_bytes(CGROUPS, OWN_CGROUP)]) // 2
+    )
 
 
-def _allowed(root: Path, own: Path) -> list[int]:
+def _read_allowed_bytes(root: Path, own: Path) -> list[int]:
     """Return the bytes that each limited control group around this process may have: a container's or a batch job's."""
     limits: list[int] = []
     with contextlib.suppress(OSError):

@@ -48,7 +48,7 @@ def choose_attention(model: PreTrainedModel, wish: str) -> bool:
     if model.config._attn_implementation != "sdpa":
         return True
     try:
-        left_out = _left_out_by_sdpa(model)
+        left_out = _find_left_out_by_sdpa(model)
     except Exception:
         if model.device.type != "meta":
             raise
@@ -63,7 +63,7 @@ def choose_attention(model: PreTrainedModel, wish: str) -> bool:
     return True
 
 
-def _left_out_by_sdpa(model: PreTrainedModel) -> str:
+def _find_left_out_by_sdpa(model: PreTrainedModel) -> str:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -28,7 +28,7 @@ from podium.models.attention import choose_attention
 from podium.models.config import LoraConfig, ModelConfig
 from podium.models.progress import counting_transformers
 from podium.models.tokenizers import load_tokenizer
-from podium.models.weight_files import stored_tensors, stored_value_head
+from podium.models.weight_files import read_stored_tensors, read_stored_value_head
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -138,7 +138,7 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
             return _from_scratch(config)
         _look_at(config.path)
         _check_adapters(config, (Path(config.path) / "adapter_config.json").exists())
-        untied = _untied(config, spared)
+        untied = _find_untied(config, spared)
         try:
             outline = transformers.AutoModelForCausalLM.from_config(
                 transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False, **untied),
@@ -147,7 +147,7 @@ def lay_out(config: ModelConfig, *, spared: Sequence[str] = ()) -> PreTrainedMod
             )
         except Exception as error:
             raise _unreadable(config, "its configuration cannot be read", error) from error
-        stored = stored_tensors(config.path)
+        stored = read_stored_tensors(config.path)
         if not stored or getattr(outline.config, "quantization_config", None) is not None:
             return outline
         checked = (name for name in stored if not _matches(name, (*config.allow_tensors, *spared)))
@@ -188,7 +188,7 @@ def vocabulary_size(config: ModelConfig) -> int:
 
 
 def _settings(config: ModelConfig) -> PretrainedConfig:
-    with _undocumented():
+    with _without_docstrings():
         if config.config:
             return _architecture(config)
         _look_at(config.path)
@@ -199,7 +199,7 @@ def _settings(config: ModelConfig) -> PretrainedConfig:
 
 
 @contextmanager
-def _undocumented() -> Iterator[None]:
+def _without_docstrings() -> Iterator[None]:
     """Let transformers import configurations without writing their docstrings during the block.
 
     To write one, transformers imports generation and with it most of what models need, which takes longer than torch.
@@ -272,10 +272,10 @@ def checkpoint_layers(model: nn.Module) -> None:
     config = plain_model(model).config
     usual = config._attn_implementation
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward, config, usual)
+        layer.forward = _checkpoint_forward(layer.forward, config, usual)
 
 
-def _checkpointed(forward: Callable[..., Any], config: Any, usual: str | None) -> Callable[..., Any]:
+def _checkpoint_forward(forward: Callable[..., Any], config: Any, usual: str | None) -> Callable[..., Any]:
     """Return ``forward`` with activations that are computed again, by the attention implementation of the first time.
 
     The backward pass of packed rows comes after :func:`.packed_attention` has ended.
@@ -306,7 +306,7 @@ def attention_implementation(config: Any, name: str) -> Iterator[None]:
 
 def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
     _look_at(config.path)
-    untied = _untied(config, spared)
+    untied = _find_untied(config, spared)
     with _quiet(), counting_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # for tensors that are allowed to be missing
         try:
@@ -329,9 +329,9 @@ def _from_path(config: ModelConfig, spared: Sequence[str]) -> PreTrainedModel:
     return model
 
 
-def _untied(config: ModelConfig, spared: Sequence[str]) -> dict[str, bool]:
+def _find_untied(config: ModelConfig, spared: Sequence[str]) -> dict[str, bool]:
     """A head of one output is tied to nothing, whatever the configuration of the language model says."""
-    head = stored_value_head(config.path)
+    head = read_stored_value_head(config.path)
     return {"tie_word_embeddings": False} if any(_matches(name, spared) for name in head) else {}
 
 

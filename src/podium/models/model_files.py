@@ -29,7 +29,7 @@ from podium.models.manifest import file_sums
 from podium.models.safetensors_writer import Part, write_safetensors
 from podium.models.tensor_files import Place, Source, places, read_rows
 from podium.models.tokenizers import load_tokenizer
-from podium.models.weight_files import stored_tensors
+from podium.models.weight_files import read_stored_tensors
 from podium.models.whole_weights import WholeWeights
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class ModelCopy:
         self._tensors: dict[str, list[Part]] = {}
         self._texts = dict(texts) if rank == 0 else {}
         if layout is None:
-            self._tensors |= _copied_adapters(model, rank)
+            self._tensors |= _copy_adapters(model, rank)
             return
         weights = WholeWeights(plain_model(model))
         sizes = {info.name: torch.Size(info.shape).numel() * info.itemsize for info in weights.manifest}
@@ -209,7 +209,7 @@ def read_model(model: nn.Module, layout: ModelLayout, folder: Path) -> None:
     """
     weights = WholeWeights(plain_model(model))
     tensors = dict(zip((info.name for info in weights.manifest), weights.tensors, strict=True))
-    stored = _stored(folder)
+    stored = _read_stored_tensors(folder)
     wanted = {part.name for parts in layout.values() for part in parts}
     for mine, theirs in ((tensors.keys(), layout.keys()), (wanted, stored.keys())):
         if mine != theirs:
@@ -241,9 +241,9 @@ def read_model(model: nn.Module, layout: ModelLayout, folder: Path) -> None:
             read_rows(Source(list(tensor.shape), [stored[part.name] for part in layout[name]]), tensor)
 
 
-def _stored(folder: Path) -> dict[str, Place]:
+def _read_stored_tensors(folder: Path) -> dict[str, Place]:
     try:
-        files = {tensor.file for tensor in stored_tensors(str(folder)).values()}
+        files = {tensor.file for tensor in read_stored_tensors(str(folder)).values()}
         return {name: location for file in files for name, location in places(file).items()}
     except (OSError, ValueError, LookupError, ConfigError) as error:
         raise CheckpointError(f"cannot read the checkpoint {folder}: {error}") from error
@@ -270,7 +270,7 @@ def model_texts(model: nn.Module, config: ModelConfig, within: str | None = None
         }
 
 
-def _copied_adapters(model: nn.Module, rank: int) -> dict[str, list[Part]]:
+def _copy_adapters(model: nn.Module, rank: int) -> dict[str, list[Part]]:
     """Return the file of the adapters, which rank 0 writes whole."""
     from peft import get_peft_model_state_dict
 

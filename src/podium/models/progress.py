@@ -15,14 +15,14 @@ from transformers.utils import logging as transformers_logging
 from podium.runtime.worker import WorkerContext, current_context
 from podium.telemetry import WorkerLoading, emit
 
-__all__ = ["counted", "counting_transformers"]
+__all__ = ["count_progress", "counting_transformers"]
 
 T = TypeVar("T")
 
 _BAR: Final = "Loading weights"  # transformers' name of the progress bar over the tensors that it reads
 
 
-def counted(tensors: Collection[T]) -> Iterator[T]:
+def count_progress(tensors: Collection[T]) -> Iterator[T]:
     """Yield each of ``tensors``, and tell of each once it was used."""
     context = current_context.get() or WorkerContext()
     for done, tensor in enumerate(tensors, start=1):
@@ -46,5 +46,5 @@ def counting_transformers() -> Iterator[None]:
 
 def _bar(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("desc") == _BAR and args and isinstance(args[0], Collection):
-        return counted(args[0])  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        return count_progress(args[0])  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return make(*args, **kwargs)

@@ -105,7 +105,7 @@ def find_sources(model: PreTrainedModel, stored: Mapping[str, Place]) -> dict[st
         sources[target] = Source(stored[name].shape, [stored[name]])
     for target, by_pattern in fused.items():
         order = next(converters[pattern] for pattern in by_pattern).source_patterns
-        source = _fused([by_pattern.get(pattern, []) for pattern in order])
+        source = _fuse([by_pattern.get(pattern, []) for pattern in order])
         if source is None:
             return None
         sources[target] = source
@@ -118,7 +118,7 @@ def _fuses(converter: Any) -> bool:
     return steps in _FUSIONS and len(converter.target_patterns) == 1
 
 
-def _fused(parts: Sequence[Sequence[Place]]) -> Source | None:
+def _fuse(parts: Sequence[Sequence[Place]]) -> Source | None:
     """Return the source of a tensor from the places of its parts, which have one for each expert."""
     experts = len(parts[0])
     columns = {tuple(location.shape[1:]) for part in parts for location in part}

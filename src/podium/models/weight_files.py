@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from podium.errors import ConfigError
 
-__all__ = ["StoredTensor", "replaced_heads", "stored_tensors", "stored_value_head"]
+__all__ = ["StoredTensor", "find_replaced_heads", "read_stored_tensors", "read_stored_value_head"]
 
 _WHOLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
     shape: list[int]
 
 
-def stored_tensors(path: str, key: str = "model.path") -> dict[str, StoredTensor]:
+def read_stored_tensors(path: str, key: str = "model.path") -> dict[str, StoredTensor]:
     """Return the tensors in the safetensors files of the directory ``path`` by name.
 
     The result is empty where ``path`` is a name on the hub, or the directory has no such files.
@@ -56,18 +56,18 @@ def stored_tensors(path: str, key: str = "model.path") -> dict[str, StoredTensor
     return tensors_by_name
 
 
-def stored_value_head(path: str) -> dict[str, StoredTensor]:
+def read_stored_value_head(path: str) -> dict[str, StoredTensor]:
     """Return the weight and bias of a critic's head, which has one output, by name; empty where there is none."""
-    stored = stored_tensors(path)
+    stored = read_stored_tensors(path)
     for head in _VALUE_HEADS:
         if f"{head}.weight" in stored and stored[f"{head}.weight"].shape[0] == 1:
             return {name: stored[name] for name in (f"{head}.weight", f"{head}.bias") if name in stored}
     return {}
 
 
-def replaced_heads(path: str) -> list[str]:
+def find_replaced_heads(path: str) -> list[str]:
     """Return patterns of the names of the head's tensors, which a critic replaces or reads by itself."""
-    return [*(f"{head}.*" for head in _LANGUAGE_HEADS), *stored_value_head(path)]
+    return [*(f"{head}.*" for head in _LANGUAGE_HEADS), *read_stored_value_head(path)]
 
 
 def _files(folder: Path, key: str) -> list[Path]:

@@ -119,12 +119,12 @@ def judge(reward: ItemReward, completion: str, row: Mapping[str, Any]) -> Result
         return Result(problem=problem, traceback=_trace(error)[-_TRACEBACK:])
     if not isinstance(value, Mapping):
         number = _number(value)
-        return Result(number, problem="" if number is not None else f"returned {_shown(value)}")
+        return Result(number, problem="" if number is not None else f"returned {_show(value)}")
     parts: dict[str, float] = {}
     for name, part in value.items():
         number = _number(part)
         if number is None:
-            return Result(problem=f"returned {_shown(part)} as part {str(name)[:60]!r}")
+            return Result(problem=f"returned {_show(part)} as part {str(name)[:60]!r}")
         parts[str(name)] = number
     if "score" not in parts:
         names = ", ".join(map(repr, parts)) or "nothing"
@@ -143,7 +143,7 @@ def _number(value: object) -> float | None:
     return number if _is_finite(number) else None
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return f"{repr(value)[:60]} ({type(value).__name__})"
 
 

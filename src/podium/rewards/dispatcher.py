@@ -184,9 +184,9 @@ class _Dispatcher:
         for child in self._children.values():
             if not child.pending:
                 return child
-        return self._started_child() if len(self._children) < self._settings.processes else None
+        return self._start_child() if len(self._children) < self._settings.processes else None
 
-    def _started_child(self) -> _Child:
+    def _start_child(self) -> _Child:
         ours, theirs = socket.socketpair()
         others = [child.stream.connection for child in self._children.values()]
 

@@ -62,7 +62,7 @@ class Grader:
             RewardError: The function cannot be sent; with the traceback.
         """
         with self._lock:
-            self._started()
+            self._start_once()
 
     def submit(self, completion: str, row: Mapping[str, Any]) -> Future[Grade]:
         """Send one completion to be graded, and return at once. The future can be cancelled.
@@ -135,9 +135,9 @@ class Grader:
 
     def _send(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], *, batch: bool) -> Pending:
         with self._lock:
-            return self._started().send(completions, rows, batch=batch)
+            return self._start_once().send(completions, rows, batch=batch)
 
-    def _started(self) -> GradingProcesses:
+    def _start_once(self) -> GradingProcesses:
         if self._closed:
             raise ConfigError(f"the grader for the reward {self.name} is closed; make a new Grader")
         if self._processes is not None and not self._processes.alive():

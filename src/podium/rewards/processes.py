@@ -102,7 +102,7 @@ class GradingProcesses:
         self._withheld = find_secrets(config.env)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         processes = config.processes or min(_MOST_PROCESSES, cores)
-        reward = source if isinstance(source, str) else _pickled(source, label)
+        reward = source if isinstance(source, str) else _pickle(source, label)
         memory_bytes = None if config.memory_gib is None else int(config.memory_gib * (1 << 30))
         settings = pickle.dumps(Settings(reward, config.time_limit_s, memory_bytes, processes))
         environment = {
@@ -183,7 +183,7 @@ class GradingProcesses:
                         pending.settle(number, self._outcome(pending, number, decode(body)))
         except FrameError:
             error = RewardError(f"the process that loaded the reward {self._label} sent what is not a result")
-        self._error = error or self._ended()
+        self._error = error or self._explain_end()
         self._launched.channel.close()
         self._settle_all(self._error)
 
@@ -207,7 +207,7 @@ class GradingProcesses:
         if result.score is not None:
             return Grade(result.score, result.parts, result.score >= config.correct_at)
         if number == 0 and result.limit == "configuration":
-            return ConfigError(problem + self._missed(problem))
+            return ConfigError(problem + self._explain_missing(problem))
         if number == 0:
             text = f"the reward {self._label} cannot be imported in a grading process: {problem}"
         else:
@@ -220,18 +220,18 @@ class GradingProcesses:
                 'of named finite numbers with "score": repair the reward, or set reward.on_error to score, which gives '
                 f"such items {config.failure_score:g} and goes on"
             )
-        text += self._missed(problem + result.traceback)
+        text += self._explain_missing(problem + result.traceback)
         trace = f"\n\nIn the grading process:\n{result.traceback.rstrip()}" if result.traceback else ""
         return RewardError(text + trace)
 
-    def _missed(self, said: str) -> str:
+    def _explain_missing(self, said: str) -> str:
         """The end of a message about an error that names variables which rewards do not have."""
         named = [name for name in self._withheld if name in said]
         return "".join(
             f". The environment's {name} does not reach rewards unless reward.env names it" for name in named
         )
 
-    def _ended(self) -> RewardError:
+    def _explain_end(self) -> RewardError:
         if self._stopping:
             return RewardError(f"the grader for the reward {self._label} was closed before this was graded")
         with suppress(subprocess.TimeoutExpired):
@@ -253,7 +253,7 @@ class GradingProcesses:
             self._reader.join(timeout=1)
 
 
-def _pickled(function: RewardFn, label: str) -> bytes:
+def _pickle(function: RewardFn, label: str) -> bytes:
     try:
         return cloudpickle.dumps(function)
     except Exception as error:  # pickling runs code of any class: whatever it raises is our user's to see

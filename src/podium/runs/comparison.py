@@ -162,7 +162,7 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    from podium.runs.report import smoothed
+    from podium.runs.report import smooth
 
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
@@ -173,7 +173,7 @@ def plot_runs(groups: Sequence[Sequence[RunRecord]], names: Sequence[str], metri
             continue
         color = _COLORS[number % len(_COLORS)]
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-        rows = [smoothed([curve[step] for step in steps]) for curve in curves]
+        rows = [smooth([curve[step] for step in steps]) for curve in curves]
         means = [sum(values) / len(values) for values in zip(*rows, strict=True)]
         label = f"{name} ({len(curves)} seeds)" if len(curves) > 1 else name
         axes.plot(steps, means, color=color, linewidth=2, label=label)

@@ -239,13 +239,13 @@ class RunDirectory:
                 case "tensorboard":
                     yield TensorBoardSink(self.path / "tensorboard", config=arguments["config"])
                 case "wandb":
-                    again = {"id": self._tracked_as(), "resume": "allow"}
+                    again = {"id": self._read_tracker_id(), "resume": "allow"}
                     yield WandbSink(folder=self.path, **arguments, **again, **options.for_wandb())
                 case "trackio":
                     again = {"resume": "allow"} if self.config_path.exists() else {}
                     yield TrackioSink(**arguments, **again, **options.for_trackio())
 
-    def _tracked_as(self) -> str:
+    def _read_tracker_id(self) -> str:
         """The id by which a tracker knows this run, also when it is resumed."""
         file = self.path / ".tracker_id"
         if not file.exists():
@@ -287,14 +287,14 @@ class RunDirectory:
         to its log.
         """
         remove(self._journals)
-        if self._made and not self.config_path.exists() and not any(self._said()):
+        if self._made and not self.config_path.exists() and not any(self._find_written_logs()):
             remove(self.path)
             with suppress(OSError):  # one of these holds something else by now
                 for folder in self._made[1:]:
                     folder.rmdir()
         self._lock.close()
 
-    def _said(self) -> Iterator[Path]:
+    def _find_written_logs(self) -> Iterator[Path]:
         """The logs in which a worker has written something."""
         logs = (file for file in self.logs.glob("*") if file.name != CONTROLLER_LOG)
         return (file for file in logs if file.is_file() and file.stat().st_size)

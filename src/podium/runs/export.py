@@ -17,13 +17,13 @@ from podium.models.config import ModelConfig
 from podium.runs.comparison import RunRecord
 from podium.runs.config import InferenceConfig
 from podium.runs.files import STATE_FILE, remove, step_of
-from podium.runs.named_files import as_given, found_values, is_needed, remarks
+from podium.runs.named_files import as_given, find_current_values, is_needed, remarks
 from podium.telemetry.formatting import percent
 
 if TYPE_CHECKING:
     from podium.runs.evaluation import Evaluation
 
-__all__ = ["StoredModel", "export_model", "find_model", "opened_model"]
+__all__ = ["StoredModel", "export_model", "find_model", "open_model"]
 
 _CARD: Final = "README.md"
 _MAKES_MODEL: Final = ("model", "data.chat_template")  # what a checkpoint is exported with
@@ -58,7 +58,7 @@ class StoredModel:
         Raises:
             ConfigError: The base model, the tokenizer or the chat template is gone.
         """
-        values, missing = found_values(self._sections, self.run)
+        values, missing = find_current_values(self._sections, self.run)
         if gone := [line for key, line in missing.items() if is_needed(key, _MAKES_MODEL)]:
             raise ConfigError("\n".join([*gone, f"podium export {self.run} --KEY PLACE writes the model by another"]))
         return build_config(InferenceConfig, values)
@@ -70,7 +70,7 @@ class StoredModel:
 
     def remarks(self) -> list[str]:
         """What to say of the files of which the model is made: those that are elsewhere, or others, than they were."""
-        values, _ = found_values(self._sections, self.run)
+        values, _ = find_current_values(self._sections, self.run)
         return remarks(build_config(InferenceConfig, values), self.run, _MAKES_MODEL)
 
     def check(self) -> None:
@@ -157,7 +157,7 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
 
 
 @contextmanager
-def opened_model(found: StoredModel) -> Iterator[Path]:
+def open_model(found: StoredModel) -> Iterator[Path]:
     """Give a directory that holds the whole model during the block: the checkpoint's own, or a merged one beside the
     run where adapters were trained.
 

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeVar, cast
 from podium.config import build_config, config_to_dict, config_to_yaml
 from podium.errors import ConfigError
 
-__all__ = ["PLACES", "aligned", "as_given", "find_again", "found_values", "is_needed", "record", "remarks"]
+__all__ = ["PLACES", "align_values", "as_given", "find_again", "find_current_values", "is_needed", "record", "remarks"]
 
 C = TypeVar("C")
 Keys = tuple[str | int, ...]
@@ -64,7 +64,7 @@ class _Place:
     def candidates(self, absolute: str, run: Path) -> dict[str, str]:
         """The paths where the file may be, the first one first, and how each is reached."""
         origins = {absolute: ""}
-        origins.setdefault(_joined(run, self.from_run), f"{self.from_run} from the run")
+        origins.setdefault(_join(run, self.from_run), f"{self.from_run} from the run")
         if not os.path.isabs(os.path.expanduser(self.given)):
             origins.setdefault(_absolute(self.given), f"{self.given} from the working directory")
         return origins
@@ -103,13 +103,13 @@ def find_again(config: C, run: Path) -> C:
     Raises:
         ConfigError: Files are nowhere. The message names their keys and the places where they were looked for.
     """
-    values, missing = found_values(config_to_dict(config), run)
+    values, missing = find_current_values(config_to_dict(config), run)
     if missing:
         raise ConfigError("\n".join(f"{line}; give its place with --{key}" for key, line in missing.items()))
     return build_config(cast("type[C]", type(config)), values)
 
 
-def found_values(values: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def find_current_values(values: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return nested values with the paths at which files are now, and a message for each key whose file is nowhere."""
     places, current = _read(run), deepcopy(dict(values))
     missing: dict[str, str] = {}
@@ -173,7 +173,7 @@ def as_given(values: Mapping[str, Any], run: Path) -> dict[str, Any]:
     return shown
 
 
-def aligned(given: Mapping[str, Any], own: Mapping[str, Any], run: Path) -> dict[str, Any]:
+def align_values(given: Mapping[str, Any], own: Mapping[str, Any], run: Path) -> dict[str, Any]:
     """Return the nested values ``given`` with those of ``run``, ``own``, in place of paths that lead to the same files.
 
     A file is the same if it is that of the run, or if that is gone and it is where the run would look for it, or if it
@@ -198,7 +198,7 @@ def _is_same(path: str, was: str, place: _Place, run: Path, *, deep: bool) -> bo
         return absolute in place.candidates(was, run)
     if os.path.realpath(absolute) == os.path.realpath(was):
         return True
-    return absolute == _joined(run, place.from_run) and _content(absolute, deep=deep) == (place.nbytes, place.sha256)
+    return absolute == _join(run, place.from_run) and _content(absolute, deep=deep) == (place.nbytes, place.sha256)
 
 
 def _paths(values: Mapping[str, Any]) -> Iterator[tuple[Keys, str, str]]:
@@ -241,7 +241,7 @@ def _absolute(path: str) -> str:
     return os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(path)))
 
 
-def _joined(run: Path, path: str) -> str:
+def _join(run: Path, path: str) -> str:
     return os.path.normpath(run.absolute() / path)
 
 

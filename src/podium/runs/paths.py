@@ -10,7 +10,7 @@ from podium.config import config_to_dict, load_config
 from podium.errors import ConfigError
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import free_name
-from podium.runs.named_files import aligned, find_again
+from podium.runs.named_files import align_values, find_again
 
 __all__ = ["resolve_resume", "run_path"]
 
@@ -57,7 +57,7 @@ def resolve_resume(config: C) -> C:
     if not file.exists():
         return config
     values = config_to_dict(load_config(type(config), file))
-    expected, recorded = _flat(aligned(config_to_dict(config), values, path)), _flat(values)
+    expected, recorded = _flat(align_values(config_to_dict(config), values, path)), _flat(values)
     others = [
         f"{key} = {expected.get(key)!r}, and the run has {recorded.get(key)!r}"
         for key in sorted(expected.keys() | recorded.keys())

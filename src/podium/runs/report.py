@@ -20,7 +20,7 @@ from podium.runs.evaluation import Evaluation, gain_interval
 from podium.telemetry import Note, Sample, emit, metrics
 from podium.telemetry.formatting import duration, percent, plain, visible
 
-__all__ = ["Curve", "draw_curve", "plot_curve", "read_curve", "render", "report", "smoothed"]
+__all__ = ["Curve", "draw_curve", "plot_curve", "read_curve", "render", "report", "smooth"]
 
 _CURVES: Final = {
     metrics.ACCURACY: "accuracy on the training prompts",
@@ -94,7 +94,7 @@ def read_curve(metrics_path: Path) -> Curve | None:
     return Curve(metric=metric, steps=[*points], values=[*points.values()], evaluations=evaluations)
 
 
-def smoothed(values: Sequence[float], window: int | None = None) -> list[float]:
+def smooth(values: Sequence[float], window: int | None = None) -> list[float]:
     """The mean of the ``window`` values around each (n/10, at least 5), or of as many as both sides have, so that a
     rising curve ends where it ends."""
     half, last = (window or max(5, len(values) // 10)) // 2, len(values) - 1
@@ -119,7 +119,7 @@ def plot_curve(curve: Curve, path: Path, title: str = "") -> Path:
     axes = figure.add_subplot()
     axes.margins(x=0.02)
     axes.plot(curve.steps, curve.values, color=_BLUE, linewidth=0.7, alpha=0.3)
-    axes.plot(curve.steps, smoothed(curve.values), color=_BLUE, linewidth=2, label=_CURVES[curve.metric])
+    axes.plot(curve.steps, smooth(curve.values), color=_BLUE, linewidth=2, label=_CURVES[curve.metric])
     if curve.evaluations:
         # Beside a reward, whose scale is another, the accuracy has an axis of its own.
         held_out = axes if curve.is_share else axes.twinx()
@@ -169,7 +169,7 @@ def draw_curve(curve: Curve, width: int = 80, height: int = 16) -> Text:
     try:
         figure.plot_size(width, height)
         figure.theme("colorless")
-        means = smoothed(curve.values)
+        means = smooth(curve.values)
         figure.draw(figure.signal(list(curve.steps), means, marker=plotext.marker("braille", "cyan")).lines())
         low, high = min(means), max(means)
         if curve.evaluations and curve.is_share:

@@ -240,7 +240,7 @@ class Cluster:
         if not hasattr(seed, "__index__"):
             raise ConfigError(f"start(seed={seed!r}): a seed is a whole number")
         how = StartOptions(
-            env=_checked_env(env or {}),
+            env=_check_env(env or {}),
             start_timeout_s=start_timeout_s,
             distributed=distributed,
             options=dict(options or {}),
@@ -248,7 +248,7 @@ class Cluster:
         )
         with self._naming(worker, name, into) as (label, bounds):
             shared = None if into is None else _processes_of(into, pool, how, self._backend)
-            slots = self._checked_pool(pool, how) if shared is None else shared.pool
+            slots = self._check_pool(pool, how) if shared is None else shared.pool
             meshes = _with_default(meshes, len(slots))
             _check_profile(profile, bounds, len(slots))
             roles = {
@@ -421,7 +421,7 @@ class Cluster:
             raise
         return handles
 
-    def _checked_pool(self, pool: ResourcePool | None, options: StartOptions) -> ResourcePool:
+    def _check_pool(self, pool: ResourcePool | None, options: StartOptions) -> ResourcePool:
         """Return ``pool``, or a slot reserved in its place. Raises ConfigError if no group can be started there with
         these options."""
         pool = pool if pool is not None else self.pool(detached=options.detached)
@@ -491,7 +491,7 @@ def _slot_by_slot(
     ]
 
 
-def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
+def _check_env(env: Mapping[str, str]) -> dict[str, str]:
     """``env``, whose names and values an operating system takes. Raises ConfigError for others."""
     for name, value in env.items():
         texts = isinstance(name, str) and isinstance(value, str)  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -226,7 +226,7 @@ def _ref(parts: Sequence[tuple[Any, ...]], runs: Any, dtype: torch.dtype, shape:
     )
     if _here.mode == "ref":
         return reference
-    tensor = reference.assemble(_opened, readonly=_here.mode == "readonly")
+    tensor = reference.assemble(_open_values, readonly=_here.mode == "readonly")
     return _apart(tensor) if _here.mode == "tensor" else tensor
 
 
@@ -248,7 +248,7 @@ def _block(at: int | Block, info: BlockInfo) -> Block:
     return _here.made[at]
 
 
-def _opened(block: Block, readonly: bool) -> Any:
+def _open_values(block: Block, readonly: bool) -> Any:
     """A block's bytes, opened once for all that one message refers to in it."""
     key = id(block), readonly
     if key not in _here.opened:

@@ -77,7 +77,9 @@ class concat(Collect[Any, Any]):
         try:
             plan = None if self.any_rows else split.plan
             if plan is not None and (any(plan.padding) or not plan.contiguous):
-                results = [self._unpadded(*part, plan, at) for at, part in enumerate(zip(names, results, strict=True))]
+                results = [
+                    self._remove_padding(*part, plan, at) for at, part in enumerate(zip(names, results, strict=True))
+                ]
             joined = concat_rows(results, names, partial(self._join_scalars, method, split))
             if plan is not None and plan.contiguous:
                 _check_counts(names, results, plan)
@@ -97,7 +99,7 @@ class concat(Collect[Any, Any]):
                 )
         return values[0]
 
-    def _unpadded(self, name: str, result: Any, plan: RowPlan, at: int) -> Any:
+    def _remove_padding(self, name: str, result: Any, plan: RowPlan, at: int) -> Any:
         part = open_rows(result, name)
         sent, got = len(plan.rows[at]), count_rows(part)
         if got != sent:

@@ -59,7 +59,7 @@ def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bou
         raise ConfigError(
             f"colocate({kind.__name__}, ...): it declares {sorted(declared)}; given are {sorted(workers)}"
         )
-    for name, cls in _declared_classes(kind).items():
+    for name, cls in _read_declared_classes(kind).items():
         bound = workers[name]
         if isinstance(bound, Bound) and not issubclass(bound.cls, cls):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
@@ -69,7 +69,7 @@ def colocate(kind: type[Colocated] = Colocated, /, **workers: Bound[Any]) -> Bou
     return Bound(kind, (), workers)
 
 
-def _declared_classes(kind: type[Colocated]) -> dict[str, type]:
+def _read_declared_classes(kind: type[Colocated]) -> dict[str, type]:
     """The classes of the handles that ``kind`` declares, by name, as far as its annotations can be read."""
     try:
         hints = get_type_hints(kind)

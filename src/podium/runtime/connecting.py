@@ -36,7 +36,7 @@ def connect(backend: str = "local", *, hints: Mapping[str, Any] | None = None, *
     Raises:
         ConfigError: There is no such backend (the message has the nearest name), or it does not have an option.
     """
-    name, cls = _found(backend, options)
+    name, cls = _find_backend(backend, options)
     parameters = signature_of(cls).parameters
     arguments = {name: value for name, value in (hints or {}).items() if name in parameters} | _with_address(
         backend, options
@@ -50,16 +50,16 @@ def backend_class(backend: str, options: Mapping[str, Any] | None = None) -> typ
     Raises:
         ConfigError: As in :func:`connect`.
     """
-    return _found(backend, options or {})[1]
+    return _find_backend(backend, options or {})[1]
 
 
-def _found(backend: str, options: Mapping[str, Any]) -> tuple[str, type[Backend]]:
+def _find_backend(backend: str, options: Mapping[str, Any]) -> tuple[str, type[Backend]]:
     """The name and the class of the backend, or of the one that takes its place on this system."""
     name = backend.partition("://")[0]
-    cls = _loaded(name, backend)
+    cls = _load_backend(name, backend)
     if (other := cls.stand_in()) is not None:
         _say(f"podium: {other[0]!r} takes the place of the backend {name!r}: {other[1]}")
-        name, cls = other[0], _loaded(other[0], other[0])
+        name, cls = other[0], _load_backend(other[0], other[0])
     try:
         signature_of(cls).bind(**_with_address(backend, options))
     except TypeError as error:
@@ -73,7 +73,7 @@ def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-def _loaded(scheme: str, backend: str) -> type[Backend]:
+def _load_backend(scheme: str, backend: str) -> type[Backend]:
     entries = backends()
     if scheme not in entries:
         raise ConfigError(

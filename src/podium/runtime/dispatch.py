@@ -276,7 +276,7 @@ class shard(Dispatch):
         mesh = world.meshes.get(self.mesh)
         if mesh is None:
             raise ConfigError(f"{arguments.method}: no mesh {self.mesh!r} in this group; it has {sorted(world.meshes)}")
-        sharded = self._sharded(arguments)
+        sharded = self._shard(arguments)
         plan = self._plan(arguments.method, sharded, mesh.axis_size(self.axis))
         if len(plan.rows) == 1 and plan.contiguous and not plan.padding[0]:
             parts = [sharded]  # one part has all rows as they are
@@ -286,7 +286,7 @@ class shard(Dispatch):
         parts_by_rank = [parts[at] for at in mesh.along(self.axis)]
         return Split(range(mesh.size), shared, parts_by_rank, mesh.collectors(self.axis), plan)
 
-    def _sharded(self, arguments: Arguments) -> dict[str, Any]:
+    def _shard(self, arguments: Arguments) -> dict[str, Any]:
         arguments.refuse_per_rank()
         names = tuple(arguments.values) if self.args is None else tuple(self.args)
         values = {name: arguments.values[name] for name in names if arguments.values.get(name) is not None}
@@ -323,7 +323,7 @@ class shard(Dispatch):
                     "balance='rows'"
                 )
             together = row_groups(value) if size == 1 else None
-            rows = _balanced(lengths, parts, size) if together is None else _grouped(lengths, together, parts)
+            rows = _balance(lengths, parts, size) if together is None else _group_rows(lengths, together, parts)
             tokens = tuple(sum(lengths[row] for row in part) for part in rows)
         if self.pad and not total:
             raise ConfigError(f"{method}: cannot pad an empty batch: there is no row to repeat")
@@ -415,8 +415,8 @@ def _part(value: Any, rows: Sequence[int]) -> Any:
     return slice_rows(value, rows.start, rows.stop) if isinstance(rows, range) else take_rows(value, rows)
 
 
-def _grouped(lengths: Sequence[int], groups: Sequence[int], parts: int) -> Sequence[Sequence[int]]:
-    """As :func:`_balanced`, where rows of a group stay together: all, or halves, quarters and so on of them, until no
+def _group_rows(lengths: Sequence[int], groups: Sequence[int], parts: int) -> Sequence[Sequence[int]]:
+    """As :func:`_balance`, where rows of a group stay together: all, or halves, quarters and so on of them, until no
     part has more than ``_HEAVIEST`` times the mean."""
     rows = dict[int, list[int]]()
     for row, group in enumerate(groups):
@@ -425,20 +425,20 @@ def _grouped(lengths: Sequence[int], groups: Sequence[int], parts: int) -> Seque
     while size > 1 and parts > 1:
         units = [members[at : at + size] for members in rows.values() for at in range(0, len(members), size)]
         sums = [sum(lengths[row] for row in unit) for unit in units]
-        chosen = _balanced(sums, parts, 1)
+        chosen = _balance(sums, parts, 1)
         if max(sum(sums[unit] for unit in part) for part in chosen) * parts <= _HEAVIEST * sum(sums):
             return [sorted(row for unit in part for row in units[unit]) for part in chosen]
         size = -(-size // 2)
-    return _balanced(lengths, parts, 1)
+    return _balance(lengths, parts, 1)
 
 
-def _balanced(lengths: Sequence[int], parts: int, size: int) -> Sequence[Sequence[int]]:
+def _balance(lengths: Sequence[int], parts: int, size: int) -> Sequence[Sequence[int]]:
     """The rows of each part: groups of ``size`` rows, those with most tokens first to the lightest part."""
     if parts == 1:
         return [range(len(lengths))]
     if size > 1:
         sums = [sum(lengths[at : at + size]) for at in range(0, len(lengths), size)]
-        return [[group * size + at for group in part for at in range(size)] for part in _balanced(sums, parts, 1)]
+        return [[group * size + at for group in part for at in range(size)] for part in _balance(sums, parts, 1)]
     loads = [(0, 0, part) for part in range(parts)]  # tokens, rows, part
     chosen: list[list[int]] = [[] for _ in range(parts)]
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # equals keep their order

@@ -141,7 +141,9 @@ class Inventory:
         if strategy not in ("pack", "spread"):
             raise ConfigError(f"pool(strategy={strategy!r}): expected 'pack' or 'spread'")
         wants = (
-            [_checked(want)] * sum(numbers) if isinstance(want, Mapping) else [_checked(amounts) for amounts in want]
+            [_check_amounts(want)] * sum(numbers)
+            if isinstance(want, Mapping)
+            else [_check_amounts(amounts) for amounts in want]
         )
         with self._lock:
             wanted = (labels or {}).items()
@@ -271,7 +273,7 @@ def _most(amounts: Mapping[str, float], want: Resources) -> float:
     return max((amounts.get(name, 0.0) for name in want), default=0.0)
 
 
-def _checked(want: Resources) -> Resources:
+def _check_amounts(want: Resources) -> Resources:
     """The amounts of one slot that are not 0. Raises ConfigError for those that a slot cannot hold."""
     numbers = [amount for amount in want.values() if isinstance(amount, Real)]
     if len(numbers) < len(want) or any(amount < 0 or not math.isfinite(amount) for amount in numbers):

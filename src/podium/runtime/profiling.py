@@ -59,11 +59,11 @@ class Recorded:
             return self._method(**values)
         path = Path(self._profile.directory) / f"{self._label}-{number}.json"
         if inspect.iscoroutinefunction(self._method):
-            return self._awaited(path, values)
+            return self._await_and_record(path, values)
         with self._recording(path):
             return self._method(**values)
 
-    async def _awaited(self, path: Path, values: Mapping[str, Any]) -> Any:
+    async def _await_and_record(self, path: Path, values: Mapping[str, Any]) -> Any:
         with self._recording(path):
             return await self._method(**values)
 

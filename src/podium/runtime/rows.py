@@ -67,10 +67,10 @@ def open_rows(value: Any, where: str) -> Any:
     if kind in ("tensor", "array") and not value.shape:
         number = "a tensor" if kind == "tensor" else "an array"
         raise DataError(f"{where} is a single number, {number} without dimensions, which has no rows")
-    return _jagged(value) if kind == "tensor" and value.is_nested else value
+    return _read_jagged(value) if kind == "tensor" and value.is_nested else value
 
 
-def _jagged(nested: Any) -> Any:
+def _read_jagged(nested: Any) -> Any:
     from podium.data import Jagged
 
     return Jagged.from_nested(nested)
@@ -140,7 +140,7 @@ def concat_rows(parts: Sequence[Any], names: Sequence[str], join_scalars: JoinSc
 
             return concat_values(parts, names)
         case "tensor":
-            parts = [_jagged(part) for part in parts]
+            parts = [_read_jagged(part) for part in parts]
         case _:
             pass
     return parts[0] if len(parts) == 1 else parts[0].concat(parts, names)

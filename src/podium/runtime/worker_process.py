@@ -247,7 +247,7 @@ class WorkerProcess:
             raise SerializationError(what) from error
 
     def _await(self, running: _Running, undone: Any) -> Any:
-        coroutine = undone if inspect.iscoroutine(undone) else _done(undone)
+        coroutine = undone if inspect.iscoroutine(undone) else _wait_for_result(undone)
         if self._loop is None:
             runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
             self._loop = runner.get_loop()
@@ -263,7 +263,7 @@ class WorkerProcess:
                 coroutine.close()
                 raise asyncio.CancelledError
             try:
-                return await _done(await coroutine), None
+                return await _wait_for_result(await coroutine), None
             except (SystemExit, KeyboardInterrupt) as error:  # raised in a task, either would end the loop's thread
                 return None, error
             finally:
@@ -505,10 +505,10 @@ class WorkerProcess:
         secondary = kind.__module__.startswith("torch.distributed") or kind.__name__.startswith("Dist")
         if isinstance(error, RuntimeError):
             secondary = secondary or any(hint in message or hint in text for hint in _OF_COLLECTIVES)
-        return Failure(kind.__name__, message, text, _pickled(error) if self._ships_exceptions else error, secondary)
+        return Failure(kind.__name__, message, text, _pickle(error) if self._ships_exceptions else error, secondary)
 
 
-async def _done(value: Any) -> Any:
+async def _wait_for_result(value: Any) -> Any:
     """``value`` itself, or what comes of it where it is a coroutine or a future."""
     while isinstance(value, _UNDONE):
         value = await (asyncio.wrap_future(cast("Future[Any]", value)) if isinstance(value, Future) else value)
@@ -535,7 +535,7 @@ def _run_loop(runner: asyncio.Runner, ends: threading.Event) -> None:
                 _log.error("%s in the event loop, which goes on", type(error).__name__, exc_info=error)
 
 
-def _pickled(error: BaseException) -> bytes | None:
+def _pickle(error: BaseException) -> bytes | None:
     try:
         return cloudpickle.dumps(error)  # pyright: ignore[reportUnknownMemberType]
     except Exception:  # noqa: BLE001 - a class may raise anything while it pickles; the text goes in its place

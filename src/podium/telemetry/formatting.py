@@ -58,10 +58,10 @@ def visible(text: str, limit: int | None = None) -> str:
         head = max(1, limit * 2 // 3)
         tail = max(1, limit - head)
         text = f"{text[:head]} […{len(text) - head - tail} characters…] {text[-tail:]}"
-    return text if text.isprintable() else "".join(map(_spelled, text))
+    return text if text.isprintable() else "".join(map(_spell, text))
 
 
-def _spelled(character: str) -> str:
+def _spell(character: str) -> str:
     # Cc: control characters, escape among them. Cf: marks that reorder or hide text, except for the two joiners that
     # scripts and emoji are written with. Cs: lone surrogates.
     if character in "\n\t\u200c\u200d" or unicodedata.category(character) not in ("Cc", "Cf", "Cs"):

@@ -71,7 +71,7 @@ class OptimConfig:
         Raises:
             ConfigError: The rate falls, and nobody says where it ends.
         """
-        end = self.warmup_steps + 1 if self.lr_schedule == "constant" else self._known_end()
+        end = self.warmup_steps + 1 if self.lr_schedule == "constant" else self._require_end()
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.lr_schedule == "constant":
@@ -79,7 +79,7 @@ class OptimConfig:
         done = min(1.0, (step - self.warmup_steps) / (end - self.warmup_steps))
         return self.lr * (1.0 - done if self.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))
 
-    def _known_end(self) -> int:
+    def _require_end(self) -> int:
         if self.end is None:
             raise ConfigError(
                 f"optim.lr_schedule={self.lr_schedule!r} falls to 0 at the end of a run: give its optimizer steps by "

@@ -27,7 +27,15 @@ from torch.utils.checkpoint import checkpoint
 from podium.errors import DataError
 from podium.models.loading import plain_model
 
-__all__ = ["KeptTokens", "LogitsTail", "TokenScores", "logits_at_once", "logits_tail", "output_scores", "replaced"]
+__all__ = [
+    "KeptTokens",
+    "LogitsTail",
+    "TokenScores",
+    "logits_at_once",
+    "logits_tail",
+    "output_scores",
+    "replace_forward",
+]
 
 _CHUNK: Final = 1 << 24  # elements of the logits that exist at the same time, 64 MiB in float32
 _KEPT: Final = 1 << 25  # log-probabilities that are kept for the backward pass, 128 MiB; it makes more of them again
@@ -136,7 +144,7 @@ def _find_tail(model: nn.Module) -> LogitsTail | None:
         for training in (False, True):  # dropout acts in training alone
             model.train(training)
             random = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
-            with random, torch.enable_grad(), replaced(layer, answer) as former_forward:
+            with random, torch.enable_grad(), replace_forward(layer, answer) as former_forward:
                 passes.append(inner(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False).logits)
     except RuntimeError:  # the model needs more of its values than these give it, such as their dtype
         return None
@@ -172,7 +180,7 @@ def _probe(vocabulary: int, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def replaced(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+def replace_forward(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
     """Let ``forward`` stand for a layer's own forward function during the block. Yields the layer's own one."""
     former_forward, was_set = layer.forward, "forward" in vars(layer)
     layer.forward = forward

@@ -13,7 +13,14 @@ from podium.data import Batch, fields
 from podium.errors import ConfigError, DataError
 from podium.models.loading import plain_model
 from podium.training.micro_batches import MicroBatch
-from podium.training.output_layer import KeptTokens, LogitsTail, TokenScores, logits_tail, output_scores, replaced
+from podium.training.output_layer import (
+    KeptTokens,
+    LogitsTail,
+    TokenScores,
+    logits_tail,
+    output_scores,
+    replace_forward,
+)
 from podium.training.varlen import packed_attention
 
 __all__ = ["KeptTokens", "TokenScores", "kept_tokens", "output_layer", "run_model", "score_tokens"]
@@ -73,7 +80,7 @@ def score_tokens(
         parts.append(output_scores(hidden_1KH[0], layer, micro.targets, tail=tail, forward=former_forward, **options))
         return hidden_1KH[..., :0].clone()  # FSDP warns of views
 
-    with replaced(layer, score) as former_forward:
+    with replace_forward(layer, score) as former_forward:
         nothing = run_model(model, micro).logits.sum()  # 0, which depends on the model's output: FSDP waits for that
     (scores,) = parts
     entropies = scores.entropy

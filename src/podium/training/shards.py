@@ -23,9 +23,9 @@ from podium.errors import ConfigError
 from podium.models.attention import choose_attention
 from podium.models.config import ModelConfig
 from podium.models.loading import checkpoint_layers, lay_out, load_model, plain_model
-from podium.models.progress import counted
+from podium.models.progress import count_progress
 from podium.models.tensor_files import Place, Source, digest, find_sources, places, read_rows
-from podium.models.weight_files import stored_tensors
+from podium.models.weight_files import read_stored_tensors
 from podium.training.config import ParallelConfig
 from podium.training.parallel import check_collectives, shard_model
 
@@ -62,7 +62,7 @@ def load_parallel(
     """
     if parallel.strategy == "fsdp2":
         check_collectives()
-        model, sources, reason = _laid_out(config, spared)
+        model, sources, reason = _lay_out(config, spared)
         settled = model is not None and choose_attention(model, config.attention)
         if model is not None and change is not None:
             change(model)
@@ -89,13 +89,13 @@ def load_parallel(
     return model
 
 
-def _laid_out(config: ModelConfig, spared: Sequence[str]) -> tuple[PreTrainedModel | None, dict[str, Source], str]:
+def _lay_out(config: ModelConfig, spared: Sequence[str]) -> tuple[PreTrainedModel | None, dict[str, Source], str]:
     """Return the model on meta, the places of its tensors, and why it cannot be read in parts; "" if it can."""
     if config.config:
         return None, {}, "its weights are random"
     if config.lora is not None:
         return None, {}, "it has adapters"
-    stored = stored_tensors(config.path)
+    stored = read_stored_tensors(config.path)
     if not stored:
         return None, {}, "model.path is no directory with safetensors files"
     model = lay_out(config, spared=spared)
@@ -114,7 +114,7 @@ def _laid_out(config: ModelConfig, spared: Sequence[str]) -> tuple[PreTrainedMod
 
 def _unread(model: PreTrainedModel, sources: Mapping[str, Source]) -> str:
     """Return why the files do not give all parameters and kept buffers under their own names; "" if they do."""
-    wanted = _wanted(model)
+    wanted = _list_wanted_tensors(model)
     absent = [names[0] for names, _ in wanted if not any(name in sources for name in names)]
     if absent:
         return f"its files lack {', '.join(absent[:_SHOWN])}"
@@ -132,7 +132,7 @@ def _unread(model: PreTrainedModel, sources: Mapping[str, Source]) -> str:
     return ""
 
 
-def _wanted(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+def _list_wanted_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Return the tensors on meta that files have to give, each with all of its names."""
     kept = set(model.state_dict().keys())
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -181,7 +181,7 @@ def _read_shards(
 ) -> PreTrainedModel:
     """Shard the model on meta, and read this rank's shards."""
     return_large_blocks(device)
-    names = [next(name for name in names if name in sources) for names, _ in _wanted(model)]
+    names = [next(name for name in names if name in sources) for names, _ in _list_wanted_tensors(model)]
     model.config.name_or_path = config.path
     with contextlib.suppress(OSError):  # the model's own configuration says enough where the file is absent
         model.generation_config = transformers.GenerationConfig.from_pretrained(config.path)
@@ -191,7 +191,7 @@ def _read_shards(
     cast(Any, model)._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
-        for name in counted(names):
+        for name in count_progress(names):
             read_rows(sources[name], tensors[name])
     return model.eval()
 

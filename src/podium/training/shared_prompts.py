@@ -115,7 +115,7 @@ def _block(lengths: Tensor, device: torch.device) -> Block:
     return Block(shape, places.flatten().to(device), inside.flatten().nonzero()[:, 0].to(device))
 
 
-def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def _mask_of_seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Whether tokens at positions ``queries [R, C]`` see those at ``keys [R, S]``: bool ``[R, 1, C, S]``."""
     query_positions, key_positions = queries[:, None, :, None], keys[:, None, None, :]
     return (
@@ -180,7 +180,7 @@ def attend_shared(
     prompts = [_table(states[: rows.size], rows.prompts) for states in flat]
     if window is not None and rows.prompts.shape[1] > window:
         places = torch.arange(rows.prompts.shape[1], device=q.device)[None]
-        attended = attend(*prompts, attn_mask=_seen(places, places, window))
+        attended = attend(*prompts, attn_mask=_mask_of_seen(places, places, window))
     else:
         attended = attend(*prompts, is_causal=True)
     parts = [_tokens(attended, rows.prompts)]
@@ -192,7 +192,7 @@ def attend_shared(
         mixed = list[Tensor]()
         for begin, end in zip([0, *ends], ends, strict=False):  # a mask of all queries would be large
             reach = rows.prompts.shape[1] + end
-            seen = _seen(rows.queries[:, begin:end], rows.keys[:, :reach], window)
+            seen = _mask_of_seen(rows.queries[:, begin:end], rows.keys[:, :reach], window)
             mixed.append(attend(query[:, :, begin:end], key[:, :, :reach], value[:, :, :reach], attn_mask=seen))
         parts.append(_tokens(torch.cat(mixed, 2) if len(mixed) > 1 else mixed[0], rows.rests))
     return torch.cat(parts)[None]

@@ -11,13 +11,13 @@ from podium.view.page import page
 from podium.view.run import Run
 from podium.view.server import encoded
 
-__all__ = ["exported"]
+__all__ = ["export_page"]
 
 _STEPS: Final = 10  # whose completions and slices are in the file, of each run
 _MOST_BYTES: Final = 64 << 20  # of the answers, before they are packed
 
 
-def exported(runs: Sequence[Run]) -> str:
+def export_page(runs: Sequence[Run]) -> str:
     """Return the page with its answers inside. Curves and failures are whole; completions are those of ten steps.
 
     The ten are the first, the last, and others at equal distances. The page says so where a run has more.

@@ -42,7 +42,7 @@ class Failures:
         failures: list[dict[str, Any]] = []
         for number, timeline in enumerate(timelines):
             timeline.update()
-            for failure in self._traced(timeline):
+            for failure in self._read_traced_failures(timeline):
                 index, step = timeline.place_at(failure["at"])
                 failures.append({"trace": number, "name": timeline.name, "place": index, "step": step, **failure})
         self._curves.update()
@@ -64,7 +64,7 @@ class Failures:
             shown += [failure for failure in failures if failure["kind"] == kind][:_ENTRIES]
         return {"found": shown, "counts": dict(kinds), "logs": logs}
 
-    def _traced(self, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    def _read_traced_failures(self, timeline: Timeline) -> Iterator[dict[str, Any]]:
         names = {(pid, tid): name for pid, tid, _, name in timeline.answer()["tracks"]}
         for mark in timeline.marks:
             name, where = mark["name"], names.get(tuple(mark["track"]), "")

@@ -48,7 +48,7 @@ def page(title: str, answers: str = "", note: str = "") -> str:
     )
     parts = {
         "POLICY": policy,
-        "TITLE": _escaped(title),
+        "TITLE": _escape(title),
         "STYLE": style,
         "SCRIPT": script,
         "DATA": _json({"answers": answers, "note": note}),
@@ -60,7 +60,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return "".join(f"&#{ord(c)};" if c in "<>&\"'" or ord(c) < 32 else c for c in text)
 
 

@@ -106,8 +106,8 @@ class Run:
             "phase": self._curves.phase,
             "step": self._curves.last_step,
             "steps": _plain(config, "run", "steps"),
-            "model": self._given(_plain(config, "model", "path")),
-            "data": self._given(_plain(config, "data", "train")),
+            "model": self._read_settings(_plain(config, "model", "path")),
+            "data": self._read_settings(_plain(config, "data", "train")),
             "schedule": _plain(config, "run", "schedule"),
             "state": "running" if not summary else "finished" if summary.get("finished") else "stopped",
             "quiet_s": None if last is None else max(0, round(time.time() - last)),
@@ -127,7 +127,7 @@ class Run:
             self._config = signature, settings
         return self._config[1]
 
-    def _given(self, path: str | float | None) -> Any:
+    def _read_settings(self, path: str | float | None) -> Any:
         """A path of config.yaml, which is absolute there, as the user wrote it."""
         try:
             return json.loads(self._small("places.json"))[path]["given"][:500]

@@ -60,7 +60,7 @@ class Timeline:
             if not lines:
                 return
             for match in _RARE.finditer(lines):
-                self._enter(_parsed(match[0]), start + match.end())
+                self._enter(_parse_line(match[0]), start + match.end())
             self.is_whole = lines.endswith(b"]\n")
 
     def _enter(self, line: dict[str, Any], place: int) -> None:
@@ -137,7 +137,7 @@ class Timeline:
         lines = (line for line in data.splitlines() if line.startswith(b'{"ph":"X"'))
         slices: list[dict[str, Any]] = []
         for line in islice(lines, 4 * _MOST_SLICES):
-            parsed = _parsed(line)
+            parsed = _parse_line(line)
             slice_ = self._slice(parsed, parsed["args"] if isinstance(parsed.get("args"), dict) else {})
             if (until is None or slice_["at"] < until) and slice_["at"] + slice_["ms"] >= begin:
                 slices.append(slice_)
@@ -150,7 +150,7 @@ class Timeline:
         return index, self.steps[index][0] if index < len(self.steps) else None
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def _parse_line(line: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(line.rstrip().rstrip(b","))
     except (ValueError, RecursionError):

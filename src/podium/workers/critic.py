@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from podium.algorithms import LossInputs, TokenLoss, explained_variance, value_loss, value_moments
 from podium.data import Batch, Jagged, fields
 from podium.models.loading import plain_model
-from podium.models.weight_files import replaced_heads, stored_value_head
+from podium.models.weight_files import find_replaced_heads, read_stored_value_head
 from podium.runtime import concat, endpoint, first, shard
 from podium.telemetry import metrics
 from podium.training.micro_batches import MicroBatch
@@ -35,7 +35,7 @@ class Critic(Learner):
     """
 
     def make_model(self) -> nn.Module:
-        spared = replaced_heads(self.config.path)
+        spared = find_replaced_heads(self.config.path)
         return load_parallel(self.config, self.parallel, self.device, spared=spared, change=self._give_head)
 
     def _give_head(self, body: PreTrainedModel) -> None:
@@ -44,7 +44,7 @@ class Critic(Learner):
         head = nn.Linear(old.shape[1], 1, dtype=old.dtype, device=self.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        for name, stored in stored_value_head(self.config.path).items():
+        for name, stored in read_stored_value_head(self.config.path).items():
             with safe_open(stored.file, framework="pt") as tensors, torch.no_grad():
                 head.get_parameter(name.rpartition(".")[2]).copy_(tensors.get_tensor(name))
         body.set_output_embeddings(head)

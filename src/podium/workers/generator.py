@@ -64,8 +64,8 @@ class Generator(WeightReceiver):
         Raises:
             DataError: There are not n seeds for each prompt.
         """
-        requests = self._asked(prompts, sampling)
-        return self._drawn(prompts, sampling, self._ready_engine().generate(*requests) if requests[0] else [])
+        requests = self._build_requests(prompts, sampling)
+        return self._draw(prompts, sampling, self._ready_engine().generate(*requests) if requests[0] else [])
 
     @endpoint(dispatch=shard(args=("prompts",)), collect=concat(), returns="ref", concurrent=True)
     async def generate_beside(self, prompts: Batch, sampling: SamplingParams) -> Batch:
@@ -75,10 +75,10 @@ class Generator(WeightReceiver):
         """
         if next(cls for cls in type(self).__mro__ if "generate" in vars(cls)) is not Generator:
             return await asyncio.to_thread(self.generate, prompts, sampling)  # a subclass's own
-        requests = self._asked(prompts, sampling)
+        requests = self._build_requests(prompts, sampling)
         if not requests[0]:
-            return self._drawn(prompts, sampling, [])
-        return self._drawn(prompts, sampling, await asyncio.wrap_future(self._ready_engine().generate_later(*requests)))
+            return self._draw(prompts, sampling, [])
+        return self._draw(prompts, sampling, await asyncio.wrap_future(self._ready_engine().generate_later(*requests)))
 
     def tokens(self) -> EngineClient:
         """Return what draws tokens for sessions in this process, beside all calls."""
@@ -130,7 +130,7 @@ class Generator(WeightReceiver):
         self._servers.append(server)
         return server.url
 
-    def _asked(self, prompts: Batch, sampling: SamplingParams) -> _Asked:
+    def _build_requests(self, prompts: Batch, sampling: SamplingParams) -> _Asked:
         """The arguments of the engine's ``generate``."""
         rows = [row.tolist() for row in prompts.jagged(fields.PROMPT_TOKENS).unbind()]
         seeds = prompts.dense(fields.SEED)
@@ -143,7 +143,7 @@ class Generator(WeightReceiver):
         journal = self._journal_at(prompts.meta["journal"]) if prompts.meta.get("journal") else None
         return _Asked(rows, sampling, seeds.flatten().tolist(), journal, begun)
 
-    def _drawn(self, prompts: Batch, sampling: SamplingParams, drawn: Sequence[Completion]) -> Batch:
+    def _draw(self, prompts: Batch, sampling: SamplingParams, drawn: Sequence[Completion]) -> Batch:
         rows = [row.tolist() for row in prompts.jagged(fields.PROMPT_TOKENS).unbind()]
         group = prompts.dense(fields.GROUP).repeat_interleave(sampling.n)
         batch = _as_batch(rows, drawn, group, sampling)

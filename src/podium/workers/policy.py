@@ -252,7 +252,7 @@ class Policy(Learner):
         start = sum(int(lengths.sum()) for _, lengths in every[: self.ctx.rank])
         columns_added: dict[str, Jagged] = {}
         with torch.no_grad():
-            for name, figure_M in _checked(
+            for name, figure_M in _check_figures(
                 figures(loss_inputs, self.algorithm), loss_inputs, batch, self.algorithm.loss
             ).items():
                 values_N = torch.zeros(len(chosen_N), dtype=figure_M.dtype)
@@ -261,7 +261,7 @@ class Policy(Learner):
         return columns_added
 
 
-def _checked(figures: object, whole: LossInputs, batch: Batch, loss: str) -> Mapping[str, Tensor]:
+def _check_figures(figures: object, whole: LossInputs, batch: Batch, loss: str) -> Mapping[str, Tensor]:
     """Return the ``figures`` of a loss. Raises DataError if they are not one value a token by names of their own."""
     who, expected = f"loss {loss!r}: its minibatch function", list(whole.logprobs_N.shape)
     if not isinstance(figures, Mapping):

@@ -14,7 +14,7 @@ import torch
 from podium.backends.local.shared_memory import SegmentPool
 from podium.backends.local.store import LocalStore
 from podium.data import MemoryStore, PlainBlock, TensorStore, keep, lay_out
-from podium.data.store import CHECKS, _allowed
+from podium.data.store import CHECKS, _read_allowed_bytes
 from podium.errors import DataError, StoreFullError
 
 MIB = 1 << 20
@@ -73,8 +73,8 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     job.mkdir(parents=True)
     (job / "memory.max").write_text("max\n")
     (job.parent / "memory.max").write_text("4096\n")
-    assert _allowed(tmp_path / "cgroup", own) == [4096]
-    assert _allowed(tmp_path / "none", tmp_path / "none") == []
+    assert _read_allowed_bytes(tmp_path / "cgroup", own) == [4096]
+    assert _read_allowed_bytes(tmp_path / "none", tmp_path / "none") == []
 
 
 def test_what_is_above_the_limit_spills_to_disk(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from podium.cli import main
 from podium.errors import ConfigError
 from podium.models import ModelConfig, load_model, load_tokenizer
-from podium.models.weight_files import replaced_heads, stored_tensors
+from podium.models.weight_files import find_replaced_heads, read_stored_tensors
 from podium.rollout.engines import EngineConfig, make_engine
 from podium.rollout.sampling import SamplingParams
 from podium.trainer.checks.plan import model_size
@@ -83,7 +83,7 @@ def test_tensors_that_do_not_fit_are_listed_and_can_be_allowed_by_name(
 @pytest.mark.parametrize("shards", ["5GB", "8KB"])
 def test_whole_files_are_taken_without_a_word(tmp_path: Path, shape: dict[str, Any], shards: str) -> None:
     config = saved(tmp_path, config=replace(TINY, config=shape), shards=shards)
-    stored_tensors(config.path)
+    read_stored_tensors(config.path)
     load_model(config)
     assert model_size(config).parameters == sum(p.numel() for p in load_model(config).parameters())
 
@@ -126,7 +126,7 @@ def test_a_critic_takes_its_own_head_and_makes_one_where_there_is_none(
 
     config = saved(tmp_path, change)
     body: Any = load_model(TINY).get_input_embeddings()
-    model_size(config, spared=replaced_heads(config.path))
+    model_size(config, spared=find_replaced_heads(config.path))
     critic: Any = Critic(config).model
     assert torch.equal(critic.get_input_embeddings().weight, body.weight)
     own = critic.get_output_embeddings()
@@ -140,7 +140,7 @@ def test_a_head_of_several_outputs_is_no_critics(tmp_path: Path) -> None:
         Critic(config)
 
 
-@pytest.mark.parametrize("check", [lambda config: stored_tensors(config.path), load_model], ids=["files", "load"])
+@pytest.mark.parametrize("check", [lambda config: read_stored_tensors(config.path), load_model], ids=["files", "load"])
 def test_a_corrupt_file_is_one_line(tmp_path: Path, check: Callable[[ModelConfig], Any]) -> None:
     config = saved(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -171,7 +171,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     name, values = next(iter(load_file(first).items()))
     save_file({**load_file(last), name: values + 1}, last, {"format": "pt"})
     with pytest.raises(ConfigError, match=rf"{name} is in two files, {first.name} and {last.name}"):
-        stored_tensors(config.path)
+        read_stored_tensors(config.path)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -199,4 +199,4 @@ def test_a_shard_that_the_index_names_and_nobody_copied_is_named(tmp_path: Path)
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
     with pytest.raises(ConfigError, match=rf"{shard.name}.*no such file"):
-        stored_tensors(config.path)
+        read_stored_tensors(config.path)

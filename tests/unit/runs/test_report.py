@@ -16,7 +16,7 @@ from rich.console import Console
 
 from podium.runs.directory import RunDirectory, Summary
 from podium.runs.evaluation import Evaluation
-from podium.runs.report import Curve, draw_curve, plot_curve, read_curve, render, report, smoothed
+from podium.runs.report import Curve, draw_curve, plot_curve, read_curve, render, report, smooth
 from podium.telemetry import EvalFinished, Note, PhaseStarted, Sample, StepFinished, emit, metrics, subscribe
 from podium.telemetry.sinks import JsonlSink
 
@@ -53,10 +53,10 @@ def rendered(
 
 
 def test_smoothing_keeps_a_constant_and_averages_neighbours() -> None:
-    assert smoothed([2.0] * 30) == [2.0] * 30
-    assert smoothed([0.0, 3.0, 6.0, 0.0], window=3) == [0.0, 3.0, 3.0, 0.0]  # as far as both sides reach
-    assert smoothed([float(step) for step in range(20)], window=5)[-1] == 19.0  # a rising curve ends where it ends
-    assert smoothed([1.0]) == [1.0]
+    assert smooth([2.0] * 30) == [2.0] * 30
+    assert smooth([0.0, 3.0, 6.0, 0.0], window=3) == [0.0, 3.0, 3.0, 0.0]  # as far as both sides reach
+    assert smooth([float(step) for step in range(20)], window=5)[-1] == 19.0  # a rising curve ends where it ends
+    assert smooth([1.0]) == [1.0]
 
 
 def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.view.export import exported
+from podium.view.export import export_page
 from podium.view.run import Run
 from podium.view.server import ViewServer
 from tests.unit.view.chromium import CHROMIUM, Chromium
@@ -226,7 +226,7 @@ def _replace(new: Path, old: Path) -> None:
 
 def test_an_export_opens_from_the_disk_without_any_request(browser: Chromium, runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
-    file.write_text(exported([Run(runs / name, name) for name in ("first", "hostile", "sessions")]))
+    file.write_text(export_page([Run(runs / name, name) for name in ("first", "hostile", "sessions")]))
     browser.call("Page.navigate", url="about:blank")
     browser.requests.clear()
     browser.complaints.clear()

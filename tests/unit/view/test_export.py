@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from podium.cli import main
-from podium.view.export import exported
+from podium.view.export import export_page
 from podium.view.page import page
 from podium.view.run import Run
 from tests.unit.view.made_runs import HOSTILE, word_tokenizer, write_run
@@ -42,7 +42,7 @@ def test_an_export_holds_the_answers_of_a_server(
 
 def test_an_export_of_a_long_run_holds_ten_steps_and_says_so(tmp_path: Path) -> None:
     run = Run(write_run(tmp_path / "long", steps=25, prompts=1), "long")
-    html = exported([run])
+    html = export_page([run])
     steps = answers(html)["0/steps"]
     assert (len(steps), steps[0], steps[-1]) == (10, 1, 25)
     assert "the completions of 10 steps of each run at most" in html
@@ -52,7 +52,7 @@ def test_an_export_of_a_long_run_holds_ten_steps_and_says_so(tmp_path: Path) -> 
 def test_nothing_of_a_run_is_markup(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", text=HOSTILE, tokens=200, tokenizer=word_tokenizer())
     (run / "config.yaml").write_text(json.dumps({"data": {"train": HOSTILE}}))
-    html = exported([Run(run, "</title><script>alert(1)</script>")])
+    html = export_page([Run(run, "</title><script>alert(1)</script>")])
     assert html.count("<script") == 2
     assert html.count("</script") == 2
     assert "alert(1)" not in html.partition("</title>")[2]

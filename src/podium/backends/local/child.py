@@ -115,7 +115,7 @@ class _Child:
             return
         parcel = NOTHING
         if outcome.status != "cancelled":
-            outcome, parcel = pack_outcome(outcome, wants, self._packed)
+            outcome, parcel = pack_outcome(outcome, wants, self._pack)
         answer = ("answer", number, outcome.status, outcome.started_ns, outcome.ended_ns, parcel.wire)
         del outcome  # its tensors may be the last readers of a segment, too
         message = pickle.dumps(answer, 5)
@@ -139,7 +139,7 @@ class _Child:
         except OSError:
             os.killpg(0, signal.SIGKILL)  # nobody left to answer
 
-    def _packed(self, value: Any) -> Parcel:
+    def _pack(self, value: Any) -> Parcel:
         parcel = pack(value, self._segments, "the result")
         _ = parcel.wire  # a result for which there is no memory is an error of the call
         return parcel

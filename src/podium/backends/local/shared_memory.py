@@ -116,10 +116,10 @@ class SegmentPool:
         Raises:
             StoreFullError: There is no memory for it. The message names ``what``.
         """
-        size = _rounded(nbytes)
+        size = _round_up(nbytes)
         try:
             with self._lock:
-                lease = Lease(self, self._reused(size) or self._add(Segment(_memfd(size))))
+                lease = Lease(self, self._take_idle_segment(size) or self._add(Segment(_memfd(size))))
                 lease.segment.label = label
                 _ = lease.segment.mapping
                 return lease
@@ -247,7 +247,7 @@ class SegmentPool:
         self._used[segment.key] = segment
         return segment
 
-    def _reused(self, nbytes: int) -> Segment | None:
+    def _take_idle_segment(self, nbytes: int) -> Segment | None:
         """The smallest idle segment that fits, and is not more than twice as large."""
         fits = [segment for segment in list(self._idle) if nbytes <= segment.nbytes <= 2 * nbytes]
         best = min(fits, key=lambda segment: segment.nbytes, default=None)
@@ -373,7 +373,7 @@ def _memory_device() -> int:
     return device
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     """Up to a page, and to a sixteenth of the next power of two, so that similar sizes share segments."""
     step = max(mmap.PAGESIZE, 1 << max(0, nbytes.bit_length() - 5))
     return -(-nbytes // step) * step

@@ -24,10 +24,10 @@ class LocalBlock(Block):
         self.lease = lease
 
     def open(self) -> Bytes:
-        return self.lease.open(self.info.nbytes, _made_by(self.info))
+        return self.lease.open(self.info.nbytes, _read_creator(self.info))
 
     def lend(self) -> Bytes:
-        return self.lease.lend(self.info.nbytes, _made_by(self.info))
+        return self.lease.lend(self.info.nbytes, _read_creator(self.info))
 
 
 def brought(block: Block, segments: SegmentPool) -> LocalBlock:
@@ -35,7 +35,7 @@ def brought(block: Block, segments: SegmentPool) -> LocalBlock:
     if isinstance(block, LocalBlock) and block.lease.pool is segments:
         return block
     memory = block.read(readonly=True)
-    lease = segments.take(memory.nbytes, _made_by(block.info), block.info.label)
+    lease = segments.take(memory.nbytes, _read_creator(block.info), block.info.label)
     np.copyto(lease.segment.memory[: memory.nbytes], memory)
     return LocalBlock(lease, block.info)
 
@@ -55,7 +55,7 @@ class LocalStore(TensorStore):
     def make(self, buffers: Sequence[Bytes], offsets: Sequence[int], info: BlockInfo) -> Block:
         if info.nbytes <= INLINE_LIMIT:  # a copy costs less than a descriptor
             return PlainBlock(filled(np.empty(info.nbytes, dtype=np.uint8), buffers, offsets), info)
-        lease = self._segments.take(info.nbytes, _made_by(info), info.label)
+        lease = self._segments.take(info.nbytes, _read_creator(info), info.label)
         filled(lease.segment.memory, buffers, offsets)
         return LocalBlock(lease, info)
 
@@ -74,5 +74,5 @@ class LocalStore(TensorStore):
         return self._segments.kept()
 
 
-def _made_by(info: BlockInfo) -> str:
+def _read_creator(info: BlockInfo) -> str:
     return f"what {info.label} made"

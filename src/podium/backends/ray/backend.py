@@ -200,7 +200,7 @@ class RayBackend(Backend):
         while asked:
             ready, _ = ray.wait(list(asked), timeout=max(0.0, min(LOOK_S, began + timeout_s - time.monotonic())))
             if ready:
-                self._settled(ready[0], asked.pop(ready[0]), specs)
+                self._wait_for_settlement(ready[0], asked.pop(ready[0]), specs)
                 continue
             late, waited = ", ".join(process.label for process in asked.values()), time.monotonic() - began
             if waited >= timeout_s:
@@ -214,7 +214,7 @@ class RayBackend(Backend):
                 say += START_SAYS_S
             self._look_for(specs)
 
-    def _settled(self, answer: Any, process: RayProcess, specs: Sequence[ProcessSpec]) -> None:
+    def _wait_for_settlement(self, answer: Any, process: RayProcess, specs: Sequence[ProcessSpec]) -> None:
         try:
             process.settled(ray.get(answer))
         except RayError as error:

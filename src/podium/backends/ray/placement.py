@@ -71,7 +71,7 @@ class Inventory:
             self._names.setdefault(node_id, node["NodeName"] + f"-{node_id[:6]}" * (count[node["NodeName"]] > 1))
         self._ids = {self._names[node_id]: node_id for node_id in alive}
         self._npu = {self._names[node_id] for node_id, node in alive.items() if "NPU" in node["Resources"]}
-        taken = self._taken(alive)
+        taken = self._read_taken_amounts(alive)
         return [
             Node(name, _amounts(alive[at]["Resources"]), taken[at], alive[at].get("Labels") or {})
             for name, at in self._ids.items()
@@ -117,7 +117,7 @@ class Inventory:
         ray.util.remove_placement_group(reservation.group)
         until = time.monotonic() + FREED_S
         while time.monotonic() < until:
-            taken = self._taken(_alive())
+            taken = self._read_taken_amounts(_alive())
             if not any(taken.get(at, {}).get(OTHERS, {}).get(kind) for at, want in reservation.held for kind in want):
                 return
             time.sleep(0.02)
@@ -141,7 +141,7 @@ class Inventory:
             raise PlacementError(f"node {name} has left the cluster; there are {sorted(self._ids)}")
         return self._ids[name]
 
-    def _taken(self, alive: Mapping[str, Any]) -> dict[str, dict[str, Amounts]]:
+    def _read_taken_amounts(self, alive: Mapping[str, Any]) -> dict[str, dict[str, Amounts]]:
         """By node and holder, what is not this controller's: other placement groups, and what they do not explain."""
         free = {at: _amounts(amounts) for at, amounts in _available().items()}
         left = {

@@ -102,12 +102,12 @@ class RayProcess(ProcessHandle):
             cause = no_room("the result") if isinstance(getattr(error, "cause", None), FULL) else error
             failure = Failure(type(cause).__name__, str(cause), "", cause if cause is not error else None, False)
             done(Reply("error", Parcel(pickle.dumps(failure, 5))))
-        self._landed(error if isinstance(error, RayActorError) else None)
+        self._handle_reply(error if isinstance(error, RayActorError) else None)
 
     def _on_watch(self, future: Any) -> None:
-        self._landed(future.exception() or RuntimeError("its watch ended"))
+        self._handle_reply(future.exception() or RuntimeError("its watch ended"))
 
-    def _landed(self, lost: BaseException | None) -> None:
+    def _handle_reply(self, lost: BaseException | None) -> None:
         """One call came back. The end is told when none is in flight: replies sent before it are in by then."""
         with self._lock:
             self._in_flight -= 1

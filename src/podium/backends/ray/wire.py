@@ -68,7 +68,7 @@ def pack(value: Any, what: str, readers: int) -> Parcel:
     """``value`` for ``readers`` processes; stored once. Raises SerializationError."""
     if type(value) is dict and not value:
         return NO_VALUES
-    data, buffers, blocks = _encoded(value, what)
+    data, buffers, blocks = _encode(value, what)
     if _size(buffers) <= INLINE_BYTES:
         return Parcel(data, [buffer.tobytes() for buffer in buffers], blocks=blocks)
     try:
@@ -82,7 +82,7 @@ def outcome_to_wire(outcome: Outcome, wants_result: bool) -> bytes | list[Any]:
     buffers that Ray stores. None is two times, which no pickle is as short as."""
     if outcome.status == "ok" and (outcome.value is None or not wants_result):
         return _TIMES.pack(outcome.started_ns, outcome.ended_ns)
-    outcome, packed = pack_outcome(outcome, wants_result, lambda value: _encoded(value, "the result"))
+    outcome, packed = pack_outcome(outcome, wants_result, lambda value: _encode(value, "the result"))
     data, buffers, blocks = packed
     small = _size(buffers) <= INLINE_BYTES
     inside = [buffer.tobytes() for buffer in buffers] if small else None
@@ -111,7 +111,7 @@ def read_bare_name(name: str) -> tuple[int, str, str, bool]:
     return int(number), target, method.removesuffix("!"), not method.endswith("!")
 
 
-def _encoded(value: Any, what: str) -> tuple[bytes, list[Bytes], list[Any]]:
+def _encode(value: Any, what: str) -> tuple[bytes, list[Bytes], list[Any]]:
     """Pickle bytes, buffers, and references to the blocks in it. Raises SerializationError."""
     blocks: list[Any] = []
     data, raw = encode(value, what, blocks)
@@ -162,7 +162,7 @@ class _RayBlock(Block):
 
     def open(self) -> Bytes:
         try:
-            return _joined(ray.get(self.reference), self.info.nbytes)
+            return _join(ray.get(self.reference), self.info.nbytes)
         except ObjectLostError as error:
             raise RefLostError(
                 f"the tensors made by {self.info.label} are gone: {str(error).partition(chr(10))[0]} What a worker "
@@ -218,7 +218,7 @@ def _in_lines(buffers: Sequence[Bytes]) -> Iterator[Bytes]:
             yield line
 
 
-def _joined(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
+def _join(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
     """The pieces as one: where they lie, or copied together if Ray did not lay them end to end."""
     start = pieces[0].ctypes.data
     places = accumulate((piece.nbytes for piece in pieces), initial=start)

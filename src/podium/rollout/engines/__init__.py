@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from podium.rollout.engines.config import (
         EngineConfig as EngineConfig,
         check_engine as check_engine,
-        installed_engines as installed_engines,
+        find_engines as find_engines,
         make_engine as make_engine,
     )
     from podium.rollout.engines.model import ModelEngine as ModelEngine

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from podium.rollout.engines.base import Engine
 
-__all__ = ["EngineConfig", "VllmOptions", "check_engine", "engine_class", "generation_config", "installed_engines"]
+__all__ = ["EngineConfig", "VllmOptions", "check_engine", "engine_class", "find_engines", "generation_config"]
 __all__ += ["make_engine"]
 
 AUTO: Final = "auto"
@@ -57,12 +57,12 @@ class EngineConfig:
     """These options belong to the engine that engine.name names, which declares them."""
 
     def __post_init__(self) -> None:
-        if self.name != AUTO and self.name not in installed_engines():
-            near = difflib.get_close_matches(self.name, [AUTO, *installed_engines()], 1)
+        if self.name != AUTO and self.name not in find_engines():
+            near = difflib.get_close_matches(self.name, [AUTO, *find_engines()], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"engine.name = {self.name!r}: expected {AUTO} or an installed engine: "
-                f"{', '.join(sorted(installed_engines()))}{hint}; an engine of your own is chosen by the name of its "
+                f"{', '.join(sorted(find_engines()))}{hint}; an engine of your own is chosen by the name of its "
                 "entry point in the group podium.engines, not by module:Class: see docs/engines.md"
             )
 
@@ -110,7 +110,7 @@ OWN_OPTIONS: Final[Mapping[str, type | None]] = MappingProxyType(
 
 
 @functools.cache
-def installed_engines() -> Mapping[str, EntryPoint]:
+def find_engines() -> Mapping[str, EntryPoint]:
     """The entry points of the group ``podium.engines``, by name.
 
     Raises:
@@ -154,7 +154,7 @@ def engine_class(name: str) -> type[Engine]:
     from podium.rollout.engines.base import Engine
 
     _check_package(name)
-    entry = installed_engines()[name]
+    entry = find_engines()[name]
     subject = f"engine.name = {name!r}: {entry.value}"
     try:
         engine_class: Any = entry.load()
@@ -212,7 +212,7 @@ def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
     if config.name == AUTO:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise ConfigError(f"engine.name is 'auto', and no installed engine can run this model: {listed}")
-    others = ", ".join(name for name in installed_engines() if name != config.name)
+    others = ", ".join(name for name in find_engines() if name != config.name)
     raise ConfigError(
         f"engine.name is {config.name!r}, which cannot run this model: {reasons[config.name]}; use engine.name=auto or "
         f"one of {others}"
@@ -221,7 +221,7 @@ def make_engine(config: EngineConfig, model: nn.Module) -> Engine:
 
 def _check_package(name: str) -> None:
     """Check that the package of an engine that is an extra, and is named after that package, can be imported."""
-    entry = installed_engines().get(name)
+    entry = find_engines().get(name)
     extras = entry.dist.metadata.get_all("Provides-Extra") or [] if entry and entry.dist else []
     if name in extras and find_spec(name) is None:
         raise ConfigError(
@@ -232,7 +232,7 @@ def _check_package(name: str) -> None:
 def _automatic() -> list[tuple[str, type[Engine]]]:
     """The engines that "auto" chooses from, the first choice first."""
     engines: list[tuple[str, type[Engine]]] = []
-    for name in installed_engines():
+    for name in find_engines():
         try:
             engines.append((name, engine_class(name)))
         except ConfigError:  # an engine without its packages is none to choose from

@@ -130,7 +130,7 @@ class VllmEngine(ModelEngine):
                     events.append(Failed(request.id, error))
                 else:
                     self._begin(request)
-            outputs = self._checked_weights() if self._expected_V is not None else []
+            outputs = self._check_weights() if self._expected_V is not None else []
             outputs += self._engine.step()
             version = self.version
         for output in outputs:
@@ -208,7 +208,7 @@ class VllmEngine(ModelEngine):
         drawing.logprobs.extend(logprobs)
         drawing.versions.extend([version] * len(token_ids))
         if request.params.filtered:
-            drawing.kept.extend(_kept(row, request) for row in output.logprobs)
+            drawing.kept.extend(_read_kept_tokens(row, request) for row in output.logprobs)
         events: list[Event] = []
         if request.stream and token_ids:
             events.append(Tokens(request.id, token_ids, logprobs, version))
@@ -249,7 +249,7 @@ class VllmEngine(ModelEngine):
             self.model.train(training)
         self._expected_V = logits_V.float().log_softmax(-1).cpu()
 
-    def _checked_weights(self) -> list[Any]:
+    def _check_weights(self) -> list[Any]:
         """Draw a token for the probe and return what was drawn beside it.
 
         Raises:
@@ -273,7 +273,7 @@ class VllmEngine(ModelEngine):
         return outputs
 
 
-def _kept(row: Mapping[int, Any], request: Request) -> Tensor:
+def _read_kept_tokens(row: Mapping[int, Any], request: Request) -> Tensor:
     """The ids that were kept for one token, most probable first."""
     entries = sorted((-entry.logprob, token) for token, entry in row.items() if entry.logprob > -math.inf)
     if sum(math.exp(-negative) for negative, _ in entries) < 0.999:

@@ -26,10 +26,10 @@ async def in_thread(function: Callable[P, T], *arguments: P.args, **options: P.k
 
     Where the caller is cancelled, the thread goes on, and what the function returns is lost.
     """
-    return await asyncio.wrap_future(_begun(partial(contextvars.copy_context().run, function, *arguments, **options)))
+    return await asyncio.wrap_future(_begin(partial(contextvars.copy_context().run, function, *arguments, **options)))
 
 
-def _begun(function: Callable[[], T]) -> Future[T]:
+def _begin(function: Callable[[], T]) -> Future[T]:
     """Call a function in a thread of its own."""
     answer = Future[T]()
     answer.set_running_or_notify_cancel()
@@ -54,7 +54,7 @@ class _Threads(ThreadPoolExecutor):
     end of the process with them."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return _begun(partial(fn, *args, **kwargs))
+        return _begin(partial(fn, *args, **kwargs))
 
 
 def is_cancelled() -> bool:

@@ -10,13 +10,13 @@ from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name, load_function, nearest, what_raised
 
-__all__ = ["EnvironmentConfig", "SessionLimits", "installed_environments", "load_environment"]
+__all__ = ["EnvironmentConfig", "SessionLimits", "find_environments", "load_environment"]
 
 _KEY: Final = "environment.name"
 _GROUP: Final = "podium.environments"
 
 
-def installed_environments() -> dict[str, EntryPoint]:
+def find_environments() -> dict[str, EntryPoint]:
     """Return the environments that installed packages bring through the entry point group, by their names."""
     return {entry.name: entry for entry in entry_points(group=_GROUP)}
 
@@ -40,7 +40,7 @@ def load_environment(name: str) -> Any:
 
 def _entry_of(name: str) -> EntryPoint:
     """Return the installed environment of a name. Raises ConfigError if there is none."""
-    environments = installed_environments()
+    environments = find_environments()
     if name not in environments:
         listed = f"installed are {', '.join(sorted(environments))}" if environments else "none is installed"
         raise ConfigError(

@@ -198,10 +198,10 @@ def _check_options(
 def _tasks(world: Any, options: Mapping[str, Any]) -> Any:
     """The function that returns the tasks of ``world``, with the options that it has parameters for; None if none."""
     found = getattr(world, "tasks", None)
-    return partial(found, **_accepted(found, options)) if callable(found) else None
+    return partial(found, **_accept(found, options)) if callable(found) else None
 
 
-def _accepted(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _accept(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``options`` that a function of a split has parameters for, beside that of the split."""
     try:
         known = [*inspect.signature(function).parameters][1:]

@@ -157,7 +157,7 @@ async def live(
                 sum((Counter(each.counts) for each in client.family), Counter()),
             )
 
-    with _watched():
+    with _watch_loop():
         return await asyncio.gather(*map(one, tasks, seeds, names))
 
 
@@ -169,7 +169,7 @@ async def ending_of(
     The session gets a copy of ``task``, since others of the same prompt have the same row of the data.
     """
     contain_exits()
-    lived = asyncio.ensure_future(_lived(play, task, client))  # a session may cancel its own task
+    lived = asyncio.ensure_future(_live_session(play, task, client))  # a session may cancel its own task
     try:
         await asyncio.wait({lived}, timeout=limit_s)
         in_time = lived.done()
@@ -179,7 +179,7 @@ async def ending_of(
         details = f"it lasted longer than environment.options.time_limit_s = {limit_s:g}"
         return Ending(failure=TIME_LIMIT, details=details)
     if lived.cancelled():
-        return _failed(asyncio.CancelledError("the session has cancelled its own task"))
+        return _make_failure(asyncio.CancelledError("the session has cancelled its own task"))
     return lived.result()
 
 
@@ -198,7 +198,9 @@ async def _end(lived: asyncio.Future[Ending]) -> None:
         )
 
 
-async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], task: Task, client: Client) -> Ending:
+async def _live_session(
+    play: Callable[[Task, Client], Awaitable[Reward | Ending]], task: Task, client: Client
+) -> Ending:
     session_counts.set(client.counts)  # for this task alone, and for what it starts
     try:
         found: Any = await play(copy.deepcopy(task), client)
@@ -208,10 +210,10 @@ async def _lived(play: Callable[[Task, Client], Awaitable[Reward | Ending]], tas
             raise
         if any(map(_is_full, _causes(error))) and client.full:
             return Ending(Outcome(score=0.0), truncated=True)
-        return _failed(error)
+        return _make_failure(error)
 
 
-def _failed(error: BaseException) -> Ending:
+def _make_failure(error: BaseException) -> Ending:
     what = f"{type(error).__name__}: {_text(error).partition(chr(10))[0][:200]}{_hint(error)}"
     return Ending(failure=what, details=_own_traceback(error))
 
@@ -295,7 +297,7 @@ def _number(value: Any, name: str) -> float:
 
 
 @contextmanager
-def _watched() -> Iterator[None]:
+def _watch_loop() -> Iterator[None]:
     """Say what blocks the event loop, if anything does for long: all sessions wait for it meanwhile."""
     loop, thread, over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
     beats = [time.monotonic()]

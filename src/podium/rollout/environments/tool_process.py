@@ -50,7 +50,7 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any]) ->
     Raises:
         FailedInProcess: The function raised, or its process ended.
     """
-    call = _pickled(function, values)
+    call = _pickle(function, values)
     launched = Launched(command("podium.rollout.environments.tool_process"))
     try:
         answer = await in_thread(_ask, launched.channel, call)
@@ -92,7 +92,7 @@ def _plain(found: Any) -> Any:
         return str(found)
 
 
-def _pickled(function: Callable[..., Any], values: Mapping[str, Any]) -> bytes:
+def _pickle(function: Callable[..., Any], values: Mapping[str, Any]) -> bytes:
     """A call, whose function is sent as code where its module is a file that was loaded by its path."""
     module = sys.modules.get(function.__module__)
     by_value = module is not None and getattr(module, "__spec__", None) is not None and "." not in function.__module__

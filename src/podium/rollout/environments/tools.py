@@ -96,7 +96,7 @@ def tool(
             ``**kwargs``.
     """
     fixed, label = dict(given or {}), name or getattr(function, "__name__", type(function).__name__)
-    description, about = _described(inspect.getdoc(function) or "")
+    description, about = _describe_parameter(inspect.getdoc(function) or "")
     model = _arguments_model(function, label, fixed, about)
     schema = model.model_json_schema()
     schema.pop("title", None)
@@ -154,14 +154,14 @@ class Toolbox:
         """
         messages: list[dict[str, Any]] = []
         for call in tool_calls:
-            said, failed = await self._answered(call.get("function") or {})
+            said, failed = await self._answer_call(call.get("function") or {})
             content = said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # as file names may need it
             if (counts := session_counts.get()) is not None:
                 counts.update(tool_calls=1, tool_errors=int(failed))
             messages.append({"role": "tool", "tool_call_id": str(call.get("id", "")), "content": content})
         return messages
 
-    async def _answered(self, function: Mapping[str, Any]) -> tuple[str, bool]:
+    async def _answer_call(self, function: Mapping[str, Any]) -> tuple[str, bool]:
         """The content of the message that answers a call, and whether the call failed."""
         name = str(function.get("name", ""))
         asked = self._tools.get(name)
@@ -200,7 +200,7 @@ def _plain(error: ValidationError) -> str:
     return "; ".join(found)[:_MOST_SHOWN]
 
 
-def _described(doc: str) -> tuple[str, dict[str, str]]:
+def _describe_parameter(doc: str) -> tuple[str, dict[str, str]]:
     """What a docstring says of its function, and of each parameter."""
     lines, about, section, name = doc.splitlines(), dict[str, str](), "", ""
     said: list[str] = []

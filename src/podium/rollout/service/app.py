@@ -103,7 +103,7 @@ class _Api:
         if asked_for.stream:
             return _events(self._text_stream(asked_for, questions, head))
         answers = await while_there(request, [self.service.draw(question, number) for question, number in draws])
-        scored = await self._scored(request, asked_for, [question.prompt for question in questions])
+        scored = await self._score_prompts(request, asked_for, [question.prompt for question in questions])
         choices = [
             self._text_choice(asked_for, index, sampled, which.prompt, scored[index // asked_for.n])
             for index, ((which, _), sampled) in enumerate(zip(draws, answers, strict=True))
@@ -113,7 +113,7 @@ class _Api:
     async def _echo(self, request: Request, asked_for: CompletionRequest) -> Response:
         """Answer with the prompts themselves and, where that is asked for, their log-probabilities."""
         prompts = self._prompts(asked_for.prompt)
-        scored = await self._scored(request, asked_for, prompts)
+        scored = await self._score_prompts(request, asked_for, prompts)
         nothing = Sampled((), (), (), "length")
         choices = [
             self._text_choice(asked_for, index, nothing, prompts[index // asked_for.n], scored[index // asked_for.n])
@@ -124,7 +124,7 @@ class _Api:
         usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
         return JSONResponse({**_head("cmpl", "text_completion", self.service), "choices": choices, "usage": usage})
 
-    async def _scored(
+    async def _score_prompts(
         self, request: Request, asked_for: CompletionRequest, prompts: Sequence[Sequence[int]]
     ) -> Sequence[Scored | None]:
         if not asked_for.echo or asked_for.logprobs is None:

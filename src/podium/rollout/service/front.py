@@ -71,7 +71,7 @@ class _Front:
         raw = await read_body(request)
         body = _body(raw)
         rank, size = self._choose(session_of(request, body)), _size(body, raw)
-        target = rank.url.copy_with(raw_path=_quoted(request.scope["path"]))
+        target = rank.url.copy_with(raw_path=_quote(request.scope["path"]))
         headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_SENT]
         forwarded = self._services.build_request(request.method, target, content=raw, headers=headers)
         rank.tokens += size
@@ -116,7 +116,7 @@ class _Front:
         return chosen
 
 
-def _quoted(path: str) -> bytes:
+def _quote(path: str) -> bytes:
     """A path as a request has it. Dots are quoted too: a session named ".." is no step upwards."""
     return quote(path).replace(".", "%2E").encode()
 

@@ -40,16 +40,14 @@ _REFUSED: Final = json.dumps(
 def owner_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """Return the id of the user who holds the client's end of a connection on this machine; None if nobody does."""
     try:
-        return _asked(client, server)
+        return _ask_kernel(client, server)
     except OSError:  # a sandbox without this kind of socket
-        return _looked_up(client, server)
+        return _look_up_owner(client, server)
 
 
-def _asked(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+def _ask_kernel(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """Ask the kernel for one connection (sock_diag(7)), which takes microseconds however many there are."""
-    ends = (
-        struct.pack("!HH", client[1], server[1]) + _packed(client).ljust(16, b"\0") + _packed(server).ljust(16, b"\0")
-    )
+    ends = struct.pack("!HH", client[1], server[1]) + _pack(client).ljust(16, b"\0") + _pack(server).ljust(16, b"\0")
     about = (
         struct.pack("=BBBBI", _family(client), socket.IPPROTO_TCP, 0, 0, _ANY)
         + ends
@@ -73,11 +71,11 @@ def _family(end: tuple[str, int]) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in end[0] else socket.AF_INET
 
 
-def _packed(end: tuple[str, int]) -> bytes:
+def _pack(end: tuple[str, int]) -> bytes:
     return socket.inet_pton(_family(end), end[0])
 
 
-def _looked_up(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+def _look_up_owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """Look the connection up in the table of all, which takes milliseconds where there are hundreds."""
     wanted = [_as_hex(client), _as_hex(server)]
     for line in _TABLES[_family(client)].read_text().splitlines()[1:]:
@@ -88,7 +86,7 @@ def _looked_up(client: tuple[str, int], server: tuple[str, int]) -> int | None:
 
 
 def _as_hex(address: tuple[str, int]) -> str:
-    packed = _packed(address)
+    packed = _pack(address)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
 

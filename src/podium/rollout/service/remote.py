@@ -130,7 +130,7 @@ class RemoteTokens:
                 generator.in_flight -= size
             until_s += time.monotonic() - sent_s
             if answer.status_code == httpx2.codes.OK:
-                yield self._sampled(answer.json(), params)
+                yield self._sample(answer.json(), params)
                 return
             reason = _reason(answer)
             if answer.status_code == httpx2.codes.TOO_MANY_REQUESTS:
@@ -164,7 +164,9 @@ class RemoteTokens:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
-            transport = httpx2.AsyncHTTPTransport(trust_env=False, limits=limits, socket_options=_watched(SILENT_S))
+            transport = httpx2.AsyncHTTPTransport(
+                trust_env=False, limits=limits, socket_options=_watch_options(SILENT_S)
+            )
             headers = {"Authorization": f"Bearer {self._token}"}
             self._clients[loop] = httpx2.AsyncClient(
                 headers=headers, transport=transport, timeout=httpx2.Timeout(None, connect=5.0), trust_env=False
@@ -189,7 +191,7 @@ class RemoteTokens:
     def _lose(self, generator: _Generator) -> None:
         generator.lost_s = time.monotonic()
 
-    def _sampled(self, answer: Mapping[str, Any], params: SamplingParams) -> Sampled:
+    def _sample(self, answer: Mapping[str, Any], params: SamplingParams) -> Sampled:
         choice = answer["choices"][0]
         versions = choice["versions"]
         self.version = max([self.version, *versions])
@@ -199,7 +201,7 @@ class RemoteTokens:
         return Sampled(choice["token_ids"], logprobs, versions, choice["finish_reason"], choice.get("kept"))
 
 
-def _watched(silent_s: int) -> list[tuple[int, int, int]]:
+def _watch_options(silent_s: int) -> list[tuple[int, int, int]]:
     """Socket options by which the kernel ends a connection to a machine that has been silent for so long, whether it
     owes the acknowledgment of a request (TCP_USER_TIMEOUT) or an answer. Those that this system lacks are left out."""
     options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]

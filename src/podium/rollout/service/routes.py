@@ -46,15 +46,15 @@ def routed(
     if not token:
         raise ConfigError("the token of a service is empty, so that whoever knows none would be let in")
     routes = [
-        Route(prefix + path, _guarded(handlers[path], "" if path == _OPEN else token), methods=[method])
+        Route(prefix + path, _guard(handlers[path], "" if path == _OPEN else token), methods=[method])
         for path, method in _METHODS.items()
         for prefix in ("", "/sessions/{session}")[: 1 + (path in _IN_SESSIONS)]
     ]
-    answered: dict[Any, Any] = {404: _elsewhere, 405: _otherwise, Exception: _failed}
+    answered: dict[Any, Any] = {404: _elsewhere, 405: _otherwise, Exception: _answer_failure}
     return Starlette(routes=routes, exception_handlers=answered, lifespan=running)
 
 
-def _guarded(handler: Handler, token: str) -> Handler:
+def _guard(handler: Handler, token: str) -> Handler:
     async def run(request: Request) -> Response:
         try:
             kind, _, credentials = request.headers.get("authorization", "").partition(" ")
@@ -65,24 +65,24 @@ def _guarded(handler: Handler, token: str) -> Handler:
         except ClientDisconnect:
             return Response(status_code=499)
         except (Refusal, PodiumError) as error:
-            return _refused(error)
+            return _answer_refusal(error)
 
     return run
 
 
 def _elsewhere(request: Request, error: Exception) -> Response:
-    return _refused(Refusal(404, f"nothing is at {request.url.path}; the paths are {', '.join(PATHS)}"))
+    return _answer_refusal(Refusal(404, f"nothing is at {request.url.path}; the paths are {', '.join(PATHS)}"))
 
 
 def _otherwise(request: Request, error: Exception) -> Response:
     allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
-    return _refused(Refusal(405, f"{request.url.path} takes {allowed or 'another method'}"))
+    return _answer_refusal(Refusal(405, f"{request.url.path} takes {allowed or 'another method'}"))
 
 
-def _failed(request: Request, error: Exception) -> Response:
-    return _refused(Refusal(500, f"the service failed, and its log says where: {type(error).__name__}"))
+def _answer_failure(request: Request, error: Exception) -> Response:
+    return _answer_refusal(Refusal(500, f"the service failed, and its log says where: {type(error).__name__}"))
 
 
-def _refused(error: Refusal | PodiumError) -> Response:
+def _answer_refusal(error: Refusal | PodiumError) -> Response:
     refusal = error if isinstance(error, Refusal) else Refusal(500, str(error))
     return JSONResponse(refusal.body, refusal.status, {"Retry-After": "1"} if refusal.status == 429 else None)

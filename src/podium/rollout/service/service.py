@@ -430,17 +430,17 @@ class Service:
             content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]
         elif (at := content.rfind("<")) >= 0:
             content = content[:at]
-        return Delta(_held(content, asked.stops), without_begun_end(reasoning).rstrip(_UNCERTAIN))
+        return Delta(_hold_back(content, asked.stops), without_begun_end(reasoning).rstrip(_UNCERTAIN))
 
     def _text(self, asked: Asked, drawn: Sampled) -> Delta:
         return Delta(before_stop(self.decode(drawn.ids), asked.stops))
 
     def _certain_text(self, asked: Asked, ids: Sequence[int]) -> Delta:
         """The beginning of a plain text that no later token changes."""
-        return Delta(_held(self.decode(ids), asked.stops))
+        return Delta(_hold_back(self.decode(ids), asked.stops))
 
 
-def _held(text: str, stops: Sequence[str]) -> str:
+def _hold_back(text: str, stops: Sequence[str]) -> str:
     """``text`` without an end that may be the beginning of one of ``stops``, or a piece of a character."""
     text = before_stop(text, stops)
     reach = max(map(len, stops), default=1) - 1

@@ -72,13 +72,13 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _checked_temperature(temperature: float) -> float:
+def _check_temperature(temperature: float) -> float:
     if 0 < temperature < _COLDEST:
         raise ValueError(f"{temperature:g} is too small to divide by: give 0, or at least {_COLDEST:g}")
     return temperature
 
 
-Temperature = Annotated[float, AfterValidator(_checked_temperature)]
+Temperature = Annotated[float, AfterValidator(_check_temperature)]
 
 
 class _Request(BaseModel):
@@ -103,7 +103,7 @@ class _Request(BaseModel):
         return [text for text in stops if text]
 
 
-def _checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise ValueError(f"message {index} has no role")
@@ -131,7 +131,7 @@ def _is_call(call: Any) -> bool:
     )
 
 
-def _checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+def _check_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     for index, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
@@ -144,8 +144,8 @@ def _checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] |
 class ChatRequest(_Request):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], AfterValidator(_checked_messages)] = Field(min_length=1)
-    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(_checked_tools)] = None
+    messages: Annotated[list[dict[str, Any]], AfterValidator(_check_messages)] = Field(min_length=1)
+    tools: Annotated[list[dict[str, Any]] | None, AfterValidator(_check_tools)] = None
     tool_choice: Any = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)

@@ -101,9 +101,9 @@ def load_examples(
     if source.startswith(gym.PREFIX):
         shared = bool({"", spec} & {*config.eval_sets.values()})  # both sides are picked from one task
         side = (config.holdout if held_out else 1 - config.holdout) if shared else 1.0
-        examples = _generated(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
+        examples = _generate_examples(source, config, held_out, side, seed, GENERATED_ITEMS if limit is None else limit)
     else:
-        examples = _stored(source, config, held_out, limit)
+        examples = _read_examples(source, config, held_out, limit)
     if examples:
         return examples
     if not held_out and not config.eval and config.holdout > 0 and not source.startswith(gym.PREFIX):
@@ -133,11 +133,13 @@ def check_data(config: DataConfig) -> None:
             find_files(spec)
 
 
-def _generated(spec: str, config: DataConfig, held_out: bool, side: float, seed: int, wanted: int) -> list[Example]:
+def _generate_examples(
+    spec: str, config: DataConfig, held_out: bool, side: float, seed: int, wanted: int
+) -> list[Example]:
     """Draw different problems of a side, which takes the share ``side`` of all, until there are ``wanted`` of them."""
     examples: dict[str, Example] = {}
     since = 0
-    for location, row in gym.generated_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
+    for location, row in gym.generate_rows(spec, config.options, seed) if side > 0 and wanted > 0 else ():
         prompt = _fill(config.template, row, location) if config.template else row["question"]
         since += 1
         if prompt not in examples and (side == 1 or _is_held_out(prompt, config.holdout) == held_out):
@@ -155,7 +157,7 @@ def _generated(spec: str, config: DataConfig, held_out: bool, side: float, seed:
     return list(examples.values())
 
 
-def _stored(spec: str, config: DataConfig, held_out: bool, limit: int | None) -> list[Example]:
+def _read_examples(spec: str, config: DataConfig, held_out: bool, limit: int | None) -> list[Example]:
     rows, shared = _open(spec, config, held_out)
     examples = (_map_columns(location, row, config) for location, row in rows)
     if not shared:

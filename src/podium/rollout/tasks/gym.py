@@ -16,7 +16,7 @@ from podium.errors import ConfigError
 from podium.rollout.tasks.rows import PlacedRow
 from podium.telemetry import Note, emit
 
-__all__ = ["PREFIX", "generated_rows"]
+__all__ = ["PREFIX", "generate_rows"]
 
 PREFIX: Final = "reasoning_gym:"
 _RESERVED: Final = ("seed", "size")
@@ -24,7 +24,7 @@ _BLOCK: Final = 1000  # problems of a dataset object; some tasks prepare all of 
 _PATIENCE_S: Final = 10.0  # seconds of generating before a note says what takes so long
 
 
-def generated_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[PlacedRow]:
+def generate_rows(spec: str, options: Mapping[str, Any], seed: int) -> Iterator[PlacedRow]:
     """Yield problems without end, the same ones for the same seed. Problems repeat as often as the task repeats them.
 
     A process generates each problem once, so that training and held-out sides can be picked from one series. A row has
@@ -88,11 +88,11 @@ class _Series:
         number = 0
         while True:
             if number == len(self._drawn):
-                self._drawn.append(self._timed())
+                self._drawn.append(self._time_generation())
             yield f"{self._spec}, problem {number}", self._drawn[number]
             number += 1
 
-    def _timed(self) -> dict[str, Any]:
+    def _time_generation(self) -> dict[str, Any]:
         started = time.perf_counter()
         row = next(self._fresh)
         before = self._spent_s

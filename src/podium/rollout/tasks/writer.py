@@ -230,9 +230,9 @@ class Writer:
         return cast("list[Any]", tools)
 
     def _render(self, messages: Messages, tools: list[Any] | None, *, opened: bool) -> str:
-        return self._applied(messages, tools, add_generation_prompt=opened, tokenize=False)
+        return self._apply_template(messages, tools, add_generation_prompt=opened, tokenize=False)
 
-    def _applied(self, messages: Messages, tools: list[Any] | None, **options: Any) -> Any:
+    def _apply_template(self, messages: Messages, tools: list[Any] | None, **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
                 cast(Any, messages), tools=tools, chat_template=self._template, **options, **self._options
@@ -255,7 +255,7 @@ class Writer:
         messages = [*before, *template_messages(example.turns)]
         first = 0 if example.whole else len(before)
         if _GENERATION.search(self._template or ""):
-            return self._marked(messages, tools, 0 if example.whole else len(ids))
+            return self._read_marks(messages, tools, 0 if example.whole else len(ids))
         text, done = self._render(messages, tools, opened=False), 0
         pieces: list[tuple[str, bool]] = []
         for index in range(first, len(messages)):
@@ -280,7 +280,7 @@ class Writer:
         if start < len(opened) and not (
             place < len(messages) - 1 and text.startswith(self._render(messages[:place], tools, opened=False))
         ):
-            raise _opened_otherwise(opened[start:], f"or {_MARKING}")
+            raise _opens_otherwise(opened[start:], f"or {_MARKING}")
         closed = self._render(messages[: place + 1], tools, opened=False)
         limit = len(closed) if text.startswith(closed) else len(text)
         sign = self.end[0] if self.end else ""
@@ -292,13 +292,13 @@ class Writer:
             )
         return start, limit if stop < 0 else stop + len(sign)
 
-    def _marked(self, messages: Messages, tools: list[Any] | None, known: int) -> tuple[list[int], list[bool]]:
+    def _read_marks(self, messages: Messages, tools: list[Any] | None, known: int) -> tuple[list[int], list[bool]]:
         """Encode a conversation with the template's own mask, to which the end of each turn is added."""
         opened = self._render(messages[:-1], tools, opened=True)
         if not (text := self._render(messages, tools, opened=False)).startswith(opened):
-            raise _opened_otherwise(opened[_differs_at(text, opened) :], "or data.chat_template to another file")
+            raise _opens_otherwise(opened[_differs_at(text, opened) :], "or data.chat_template to another file")
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoding = self._applied(messages, tools, **options)
+        encoding = self._apply_template(messages, tools, **options)
         tokens: list[int] = encoding["input_ids"]
         mask = [bool(flag) for flag in encoding["assistant_masks"]]
         end = self.end[1] if self.end else None
@@ -374,7 +374,7 @@ def _in_time(work: Callable[[], T]) -> T:
     return outcome.result()
 
 
-def _opened_otherwise(opening: str, remedy: str) -> ConfigError:
+def _opens_otherwise(opening: str, remedy: str) -> ConfigError:
     return ConfigError(
         f"the chat template opens an answer with {opening[:40]!r}, and writes a conversation's answer without it, so "
         "that the model would learn what it never generates: set data.chat_template_kwargs, as in "

@@ -236,7 +236,7 @@ class ProcessCalls:
         if self._ended and not self.broken:
             raise CallCancelled(f"{label}: group {self.name} is closed")
         for rank, death in self.lost.items():
-            raise self._died(label, rank, death, "has ended; call group.restart() to go on")
+            raise self._make_death_error(label, rank, death, "has ended; call group.restart() to go on")
         if self._needed is not None:
             raise self._lacks(label, self._needed)
         if self.broken:
@@ -330,7 +330,9 @@ class ProcessCalls:
     def _lose(self, flight: InFlight, rank: int, death: Death) -> None:
         if rank in flight.open:
             flight.open.discard(rank)
-            flight.call.fail(self._died(flight.call.label, rank, death, "ended while this call waited for it"))
+            flight.call.fail(
+                self._make_death_error(flight.call.label, rank, death, "ended while this call waited for it")
+            )
             if not flight.open:
                 self._all_answered(flight)
             self._settle(flight)
@@ -343,9 +345,9 @@ class ProcessCalls:
 
     def _lacks(self, label: str, needed: "ProcessCalls") -> WorkerDied:
         rank, death = next(iter(needed.lost.items()))
-        return needed._died(label, rank, death, "has ended, and nobody waits for this call any more")
+        return needed._make_death_error(label, rank, death, "has ended, and nobody waits for this call any more")
 
-    def _died(self, label: str, rank: int, death: Death, what: str) -> WorkerDied:
+    def _make_death_error(self, label: str, rank: int, death: Death, what: str) -> WorkerDied:
         words = "".join(f"\n  | {line}" for line in death.last_words)
         return WorkerDied(
             f"{label}: rank {rank} of {self.name} on {self._node(rank)} {what}: {death.cause}"

@@ -217,13 +217,13 @@ class Relay:
         rank, number = key
         self._calls.pop(key, None)
         try:
-            self._ask(rank, "deliver", {"number": number, "value": result()}, partial(self._delivered, key))
+            self._ask(rank, "deliver", {"number": number, "value": result()}, partial(self._deliver, key))
         except Exception as error:  # noqa: BLE001 - the worker raises it
-            translated = error if isinstance(error, PodiumError) else _translated(error)
-            answer = {"number": number, "error": translated, "cause": _pickled(error.__cause__)}
+            translated = error if isinstance(error, PodiumError) else _translate_error(error)
+            answer = {"number": number, "error": translated, "cause": _pickle(error.__cause__)}
             self._ask(rank, "deliver", answer, _unheard)
 
-    def _delivered(self, key: tuple[int, int], reply: Reply) -> None:
+    def _deliver(self, key: tuple[int, int], reply: Reply) -> None:
         if reply.status == "error":  # the worker cannot read the result
             _in_thread(self._give_back, key, partial(self._refuse, reply))
 
@@ -240,14 +240,14 @@ def cause_of(data: bytes | None) -> BaseException | None:
         return None
 
 
-def _pickled(error: BaseException | None) -> bytes | None:
+def _pickle(error: BaseException | None) -> bytes | None:
     try:
         return None if error is None else cloudpickle.dumps(error)  # pyright: ignore[reportUnknownMemberType]
     except Exception:  # noqa: BLE001 - a class may raise anything while it pickles
         return None
 
 
-def _translated(error: Exception) -> PodiumError:
+def _translate_error(error: Exception) -> PodiumError:
     return EndpointError(f"{type(error).__name__}: {error}", method="", rank=-1)
 
 

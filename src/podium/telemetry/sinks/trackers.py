@@ -68,7 +68,7 @@ class TrackerSink(Sink):
                 self.log(self._last, {name: float(value) for name, value in values.items() if math.isfinite(value)})
                 self._log_drawn()
             case EvalFinished():
-                self._evaluated(event)
+                self._log_evaluation(event)
             case CompletionsSampled(step=step, samples=samples):
                 self._drawn[self._offset + step] = samples
                 self._log_drawn()
@@ -82,7 +82,7 @@ class TrackerSink(Sink):
         for step in [step for step in self._drawn if step <= self._last]:
             self.log_samples("samples", step, self._drawn.pop(step))
 
-    def _evaluated(self, event: EvalFinished) -> None:
+    def _log_evaluation(self, event: EvalFinished) -> None:
         step = self._offset + event.step
         values = {"eval/accuracy": event.accuracy, "eval/reward_mean": event.reward_mean}
         sets = {
@@ -129,7 +129,7 @@ class TensorBoardSink(TrackerSink):
             self._writer.add_text(f"{name}/{number}", "\n".join(lines), step)
 
     def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
-        table = "\n".join(f"| {name} | {_shown(value)} |".replace("\n", " ") for name, value in figures.items())
+        table = "\n".join(f"| {name} | {_show(value)} |".replace("\n", " ") for name, value in figures.items())
         self._writer.add_text("summary", f"| figure | value |\n|---|---|\n{table}", step)
         numbers = {
             _SUMMARY + name: float(figure) for name, figure in figures.items() if isinstance(figure, int | float)
@@ -207,7 +207,7 @@ class TrackioSink(_RunSink):
         return self._module.Table(data=rows)
 
     def log_summary(self, step: int, figures: Mapping[str, float | str], curve: str) -> None:
-        rows = [{"figure": name, "value": _shown(value)} for name, value in figures.items()]
+        rows = [{"figure": name, "value": _show(value)} for name, value in figures.items()]
         numbers = {
             _SUMMARY + name: float(figure) for name, figure in figures.items() if isinstance(figure, int | float)
         }
@@ -232,7 +232,7 @@ def _is_finite(value: float | str) -> bool:
     return isinstance(value, str) or math.isfinite(value)
 
 
-def _shown(value: float | str) -> str:
+def _show(value: float | str) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

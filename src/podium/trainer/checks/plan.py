@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from podium.config import config_to_yaml
 from podium.models import ModelConfig
-from podium.models.weight_files import replaced_heads
+from podium.models.weight_files import find_replaced_heads
 from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.paths import resolve_resume
 from podium.runtime import Node, backend_class
@@ -43,7 +43,7 @@ def describe_plan(config: PPOConfig | SFTConfig, backend: str, options: Mapping[
     size = critic = model_size(config.model)
     if isinstance(config, PPOConfig) and config.has_critic and config.critic.path:
         own = replace(config.model, path=config.critic.path, config={}, lora=None)
-        critic = model_size(own, spared=replaced_heads(own.path))
+        critic = model_size(own, spared=find_replaced_heads(own.path))
     lines = ["# resolved configuration", config_to_yaml(config).rstrip(), "", "# plan"]
     scorer = _nbytes(config.reward.path) if "reward" in config.roles else 0
     lines += [

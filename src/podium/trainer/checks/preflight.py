@@ -19,10 +19,10 @@ from podium.algorithms import check_functions
 from podium.annotations import signature_of
 from podium.errors import ConfigError, DataError
 from podium.models import ModelConfig
-from podium.models.weight_files import stored_tensors
+from podium.models.weight_files import read_stored_tensors
 from podium.rewards import NAMED_REWARDS, READS_ANSWER, RewardConfig, RewardFn, resolve_reward
 from podium.rewards.text import answer_of
-from podium.rollout.engines import check_engine, installed_engines
+from podium.rollout.engines import check_engine, find_engines
 from podium.rollout.environments.config import EnvironmentConfig
 from podium.rollout.environments.resolve import code_options_of, resolve_environment
 from podium.rollout.sampling import SamplingParams
@@ -103,7 +103,7 @@ def check_settings(config: PPOConfig | SFTConfig, *, reward: bool = True) -> Non
         if path.startswith(("/", "./", "../", "~")) and not os.path.exists(path):
             raise ConfigError(f"{key} = {path!r}: there is no such directory")
         if path and key != "model.tokenizer":
-            stored_tensors(path, key)
+            read_stored_tensors(path, key)
 
 
 def check_environment(environment: EnvironmentConfig, data: DataConfig) -> None:
@@ -149,7 +149,7 @@ def refuse_code_of(run: Path, config: InferenceConfig) -> None:
     environment = config.environment
     names = {"reward.name": config.reward.name, "run.schedule": config.run.schedule}
     names |= {"environment.name": environment.code}
-    if engine := installed_engines().get(config.engine.name):  # a directory on sys.path may hold metadata of a package
+    if engine := find_engines().get(config.engine.name):  # a directory on sys.path may hold metadata of a package
         names["engine.name"] = f"{engine.module}:{engine.attr}"
     if isinstance(config, PPOConfig):
         names |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}

@@ -69,7 +69,7 @@ class WeightSync(ABC):
         """Whether a generator's weights are older than ``version``, or never came because it was restarted."""
         return any(
             generator_version is None or generator_version < version
-            for _, versions in self._held()
+            for _, versions in self._read_held_versions()
             for generator_version in versions
         )
 
@@ -77,7 +77,7 @@ class WeightSync(ABC):
     def close(self) -> None:
         """Drop what is kept between syncs. Idempotent; the workers go on."""
 
-    def _held(
+    def _read_held_versions(
         self, generators: Sequence[Handle[WeightReceiver]] | None = None
     ) -> list[tuple[Handle[WeightReceiver], list[int | None]]]:
         """Return the generators, each with the version that each of its ranks holds."""
@@ -153,7 +153,7 @@ class StreamedSync(WeightSync):
         self._prepare(self._generators)
 
     def sync(self, version: int, generators: Sequence[Handle[WeightReceiver]] | None = None) -> None:
-        versions_held = self._held(generators)
+        versions_held = self._read_held_versions(generators)
         behind = [generator for generator, versions in versions_held if _is_behind(versions, version)]
         if not behind:
             return

@@ -88,7 +88,7 @@ def lend(tensors: Sequence[Tensor], readers: int) -> tuple[Lent, list[Tensor]]:
         for _ in range(readers):
             aliases = [_alias(tensor) for tensor in tensors]
             kept += aliases
-            loans.append(Loan(_pickled([reduce_tensor(alias) for alias in aliases]), sums))
+            loans.append(Loan(_pickle([reduce_tensor(alias) for alias in aliases]), sums))
     except (OSError, RuntimeError) as error:
         return Lent([], _first_line(error)), kept
     return Lent(loans), kept
@@ -221,7 +221,7 @@ def _on(rebuild: Callable[..., Tensor], arguments: tuple[Any, ...], device: torc
     return (*arguments[:_DEVICE_INDEX], device.index, *arguments[_DEVICE_INDEX + 1 :])
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     buffer = io.BytesIO()
     ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

@@ -153,7 +153,7 @@ class WeightReceiver(Worker):
         wrong: list[str] = []
         for at, (piece, values) in enumerate(zip(self._buckets[index], tensors, strict=True)):
             if self._copy(engine, piece, values, None if sums is None else sums[at]):
-                self._arrived(piece)
+                self._note_arrival(piece)
             else:
                 wrong.append(piece.name)
         return wrong
@@ -193,7 +193,7 @@ class WeightReceiver(Worker):
             for at, (name, rows) in enumerate(self._rows.items()):
                 if checksum(tensors[at]) == sums[at]:
                     engine.load(name, 0, tensors[at])
-                    self._arrived(Piece(name, 0, rows))
+                    self._note_arrival(Piece(name, 0, rows))
                 else:
                     wrong.append(name)
         finally:
@@ -242,7 +242,7 @@ class WeightReceiver(Worker):
             engine.gate.close()
         return engine
 
-    def _arrived(self, piece: Piece) -> None:
+    def _note_arrival(self, piece: Piece) -> None:
         """Count rows that the engine holds. They may come twice, where others of their sync were damaged."""
         with self._lock:
             self._missing[piece.name] = max(0, self._missing[piece.name] - (piece.stop - piece.start))

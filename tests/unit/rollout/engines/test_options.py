@@ -15,7 +15,7 @@ import pytest
 from podium.config import load_config
 from podium.errors import ConfigError
 from podium.functions import load_function
-from podium.rollout.engines import EngineConfig, check_engine, installed_engines, make_engine
+from podium.rollout.engines import EngineConfig, check_engine, find_engines, make_engine
 from podium.rollout.engines.config import OWN_OPTIONS, VllmOptions, engine_class
 from podium.rollout.engines.vllm import VllmEngine
 from podium.trainer import GRPOConfig
@@ -57,12 +57,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``install("Deep")`` registers that object of MODULE as the engine "mine"."""
     (tmp_path / "engine_of_mine.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    own = dict(installed_engines())
+    own = dict(find_engines())
 
     def register(attribute: str) -> None:
         mine = EntryPoint("mine", f"engine_of_mine:{attribute}", "podium.engines")
         engines = {**own, "mine": mine}
-        monkeypatch.setattr("podium.rollout.engines.config.installed_engines", lambda: engines)
+        monkeypatch.setattr("podium.rollout.engines.config.find_engines", lambda: engines)
 
     return register
 

@@ -107,7 +107,7 @@ class KVCache(ABC):
             made[window] = make(seen if window is None else seen & (times > positions - window))
         return [made[window] for window in self._windows]
 
-    def _rounded(self, until: int) -> int:
+    def _round_up(self, until: int) -> int:
         return min(max(round_up(until, _TIME_QUANTUM), _SHORTEST_SPAN), self.length)
 
 
@@ -131,7 +131,7 @@ class GemmCache(KVCache):
         return torch.float32
 
     def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        until = self._rounded(until)
+        until = self._round_up(until)
         active, kv, group, dim = len(positions_A), self.kv_heads, self.group, self.head_dim
         views = self._views_of(active, until)
         biases = self._of_layers(
@@ -177,7 +177,7 @@ class SdpaCache(KVCache):
         self.values = torch.zeros(shape, dtype=weights.dtype, device=self.device)
 
     def span(self, positions_A: Tensor, until: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-        until = self._rounded(until)
+        until = self._round_up(until)
         active, kv, group, dim = len(positions_A), self.kv_heads, self.group, self.head_dim
         rows = self._rows[:active]
         masks = self._of_layers(

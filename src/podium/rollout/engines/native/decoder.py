@@ -96,7 +96,7 @@ class Decoder:
         for window in {layer.window for layer in weights.layers}:
             masks[window] = None
             if past is not None or (window is not None and window < width):
-                masks[window] = _seen(query_positions, width, window).unsqueeze(1).to(device)
+                masks[window] = _mask_of_seen(query_positions, width, window).unsqueeze(1).to(device)
         grid = torch.zeros(len(prompts) * query_width, weights.heads, weights.head_dim,
                            dtype=weights.dtype, device=device)  # fmt: skip
         hidden = F.embedding(_pad_rows(torch.tensor(tokens)).to(device), weights.embedding)
@@ -187,7 +187,7 @@ def _add(residual: Tensor, x: Tensor, dense: Dense) -> Tensor:
     return residual + torch.addmm(dense.bias, x, dense.weight_t)
 
 
-def _seen(asked: Tensor, width: int, window: int | None) -> Tensor:
+def _mask_of_seen(asked: Tensor, width: int, window: int | None) -> Tensor:
     """Which of ``width`` positions the queries at the positions ``asked [..., 1]`` attend to."""
     positions = torch.arange(width)
     seen = positions <= asked

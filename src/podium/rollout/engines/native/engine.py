@@ -14,7 +14,7 @@ from podium.rollout.engines.native.cache import ROW_QUANTUM, cache_class, round_
 from podium.rollout.engines.native.decoder import Decoder
 from podium.rollout.engines.native.graphs import DecodeGraphs, graphless, renew
 from podium.rollout.engines.native.lanes import Lanes
-from podium.rollout.engines.native.parameters import read_weights, unsupported
+from podium.rollout.engines.native.parameters import find_unsupported, read_weights
 from podium.rollout.engines.requests import Event, RequestId
 from podium.rollout.sampling import SamplingParams
 
@@ -52,7 +52,7 @@ class NativeEngine(ModelEngine):
 
     @classmethod
     def supports(cls, model: nn.Module) -> str | None:
-        return unsupported(model)
+        return find_unsupported(model)
 
     def loaded(self) -> None:
         # Reading costs microseconds a layer, joins again what was torn apart, and follows a model that was moved.

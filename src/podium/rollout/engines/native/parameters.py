@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-__all__ = ["DecoderWeights", "Dense", "LayerWeights", "Mlp", "read_weights", "unsupported"]
+__all__ = ["DecoderWeights", "Dense", "LayerWeights", "Mlp", "find_unsupported", "read_weights"]
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 _SAME_IN_ALL_LAYERS = ("mistral", "qwen3_moe")  # these read config.sliding_window and no config.layer_types
@@ -105,7 +105,7 @@ class DecoderWeights:
         return self.embedding.device
 
 
-def unsupported(model: nn.Module) -> str | None:
+def find_unsupported(model: nn.Module) -> str | None:
     """Why the native engine cannot run ``model``, or None when it can."""
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", type(model).__name__)
@@ -174,11 +174,11 @@ def _read_layer(layer: Any, heads: int, kv_heads: int, window: int | None) -> La
         qk_norm = torch.cat((query.expand(heads, -1), key.expand(kv_heads, -1)))
     return LayerWeights(
         input_norm=layer.input_layernorm.weight.data,
-        qkv=_joined_dense(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_join_dense(attention.q_proj, attention.k_proj, attention.v_proj),
         qk_norm=qk_norm,
         output=_dense(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.data,
-        mlp=mlp if hasattr(mlp, "experts") else Mlp(_joined_dense(mlp.gate_proj, mlp.up_proj), _dense(mlp.down_proj)),
+        mlp=mlp if hasattr(mlp, "experts") else Mlp(_join_dense(mlp.gate_proj, mlp.up_proj), _dense(mlp.down_proj)),
         window=window,
         rotated=bool(getattr(attention, "use_rope", True)),
     )
@@ -189,12 +189,12 @@ def _dense(linear: nn.Linear) -> Dense:
     return Dense(linear.weight.data.t(), None if bias is None else bias.data)
 
 
-def _joined_dense(*linears: nn.Linear) -> Dense:
+def _join_dense(*linears: nn.Linear) -> Dense:
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return Dense(_joined([linear.weight for linear in linears]).t(), _joined(biases) if biases else None)
+    return Dense(_join([linear.weight for linear in linears]).t(), _join(biases) if biases else None)
 
 
-def _joined(parameters: Sequence[Tensor]) -> Tensor:
+def _join(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor over the rows of ``parameters``, which become views of it unless they are already."""
     first = parameters[0].data
     address, is_whole = first.data_ptr(), True
