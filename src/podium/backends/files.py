@@ -12,6 +12,7 @@ from typing import NamedTuple
 __all__ = ["Files", "Log"]
 
 LAST_LINES = 20
+CRASH, LINES_BEFORE_CRASH = "Fatal Python error", 5
 TAIL_BYTES = 16 << 10
 POLL_S = 0.1
 
@@ -23,13 +24,22 @@ class Log(NamedTuple):
     start: int = 0
 
     def last_lines(self) -> tuple[str, ...]:
-        """The last 20 lines that the process wrote; none if there is no such file here."""
+        """The last 20 lines that the process wrote; none if there is no such file here.
+
+        Where the interpreter crashed, these are the lines around its message, which precedes a stack of any length with
+        the innermost frame first.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(max(self.start, file.seek(0, 2) - TAIL_BYTES))
-                return tuple(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
+                lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return ()
+        crashes = [number for number, line in enumerate(lines) if line.startswith(CRASH)]
+        begin = max(0, len(lines) - LAST_LINES)
+        if crashes:
+            begin = min(begin, max(0, crashes[-1] - LINES_BEFORE_CRASH))
+        return tuple(lines[begin : begin + LAST_LINES])
 
 
 class Files:

@@ -46,6 +46,18 @@ def test_last_words_are_the_last_lines_of_this_life(tmp_path: Path) -> None:
     assert Log(tmp_path / "none").last_lines() == ()
 
 
+def test_last_words_of_a_crash_are_its_cause_however_deep_its_stack_is(tmp_path: Path) -> None:
+    (path := tmp_path / "log").write_text(
+        "".join(f"line {number}\n" for number in range(30))
+        + "Fatal Python error: Segmentation fault\n\nCurrent thread (most recent call first):\n"
+        + "".join(f"  File {number}\n" for number in range(40))
+    )
+    words = Log(path).last_lines()
+    assert len(words) == 20
+    assert words[:6] == (*(f"line {number}" for number in range(25, 30)), "Fatal Python error: Segmentation fault")
+    assert words[8] == "  File 0"
+
+
 def test_the_echo_labels_whole_lines_and_prints_the_rest_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
