@@ -126,8 +126,8 @@ def same_within_rounding(found_TV: Tensor, expected_TV: Tensor, *dtypes: torch.d
     The distance of each token's vector from what is expected, in units of the spread of its elements, is at most the
     square root of the coarsest type's epsilon.
     """
-    found, expected = found_TV.float(), expected_TV.float()
-    distance_T = (found - expected).square().mean(-1).sqrt() / expected.std(-1, correction=0)
+    actual, expected = found_TV.float(), expected_TV.float()
+    distance_T = (actual - expected).square().mean(-1).sqrt() / expected.std(-1, correction=0)
     return bool((distance_T <= max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5).all())
 
 

@@ -138,8 +138,8 @@ def loss_declaration(spec: str) -> Declaration:
 
 def loss_imitates(spec: str) -> bool:
     """Whether the loss learns from examples. Raises ConfigError as :func:`resolve_loss` does."""
-    own = _OWN_LOSSES.get(spec)
-    return loss_declaration(spec).imitates if own is None else own
+    loss = _OWN_LOSSES.get(spec)
+    return loss_declaration(spec).imitates if loss is None else loss
 
 
 def check_functions(config: AlgorithmConfig) -> None:

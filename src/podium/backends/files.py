@@ -93,9 +93,9 @@ class Files:
             with contextlib.suppress(OSError), path.open("rb") as file:
                 file.seek(at)
                 new = file.read()
-                whole = new if self._closing.is_set() else new[: new.rfind(b"\n") + 1]
-                self._printed[path] = label, at + len(whole)
-                for line in whole.decode(errors="replace").splitlines():
+                complete = new if self._closing.is_set() else new[: new.rfind(b"\n") + 1]
+                self._printed[path] = label, at + len(complete)
+                for line in complete.decode(errors="replace").splitlines():
                     sys.stdout.write(f"[{label}] {line}\n")
-                if whole:
+                if complete:
                     sys.stdout.flush()  # a script that is killed says what its workers had said

@@ -38,12 +38,12 @@ _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE
 def accelerators() -> list[str]:
     """Ids of the accelerators that this process may use, as its visibility variable spells them."""
     for variable in _VISIBILITY:
-        given = os.environ.get(variable)
-        if given is not None:
-            return [part.strip() for part in given.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+        visible = os.environ.get(variable)
+        if visible is not None:
+            return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
     for pattern in ("nvidia[0-9]*", "davinci[0-9]*"):
-        if found := list(Path("/dev").glob(pattern)):
-            return [str(at) for at in range(len(found))]
+        if device_files := list(Path("/dev").glob(pattern)):
+            return [str(at) for at in range(len(device_files))]
     return [str(at) for at in range(len(list(Path("/dev/dri").glob("renderD*"))))] if Path("/dev/kfd").exists() else []
 
 
@@ -69,12 +69,12 @@ def machine(all_devices: Sequence[str], nodes: int = 1) -> list[Node]:
         raise ConfigError(f"connect(nodes={nodes}): a backend has at least one node")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = len(all_devices)
-    found: list[Node] = []
+    parts: list[Node] = []
     for at in range(nodes):
-        own = range(count * at // nodes, count * (at + 1) // nodes)
-        has = {"cpu": float(cores), "gpu": float(len(own)), "memory": float(MEMORY)}
-        found.append(Node("localhost" if nodes == 1 else f"node-{at}", has, devices=tuple(own)))
-    return found
+        indices = range(count * at // nodes, count * (at + 1) // nodes)
+        has = {"cpu": float(cores), "gpu": float(len(indices)), "memory": float(MEMORY)}
+        parts.append(Node("localhost" if nodes == 1 else f"node-{at}", has, devices=tuple(indices)))
+    return parts
 
 
 def environment_of(spec: ProcessSpec, all_devices: Sequence[str]) -> dict[str, str]:
@@ -169,7 +169,7 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return "lo"

@@ -37,14 +37,14 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         )
     look_for_hub(source)
     try:
-        found = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        loaded = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         origin = (
             f"in the directory {source}" if os.path.isdir(source) else f"on the hub at {source!r}, no directory here"
         )
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(f"no tokenizer {origin}: {reason}; set model.tokenizer") from error
-    tokenizer = cast("PreTrainedTokenizerBase", found)
+    tokenizer = cast("PreTrainedTokenizerBase", loaded)
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -37,13 +37,17 @@ def of_one(reward: ListReward) -> Callable[[str, Mapping[str, Any]], float]:
             ``completion_ids``.
     """
     parameters = _parameters(reward)
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    named = [one for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    needed = [one.name for one in named if one.default is one.empty]
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = [
+        parameter
+        for parameter in parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    needed = [parameter.name for parameter in named if parameter.default is parameter.empty]
     name = getattr(reward, "__qualname__", type(reward).__name__)
     if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004 - an object may have an async __call__
         raise ConfigError(f"the reward {name} is a coroutine function: write one that returns its scores")
-    if missing := [one for one in needed if one in _OF_THE_TRAINER]:
+    if missing := [name for name in needed if name in _OF_THE_TRAINER]:
         raise ConfigError(
             f"the reward {name} needs {missing[0]}, which only TRL's trainer has: give the parameter a default, or "
             "write a reward of (completion, row), which returns a number or a mapping of named numbers with 'score'"
@@ -51,12 +55,14 @@ def of_one(reward: ListReward) -> Callable[[str, Mapping[str, Any]], float]:
 
     def graded(completion: str, row: Mapping[str, Any]) -> float:
         prompt = row.get("prompt")
-        said = [{"role": "assistant", "content": completion}] if isinstance(prompt, list) else completion
+        answer = [{"role": "assistant", "content": completion}] if isinstance(prompt, list) else completion
         columns = {key: [value] for key, value in row.items() if key not in _RESERVED}
-        given: dict[str, Any] = {**columns, "prompts": [prompt], "completions": [said]}
-        if absent := [one for one in needed if one not in given]:
+        arguments: dict[str, Any] = {**columns, "prompts": [prompt], "completions": [answer]}
+        if absent := [name for name in needed if name not in arguments]:
             raise ValueError(f"the reward {name} needs the column {absent[0]!r}, and the row has {', '.join(row)}")
-        return _only(reward(**(given if takes_all else {key: given[key] for key in parameters if key in given})))
+        return _only(
+            reward(**(arguments if takes_all else {key: arguments[key] for key in parameters if key in arguments}))
+        )
 
     return graded
 
@@ -65,15 +71,15 @@ def _only(scores: object) -> float:
     """The score in a list of one."""
     if not hasattr(scores, "__len__") or not hasattr(scores, "__getitem__") or isinstance(scores, str | Mapping):
         raise ValueError(f"returned {scores!r:.60} for a list of one completion: expected a list of one number")
-    found: Any = scores
-    if len(found) != 1:
-        raise ValueError(f"returned {len(found)} scores for a list of one completion: expected one")
-    if found[0] is None:
+    values: Any = scores
+    if len(values) != 1:
+        raise ValueError(f"returned {len(values)} scores for a list of one completion: expected one")
+    if values[0] is None:
         raise ValueError(
             "returned None, by which a reward of TRL's passes a completion on to others: here it is the only one, so "
             "return a number"
         )
-    return found[0]
+    return values[0]
 
 
 def _parameters(reward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

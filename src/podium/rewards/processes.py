@@ -159,8 +159,8 @@ class GradingProcesses:
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Stop the work on those of these items that have no grade yet."""
-        known = [number for number in numbers if self._pending.pop(number, None) is not None]
-        self._write(b"".join(map(make_frame, known)))
+        pending_numbers = [number for number in numbers if self._pending.pop(number, None) is not None]
+        self._write(b"".join(map(make_frame, pending_numbers)))
 
     def drop_all(self) -> None:
         """Cancel all items that have no grade yet."""

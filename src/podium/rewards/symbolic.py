@@ -45,5 +45,5 @@ def mathematics(completion: str, row: Mapping[str, Any]) -> float:
     gold = _gold(answer_of(row))
     if not gold:
         raise ValueError(f"math-verify finds no mathematics in the answer {answer_of(row)[:80]!r}; repair the row")
-    given = math_verify.parse(completion, parsing_timeout=_NO_LIMIT)
-    return float(math_verify.verify(list(gold), given, timeout_seconds=None))
+    parsed = math_verify.parse(completion, parsing_timeout=_NO_LIMIT)
+    return float(math_verify.verify(list(gold), parsed, timeout_seconds=None))

@@ -55,9 +55,9 @@ def fraction(completion: str, row: Mapping[str, Any]) -> float:
     >>> fraction("126", {"answer": "123"}), fraction("1234", {"answer": "123"})
     (0.6666666666666666, 0.75)
     """
-    given, wanted = completion.strip(), answer_of(row).strip()
-    longest = max(len(given), len(wanted))
-    return sum(a == b for a, b in zip(given, wanted, strict=False)) / longest if longest else 1.0
+    text, wanted = completion.strip(), answer_of(row).strip()
+    longest = max(len(text), len(wanted))
+    return sum(a == b for a, b in zip(text, wanted, strict=False)) / longest if longest else 1.0
 
 
 def final_number(text: str) -> Decimal | None:
@@ -86,5 +86,5 @@ def gsm8k(completion: str, row: Mapping[str, Any]) -> float:
     wanted = final_number(answer_of(row))
     if wanted is None:
         raise ValueError(f"the answer {answer_of(row)[:80]!r} holds no number; use another reward, or repair the row")
-    given = final_number(completion)
-    return float(given is not None and abs(given - wanted) <= TOLERANCE * max(Decimal(1), abs(wanted)))
+    number = final_number(completion)
+    return float(number is not None and abs(number - wanted) <= TOLERANCE * max(Decimal(1), abs(wanted)))

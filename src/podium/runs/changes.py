@@ -145,8 +145,8 @@ def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
         firsts = {row["session"]: row for row in reversed(rows)}
         return {(row["prompt"], row["group"]): row for row in reversed(firsts.values())}
     seen = Counter[str]()
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    row_by_key: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
-        found[row["prompt"], seen[row["prompt"]]] = row
+        row_by_key[row["prompt"], seen[row["prompt"]]] = row
         seen[row["prompt"]] += 1
-    return found
+    return row_by_key

@@ -151,10 +151,10 @@ class States:
         state, prompts = _STATES.index(line["state"]), [int(prompt) for prompt in line["prompts"]]
         end = self._first + len(self._states)
         for prompt in prompts:
-            own = self._states[prompt - self._first] if prompt < end else _RETURNED
-            goes_on = own < state and own < _TRAINED
-            if not goes_on and not (state == _RETURNED and _TAKEN <= own < _TRAINED):
-                raise PodiumError(f"ledger: prompt {prompt} is {_STATES[own]} and cannot become {line['state']}")
+            own_state = self._states[prompt - self._first] if prompt < end else _RETURNED
+            goes_on = own_state < state and own_state < _TRAINED
+            if not goes_on and not (state == _RETURNED and _TAKEN <= own_state < _TRAINED):
+                raise PodiumError(f"ledger: prompt {prompt} is {_STATES[own_state]} and cannot become {line['state']}")
         if state == _TAKEN:
             self._states += bytes(max(0, max(prompts, default=0) + 1 - end))
             self._returned.difference_update(prompts)

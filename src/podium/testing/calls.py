@@ -218,8 +218,8 @@ class CallContract:
         )
         assert isinstance(error, TimeoutError)
         assert (error.method, error.running) == ("wait_for_event", (0, 1))
-        for said in (f"deadline of {timeout_s:g} s", "rank 1", "self.event.wait(seconds)", "sleeper"):
-            assert said in str(error)
+        for phrase in (f"deadline of {timeout_s:g} s", "rank 1", "self.event.wait(seconds)", "sleeper"):
+            assert phrase in str(error)
 
     def test_a_deadline_cancels_an_async_endpoint(self, live: Handle[Sleeper]) -> None:
         error, _ = _pass_deadline(live, lambda seconds: live.nap.within(timeout_s=seconds)(600.0, "nap"))

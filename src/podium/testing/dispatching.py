@@ -193,15 +193,21 @@ class DispatchContract:
         refuses(ConfigError, r"shared_rows\.padded.*empty", rows.padded, [])
 
     def test_single_values_beside_rows_reach_every_rank_and_come_back_as_one(self, rows: Handle[Rows]) -> None:
-        given = {"x": torch.arange(4.0), "rate": 0.5, "name": "n", "none": None, "in": {"k": 2, "t": torch.tensor(3)}}
-        for rank, part in rows.received(given):
+        arguments = {
+            "x": torch.arange(4.0),
+            "rate": 0.5,
+            "name": "n",
+            "none": None,
+            "in": {"k": 2, "t": torch.tensor(3)},
+        }
+        for rank, part in rows.received(arguments):
             assert part["rate"] == 0.5
             assert (part["name"], part["none"], part["in"]["k"], int(part["in"]["t"])) == ("n", None, 2, 3)
             assert part["x"].tolist() == [[0.0], [1.0], [2.0, 3.0]][rank]
         for same in (rows.same, rows.same_padded):
-            back = same(given)
-            assert torch.equal(back["x"], given["x"])
-            assert {**back, "x": 0} == {**given, "x": 0}
+            back = same(arguments)
+            assert torch.equal(back["x"], arguments["x"])
+            assert {**back, "x": 0} == {**arguments, "x": 0}
         assert rows.rows_and_rank([1, 2, 3]) == {"rows": [1, 2, 3], "rank": 1.0, "at": {"rank": 1.0}}
         assert rows.rows_and_ranks([1, 2, 3]) == {"rows": [1, 2, 3], "rank": [0, 1, 2]}
         says = r"rows_and_odd: .* rank 0\['rank'\] is 0 and the result of rank 1\['rank'\] is 1; .*concat\(scalars="

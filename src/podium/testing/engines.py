@@ -169,13 +169,13 @@ def request(id: int | str, prompt: Sequence[int], params: SamplingParams = PARAM
 
 def drained(engine: Engine, events: Sequence[Event] = ()) -> dict[Any, list[Event]]:
     """``events`` and all that come until nothing is in flight, by request."""
-    found: dict[Any, list[Event]] = {}
+    events_by_request: dict[Any, list[Event]] = {}
     new = list(events)
     while new or (new := engine.poll()):
         for event in new:
-            found.setdefault(event.id, []).append(event)
+            events_by_request.setdefault(event.id, []).append(event)
         new = []
-    return found
+    return events_by_request
 
 
 def completion_of(events: Sequence[Event]) -> Completion:
@@ -213,18 +213,18 @@ class EngineContract:
     def test_logprobs_are_those_of_training_also_beside_other_sampling(self, target: EngineTarget) -> None:
         model, prompts = target.model(0), prompts_of()
         engine = target.make(copy.deepcopy(model))
-        asked: list[Request] = []
+        requests: list[Request] = []
         for sampling in SAMPLING.values():
-            params = SamplingParams(max_new_tokens=10 + len(asked) % 7, stop_token_ids=(1, 2), **sampling)
+            params = SamplingParams(max_new_tokens=10 + len(requests) % 7, stop_token_ids=(1, 2), **sampling)
             for prompt in prompts:
-                asked.append(request(len(asked), prompt, params))
+                requests.append(request(len(requests), prompt, params))
                 try:
-                    engine.submit(asked[-1])
+                    engine.submit(requests[-1])
                 except ConfigError as refusal:
                     assert params.filtered, f"only top-k and top-p may be refused, not {params}: {refusal}"
-                    asked.pop()
+                    requests.pop()
         done = drained(engine)
-        for one in asked:
+        for one in requests:
             completion = completion_of(done[one.id])
             target.check({0: model}, one.prompt, completion, one.params)
             kept = completion.kept
@@ -274,14 +274,14 @@ class EngineContract:
         for name in ("plain", "top-k"):
             params = SamplingParams(max_new_tokens=12, stop_token_ids=(1, 2, 3), **SAMPLING[name])
             try:
-                whole = engine.generate(prompts, params, range(8))
+                completions = engine.generate(prompts, params, range(8))
             except ConfigError:
                 assert params.filtered, "only top-k and top-p may be refused"
                 continue
-            begun = {seed: cut(Drawn.of(one), 2 * seed) for seed, one in enumerate(whole) if seed}
+            begun = {seed: cut(Drawn.of(completion), 2 * seed) for seed, completion in enumerate(completions) if seed}
             for seed, mine in enumerate(engine.generate(prompts, params, range(8), begun=begun)):
-                ids, known = mine.token_ids.tolist(), begun[seed].token_ids if seed else []
-                assert ids[: len(known)] == known, "the tokens that were drawn before come first"
+                ids, prefix_ids = mine.token_ids.tolist(), begun[seed].token_ids if seed else []
+                assert ids[: len(prefix_ids)] == prefix_ids, "the tokens that were drawn before come first"
                 assert len(ids) <= 12, "max_new_tokens counts the tokens that were drawn before"
                 assert mine.finish_reason == ("stop" if ids[-1] in (1, 2, 3) else "length"), f"the last is {ids[-1]}"
                 target.check({0: model}, prompts[seed], mine, params)
@@ -292,15 +292,15 @@ class EngineContract:
         engine = target.make(target.model(0), max_sequences=4)
         for index, prompt in enumerate(prompts_of()):
             engine.submit(request(index, prompt))
-        told: list[tuple[Any, Drawn]] = []
+        reported: list[tuple[Any, Drawn]] = []
         events: list[Event] = []
         for _ in range(6):
             events += engine.poll(timeout_s=0)
-            told += engine.drawn()
+            reported += engine.drawn()
         done = drained(engine, events)
-        for id, drawn in told:
-            whole = Drawn.of(completion_of(done[id]))
-            assert cut(whole, len(drawn)) == drawn, f"drawn() told {drawn} of request {id}, which became {whole}"
+        for id, draft in reported:
+            complete = Drawn.of(completion_of(done[id]))
+            assert cut(complete, len(draft)) == draft, f"drawn() told {draft} of request {id}, which became {complete}"
 
     def test_requests_arrive_at_any_time_and_from_any_thread(self, target: EngineTarget) -> None:
         engine, gate = with_eventful_gate(target, target.model(0), max_sequences=4)
@@ -337,10 +337,10 @@ class EngineContract:
             assert len(streamed) == len(tokens), f"only Tokens come before the last event, not {tokens}"
             assert index % 2 == 0 or not tokens, "a request without stream got Tokens"
             if index % 2 == 0:
-                whole = last.completion
-                assert [token for event in streamed for token in event.token_ids] == whole.token_ids.tolist()
+                completion = last.completion
+                assert [token for event in streamed for token in event.token_ids] == completion.token_ids.tolist()
                 logprobs = [logprob for event in streamed for logprob in event.logprobs]
-                assert logprobs == pytest.approx(whole.logprobs.tolist())
+                assert logprobs == pytest.approx(completion.logprobs.tolist())
                 assert {event.version for event in streamed} == {0}, "Tokens have a version that the engine never had"
 
     def test_requests_of_a_higher_priority_begin_first(self, target: EngineTarget) -> None:
@@ -383,9 +383,9 @@ class EngineContract:
         streamed = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
         stale = "the second request of an id got events of the first, which was aborted: forget requests in drop(ids)"
         assert streamed == expected.token_ids.tolist()[: len(streamed)], stale
-        held = "4 tokens took over 20 calls of advance: a request that was aborted draws on; end it in drop(ids)"
+        reason = "4 tokens took over 20 calls of advance: a request that was aborted draws on; end it in drop(ids)"
         last = events[-1] if events else None
-        assert isinstance(last, Finished), held
+        assert isinstance(last, Finished), reason
         check_same(last.completion, expected, "under the id of an aborted request")
 
     def test_a_bad_request_is_refused_by_its_name_and_harms_no_other(self, target: EngineTarget) -> None:

@@ -36,9 +36,9 @@ class PlacingContract:
         assert len(pool) == 4
         assert len(pool[1:3]) == 2
         assert pool[1:3][0] is pool[1]
-        one, three = pool.split([1, 3])
-        assert [*one, *three] == list(pool)
-        assert list(three + one) == [*three, *one]
+        single, three = pool.split([1, 3])
+        assert [*single, *three] == list(pool)
+        assert list(three + single) == [*three, *single]
         for wrong in ([1, 2], [0, 4], [5], [-1, 5]):
             refuses(ConfigError, re.escape(f"split({wrong})"), pool.split, wrong)
         cluster.release(pool)
@@ -76,14 +76,14 @@ class PlacingContract:
 
     def test_what_cannot_be_placed_is_refused_at_once_and_says_why(self, cluster: Cluster) -> None:
         node, cores = cluster.nodes[0].name, cluster.nodes[0].resources["cpu"]
-        held = cluster.pool([1], cpus=cores)
+        pool = cluster.pool([1], cpus=cores)
         says = rf"asked for 1 cpu on 1 node; 0 cpu free on {node}.*held by: .*a pool without a group \({cores:g}\)"
         refuses(PlacementError, says, cluster.pool, [1], cpus=1)
-        holder = cluster.start(Counter.bind(), held, name="holder", distributed=False)
+        holder = cluster.start(Counter.bind(), pool, name="holder", distributed=False)
         refuses(PlacementError, r"held by:.*holder", cluster.pool, [1], cpus=1)
-        refuses(PlacementError, r"cannot release.*holder", cluster.release, held)
+        refuses(PlacementError, r"cannot release.*holder", cluster.release, pool)
         holder.group.close()
-        cluster.release(held)
+        cluster.release(pool)
         cluster.release(cluster.pool([1], cpus=cores))
         more_nodes = len(cluster.nodes) + 1
         for slots, request, says in (
@@ -138,9 +138,9 @@ class PlacingContract:
 
     def test_waiting_for_a_pool_says_what_for(self, cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
         cores = cluster.nodes[0].resources["cpu"]
-        held = cluster.pool([1], cpus=cores)
+        pool = cluster.pool([1], cpus=cores)
         refuses(PlacementError, "asked for", cluster.pool, [1], cpus=cores, wait_s=0.3)
-        threading.Timer(0.3, cluster.release, (held,)).start()
+        threading.Timer(0.3, cluster.release, (pool,)).start()
         caplog.clear()
         with caplog.at_level("WARNING", "podium"):
             cluster.release(cluster.pool([1], cpus=cores, wait_s=30.0))
@@ -219,14 +219,14 @@ class PlacingContract:
             refuses(ConfigError, "no detached groups; use 'ray'", refused)
 
     def test_a_worker_knows_its_place_before_its_constructor_runs(self, cluster: Cluster) -> None:
-        place = cluster.start(Place.bind(), cluster.pool([3]), name="places", distributed=False)
-        for rank, facts in enumerate(place.facts()):
+        worker = cluster.start(Place.bind(), cluster.pool([3]), name="places", distributed=False)
+        for rank, facts in enumerate(worker.facts()):
             assert facts.pop("threads") >= 1
             numbers = {"rank": rank, "world_size": 3, "local_rank": rank, "local_world_size": 3}
             rest = {"at_start": (rank, 3), "role": "places", "node": cluster.nodes[0].name, "devices": ()}
             assert facts == numbers | rest
         with pytest.raises(EndpointError, match="FrozenInstanceError"):
-            place.group.run(change_rank)
+            worker.group.run(change_rank)
 
     def test_a_worker_can_be_reached_at_its_address_and_a_free_port(self, cluster: Cluster) -> None:
         group = cluster.start(Place.bind(), cluster.pool(2), distributed=False).group
@@ -249,11 +249,11 @@ class PlacingContract:
     ) -> None:
         quiet = cluster.start(Counter.bind(), distributed=False)
         with caplog.at_level("DEBUG", "podium"):
-            told = cluster.start(Counter.bind(), name="told", distributed=False)
-            told.group.run(listen_to_records)
-            told.add(1)
+            counter = cluster.start(Counter.bind(), name="told", distributed=False)
+            counter.group.run(listen_to_records)
+            counter.add(1)
             quiet.add(1)
-            (records,) = told.group.run(lambda worker: worker.records)
+            (records,) = counter.group.run(lambda worker: worker.records)
         assert records[0] == "told.add begins on rank 0"
         assert re.fullmatch(r"told\.add is ok on rank 0 after [\d.]+ ms", records[1])
         assert len(records) == 2
@@ -280,9 +280,9 @@ class PlacingContract:
     def test_threads_are_the_slots_share_of_the_cores(self, cluster: Cluster) -> None:
         cores = int(cluster.nodes[0].resources["cpu"])
         pool = cluster.pool([1], cpus=cores)
-        place = cluster.start(Place.bind(), pool, distributed=False)
-        assert place.facts()[0]["threads"] == cores
-        place.group.close()
+        worker = cluster.start(Place.bind(), pool, distributed=False)
+        assert worker.facts()[0]["threads"] == cores
+        worker.group.close()
         cluster.release(pool)
 
     def test_named_meshes_are_in_the_context(self, cluster: Cluster) -> None:

@@ -60,8 +60,8 @@ class Started:
         node, number = backend.nodes()[0].name, next(_numbers)
         self.token, places = backend.reserve([Place(node, {})] * count, False)
         specs = [
-            ProcessSpec(label=f"raw{number}-{at}", rank=at, place=place, token=self.token, slot=at, threads=1)
-            for at, place in enumerate(places)
+            ProcessSpec(label=f"raw{number}-{at}", rank=at, place=location, token=self.token, slot=at, threads=1)
+            for at, location in enumerate(places)
         ]
         self.handles = backend.start_processes(specs, lambda rank, death: self.deaths.append((rank, death)))
 
@@ -121,18 +121,21 @@ class ProcessContract:
         node = backend.nodes()[0].name
         asked = [Place(node, {"cpu": 0.25}), Place(node, {"cpu": 0.5})]
         token, places = backend.reserve(asked, False)
-        assert [(place.node, place.resources) for place in places] == [(node, {"cpu": 0.25}), (node, {"cpu": 0.5})]
+        assert [(location.node, location.resources) for location in places] == [
+            (node, {"cpu": 0.25}),
+            (node, {"cpu": 0.5}),
+        ]
         pickle.loads(pickle.dumps(token))
         backend.release(token)
 
     def test_a_reservation_that_cannot_be_had_holds_nothing(self, backend: Backend) -> None:
         """As where another controller was first. A backend that leaves the counting to the runtime refuses nothing."""
         node = backend.nodes()[0]
-        whole = Place(node.name, {"cpu": node.resources["cpu"]})
+        whole_node = Place(node.name, {"cpu": node.resources["cpu"]})
         try:
-            token, _ = backend.reserve([whole, whole], False)
+            token, _ = backend.reserve([whole_node, whole_node], False)
         except PlacementError:
-            token, _ = backend.reserve([whole], False)
+            token, _ = backend.reserve([whole_node], False)
         backend.release(token)
 
     def test_a_rendezvous_is_a_new_one_each_time(self, cluster: Cluster, backend: Backend) -> None:
@@ -221,8 +224,8 @@ class ProcessContract:
     def test_each_request_has_one_reply_with_its_own_value(self, backend: Backend) -> None:
         started = Started(backend, 2)
         try:
-            asked = [(at, started.ask(at % 2, "record", record=[at])) for at in range(40)]
-            for at, future in asked:
+            answers = [(at, started.ask(at % 2, "record", record=[at])) for at in range(40)]
+            for at, future in answers:
                 backend.wait(future.done, LIMIT_S)
                 assert backend.unpack(future.result(LIMIT_S).payload) == [at]
             assert (started.replies, started.deaths) == (40, [])

@@ -87,28 +87,30 @@ class ReferenceContract:
         refuses(TypeError, r"argument or a result", pickle.dumps, ref)
 
     def test_row_operations_on_references_and_mixed_batches(self, stash: Handle[Stash]) -> None:
-        whole = batch(40)
-        far = stash.balanced(whole)
-        assert same_batch(far, whole)
-        assert same_batch(far.slice(3, 29).take([5, 0, 5, 20]), whole.slice(3, 29).take([5, 0, 5, 20]))
+        all_rows = batch(40)
+        far = stash.balanced(all_rows)
+        assert same_batch(far, all_rows)
+        assert same_batch(far.slice(3, 29).take([5, 0, 5, 20]), all_rows.slice(3, 29).take([5, 0, 5, 20]))
         assert same_batch(
-            Batch.concat([far.slice(30, 40), whole.slice(0, 8), far.take([1])]),
-            whole.take([*range(30, 40), *range(8), 1]),
+            Batch.concat([far.slice(30, 40), all_rows.slice(0, 8), far.take([1])]),
+            all_rows.take([*range(30, 40), *range(8), 1]),
         )
-        mixed = whole.merge(far.select("tokens"))
-        assert same_batch(stash.values(mixed.take([9, 3, 3])), whole.take([9, 3, 3]))
-        assert same_batch(far.slice(4, 4), whole.slice(4, 4))
+        mixed = all_rows.merge(far.select("tokens"))
+        assert same_batch(stash.values(mixed.take([9, 3, 3])), all_rows.take([9, 3, 3]))
+        assert same_batch(far.slice(4, 4), all_rows.slice(4, 4))
 
     def test_shards_balanced_shards_and_padding(self, stash: Handle[Stash]) -> None:
-        whole = batch(41)
-        far = stash.double(whole)
-        doubled = whole.with_columns(x=whole.dense("x") * 2)
+        all_rows = batch(41)
+        far = stash.double(all_rows)
+        doubled = all_rows.with_columns(x=all_rows.dense("x") * 2)
         assert same_batch(far, doubled)
         assert same_batch(stash.balanced(far), doubled)
         assert same_batch(stash.padded(far), doubled)
         assert same_batch(stash.values(far), doubled)
-        assert far.meta == whole.meta
-        assert same_batch(stash.double(far.slice(0, 1)), doubled.slice(0, 1).with_columns(x=whole.dense("x")[:1] * 4))
+        assert far.meta == all_rows.meta
+        assert same_batch(
+            stash.double(far.slice(0, 1)), doubled.slice(0, 1).with_columns(x=all_rows.dense("x")[:1] * 4)
+        )
 
     def test_a_call_as_an_argument_passes_references_on(self, stash: Handle[Stash]) -> None:
         first = stash.double.submit(batch(20))
@@ -125,9 +127,9 @@ class ReferenceContract:
     def test_what_is_put_is_passed_on_by_reference_and_freed_with_the_last_one(
         self, cluster: Cluster, stash: Handle[Stash]
     ) -> None:
-        whole = batch(60)
-        put = cluster.put({"batch": whole, "also": [whole.dense("x"), torch.ones(3)], "note": "as it is"})
-        whole.dense("x").zero_()
+        all_rows = batch(60)
+        put = cluster.put({"batch": all_rows, "also": [all_rows.dense("x"), torch.ones(3)], "note": "as it is"})
+        all_rows.dense("x").zero_()
         far, again = put["batch"], put["also"][0]
         assert type(far["x"]) is type(again) is TensorRef
         assert put["note"] == "as it is"
@@ -166,8 +168,8 @@ class ReferenceContract:
         assert torch.equal(outer[0].get(), torch.ones(LARGE))
         assert stash.total(outer[1]) == [10.0, 10.0]
         stash.drop()
-        held: Any = stash.hold(stash.make(100, 1000)[1])
-        del held, outer
+        held_reference: Any = stash.hold(stash.make(100, 1000)[1])
+        del held_reference, outer
         stash.drop.submit()
 
     def test_the_last_reference_frees_the_memory(self, stash: Handle[Stash]) -> None:
@@ -218,13 +220,13 @@ class ReferenceContract:
         need(cluster, "processes")
         reader = cluster.start(Stash.bind(), cluster.pool([1]), name="reader", distributed=False)
         ref: Any = stash.make(LARGE, 1)[1]
-        held: Any = reader.hold(ref)
+        held_reference: Any = reader.hold(ref)
         call = reader.dawdle.submit(ref, 60.0)
         os.kill(reader.group.pids[0], signal.SIGKILL)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         with pytest.raises(WorkerDied):
             call.result()
         assert torch.equal(ref.get(), torch.ones(LARGE, 1))
-        del ref, held, call
+        del ref, held_reference, call
         assert soon(lambda: kept(stash) == 0)
 
     def test_what_a_dead_owner_made_is_there_or_its_loss_is_named(self, cluster: Cluster, stash: Handle[Stash]) -> None:

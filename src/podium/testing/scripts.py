@@ -105,8 +105,8 @@ def _run(target: Target, directory: Path) -> Seen:
         return Seen(lines, after, all_gone(pids, GONE_S))
     except pytest.fail.Exception as late:
         everything = descendants_of(script.pid)
-        said = "\n".join(["it has printed:", *lines, "its main thread, innermost first:", outside_stack(script.pid)])
-        pytest.fail(f"{late}\n{said}")
+        report = "\n".join(["it has printed:", *lines, "its main thread, innermost first:", outside_stack(script.pid)])
+        pytest.fail(f"{late}\n{report}")
     finally:
         script.kill()
         script.wait()
@@ -123,8 +123,8 @@ def _read(script: subprocess.Popen[str], lines: list[str]) -> None:
 
 def _after(word: str, script: subprocess.Popen[str], lines: list[str]) -> str:
     """The rest of the line that begins with ``word``, or "" if the script ends without one."""
-    while not (found := [line.removeprefix(word) for line in [*lines] if line.startswith(word)]):
+    while not (matches := [line.removeprefix(word) for line in [*lines] if line.startswith(word)]):
         if script.poll() is not None:
             return ""
         time.sleep(0.01)
-    return found[0]
+    return matches[0]

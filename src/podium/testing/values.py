@@ -213,8 +213,8 @@ class ValueContract:
 
     def test_an_argument_that_does_not_pickle_is_named_and_not_sent(self, echo: Handle[Probe]) -> None:
         before = echo.seen()
-        for value, place in ((Unpicklable(), "'value'"), ({"deep": [1, Unpicklable()]}, "'deep'")):
-            refuses(SerializationError, rf"echo\.echo.*{place}.*holds a socket", echo.echo, value)
+        for value, position in ((Unpicklable(), "'value'"), ({"deep": [1, Unpicklable()]}, "'deep'")):
+            refuses(SerializationError, rf"echo\.echo.*{position}.*holds a socket", echo.echo, value)
         assert echo.seen() == before
 
     def test_a_result_that_does_not_pickle_is_an_error_of_the_endpoint(self, echo: Handle[Probe]) -> None:

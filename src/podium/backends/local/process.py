@@ -160,14 +160,14 @@ class LocalProcess(ProcessHandle):
         self._control_out.close()
         self._pending.clear()
         self._receiver.close()
-        had_started, told = self.started.is_set(), not self.takes_calls
+        had_started, has_been_told = self.started.is_set(), not self.takes_calls
         self.death = self.death or death
         self.takes_calls = False
         self.ended.set()
         self.started.set()
         self._backend.processes.pop(self._token, None)
         self._segments.forget(self._token)
-        if death is not None and had_started and not told:
+        if death is not None and had_started and not has_been_told:
             self._on_death(self.rank, death)
         self._reported.set()
 

@@ -154,9 +154,9 @@ class SegmentPool:
         """
         segment = Segment(fd, ended=ended)
         with self._lock:
-            known = self._used.get(segment.key)
-            lease = Lease(self, known or self._add(segment))
-        if known is not None:
+            used = self._used.get(segment.key)
+            lease = Lease(self, used or self._add(segment))
+        if used is not None:
             segment.free()
         return lease
 
@@ -338,11 +338,15 @@ class WrittenPages:
         if self._fd < 0:
             return True
         end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        there, found = _IS_PRESENT | _IS_SWAPPED, ctypes.addressof(self._found)
+        wanted_pages, result_address = _IS_PRESENT | _IS_SWAPPED, ctypes.addressof(self._found)
         # One page in memory or swapped out that is not the file's is enough.
-        asked = bytearray(_SCAN.pack(_SCAN.size, 0, address, end, 0, found, 1, 1, _IS_FILE, _IS_FILE, there, there))
+        request = bytearray(
+            _SCAN.pack(
+                _SCAN.size, 0, address, end, 0, result_address, 1, 1, _IS_FILE, _IS_FILE, wanted_pages, wanted_pages
+            )
+        )
         try:
-            return fcntl.ioctl(self._fd, _PAGEMAP_SCAN, asked, True) > 0
+            return fcntl.ioctl(self._fd, _PAGEMAP_SCAN, request, True) > 0
         except OSError:  # Linux before 6.7
             os.close(self._fd)
             self._fd = -1

@@ -141,8 +141,8 @@ def pack(value: Any, segments: SegmentPool, where: str = "a value") -> Parcel:
     """
     blocks: list[Block] = []
     data, buffers = encode(value, where, blocks)
-    own = [brought(block, segments) for block in blocks]
-    return Parcel([data, *[buffer.raw() for buffer in buffers]], segments, where, own)
+    carried_blocks = [brought(block, segments) for block in blocks]
+    return Parcel([data, *[buffer.raw() for buffer in buffers]], segments, where, carried_blocks)
 
 
 class Inbound:

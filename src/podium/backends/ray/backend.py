@@ -111,7 +111,7 @@ class RayBackend(Backend):
     def attach(self, name: str, on_death: OnDeath) -> Sequence[ProcessHandle]:
         processes: list[RayProcess] = []
         named = ray.util.list_named_actors(all_namespaces=True)
-        mine = [each["name"].rpartition(":") for each in named if each["namespace"] == NAMESPACE]
+        mine = [actor["name"].rpartition(":") for actor in named if actor["namespace"] == NAMESPACE]
         for rank in sorted(int(rank) for group, _, rank in mine if group == name):
             with contextlib.suppress(ValueError, RayActorError):  # it ended just now
                 actor = ray.get_actor(f"{name}:{rank}", namespace=NAMESPACE)
@@ -128,10 +128,12 @@ class RayBackend(Backend):
                 self._processes.discard(process)
 
     def rendezvous(self, processes: Sequence[ProcessHandle]) -> str:
-        known = [process for process in processes if isinstance(process, RayProcess)]
-        if len({process.node for process in known}) == 1 and known[0].log.path.exists():  # they run here
+        ray_processes = [process for process in processes if isinstance(process, RayProcess)]
+        if (
+            len({process.node for process in ray_processes}) == 1 and ray_processes[0].log.path.exists()
+        ):  # they run here
             return self._files.rendezvous()
-        return f"tcp://{ray.get(known[0].actor.free_address.remote(), timeout=ADDRESS_S)}"
+        return f"tcp://{ray.get(ray_processes[0].actor.free_address.remote(), timeout=ADDRESS_S)}"
 
     def pack(self, value: Any, readers: int) -> Parcel:
         return pack(value, "an argument", readers)
@@ -160,24 +162,24 @@ class RayBackend(Backend):
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def _look_for(self, specs: Sequence[ProcessSpec]) -> None:
-        there = {node.name for node in self.nodes()}
+        node_names = {node.name for node in self.nodes()}
         for spec in specs:
-            if spec.place.node not in there:
+            if spec.place.node not in node_names:
                 raise WorkerStartError(f"{spec.label}: node {spec.place.node} has left the cluster", rank=spec.rank)
 
     def _make(self, spec: ProcessSpec, on_death: OnDeath) -> RayProcess:
-        own = {**self._actor_options, **spec.options}
-        runtime_env = dict(own.pop("runtime_env", {}))
+        actor_options = {**self._actor_options, **spec.options}
+        runtime_env = dict(actor_options.pop("runtime_env", {}))
         if spec.env:
             runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **spec.env}
         if spec.detached:
-            own |= {"name": f"{spec.detached}:{spec.rank}", "namespace": NAMESPACE, "lifetime": "detached"}
+            actor_options |= {"name": f"{spec.detached}:{spec.rank}", "namespace": NAMESPACE, "lifetime": "detached"}
         options = {
             "num_cpus": 0,
             "enable_task_events": False,  # Podium has a trace of its own, and Ray's slows down every call
             "scheduling_strategy": self._inventory.strategy(spec.place.node, spec.token, spec.slot),
             **({"runtime_env": runtime_env} if runtime_env else {}),
-            **own,
+            **actor_options,
         }
         try:
             made = _Actor.options(**options).remote()
@@ -189,20 +191,22 @@ class RayBackend(Backend):
 
     def _settle(self, processes: Sequence[RayProcess], specs: Sequence[ProcessSpec]) -> None:
         """Wait until all have taken over this script's surroundings."""
-        asked: dict[Any, RayProcess] = {}
+        process_by_ref: dict[Any, RayProcess] = {}
         for process, spec in zip(processes, specs, strict=True):
             surroundings, visible = Surroundings.here(spec.threads, self._preload), spec.token.devices[spec.slot]
             how = (spec.env, visible, str(process.log.path), surroundings, self._store_bytes)
-            asked[process.actor.settle_in.remote(*how)] = process
+            process_by_ref[process.actor.settle_in.remote(*how)] = process
         timeout_s = specs[0].timeout_s
         began = time.monotonic()
         say = START_SAYS_S
-        while asked:
-            ready, _ = ray.wait(list(asked), timeout=max(0.0, min(LOOK_S, began + timeout_s - time.monotonic())))
+        while process_by_ref:
+            ready, _ = ray.wait(
+                list(process_by_ref), timeout=max(0.0, min(LOOK_S, began + timeout_s - time.monotonic()))
+            )
             if ready:
-                self._wait_for_settlement(ready[0], asked.pop(ready[0]), specs)
+                self._wait_for_settlement(ready[0], process_by_ref.pop(ready[0]), specs)
                 continue
-            late, waited = ", ".join(process.label for process in asked.values()), time.monotonic() - began
+            late, waited = ", ".join(process.label for process in process_by_ref.values()), time.monotonic() - began
             if waited >= timeout_s:
                 raise WorkerStartError(
                     f"Ray did not start {late} within {timeout_s:g} s. Its workers have a niceness of 15: where "

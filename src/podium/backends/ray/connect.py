@@ -73,8 +73,8 @@ def connect(address: str | None, init: Mapping[str, Any]) -> None:
             where = "an embedded cluster" if address is None else f"address {address!r}"
             unsure = address is not None and "RAY_AUTH_MODE" not in os.environ
             hint = CLIENT_LOG if _no_client_server(error) else AUTHENTICATION if unsure else ""
-            said = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ConfigError(f"connect('ray'): {where} cannot be had: {said}{hint}") from error
+            first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ConfigError(f"connect('ray'): {where} cannot be had: {first_line}{hint}") from error
         if debugger is None:  # Ray sets its own for the whole process; the script's breakpoint() shall be Python's
             os.environ.pop("PYTHONBREAKPOINT", None)
     _users[0] += 1
@@ -99,37 +99,37 @@ def remove_at_end(directory: str | Path) -> None:
 
 def _embed(init: Mapping[str, Any]) -> None:
     """Start a cluster of this machine. Its directory stays where Ray does not start, for its logs."""
-    own = dict(init)
-    if "_temp_dir" not in own:
+    init_options = dict(init)
+    if "_temp_dir" not in init_options:
         root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         os.makedirs(root, exist_ok=True)
         private = tempfile.mkdtemp(prefix="podium-", dir=root)
         remove_at_end(private)
-        own["_temp_dir"] = f"{private}/ray"  # Ray opens its own directories to everybody
+        init_options["_temp_dir"] = f"{private}/ray"  # Ray opens its own directories to everybody
     _keep_token_private()
-    with contextlib.nullcontext() if "_node_ip_address" in own else _loopback():
+    with contextlib.nullcontext() if "_node_ip_address" in init_options else _loopback():
         try:
-            _init("local", {**EMBEDDED, **own})
+            _init("local", {**EMBEDDED, **init_options})
         except Exception as error:
             _tidier.close(remove=False)
             raise RuntimeError(
-                f"{str(error).strip().partition(chr(10))[0]} (Ray's logs: {own['_temp_dir']})"
+                f"{str(error).strip().partition(chr(10))[0]} (Ray's logs: {init_options['_temp_dir']})"
             ) from error
     for agent in _agents():
         _tidier.kill(agent)
     if "_temp_dir" not in init:
-        _directories.append(os.path.dirname(own["_temp_dir"]))
+        _directories.append(os.path.dirname(init_options["_temp_dir"]))
 
 
 def _agents() -> list[int]:
     """Process ids of the embedded cluster's own agents. Workers end by themselves, with what they have started."""
-    found: list[int] = []
+    pids: list[int] = []
     for raylet in ray._private.worker._global_node.all_processes[ray_constants.PROCESS_TYPE_RAYLET]:
         for pid in children_of(raylet.process.pid):
             with contextlib.suppress(OSError):
                 if AGENT.search(Path(f"/proc/{pid}/cmdline").read_bytes()):
-                    found.append(pid)
-    return found
+                    pids.append(pid)
+    return pids
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def _init(address: str, given: Mapping[str, Any]) -> None:
 
 
 def _no_client_server(error: BaseException) -> bool:
-    return isinstance(error, ConnectionAbortedError) and any(said in str(error) for said in CLIENT_FAILED)
+    return isinstance(error, ConnectionAbortedError) and any(phrase in str(error) for phrase in CLIENT_FAILED)
 
 
 def _knock(address: str) -> None:

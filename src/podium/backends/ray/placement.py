@@ -79,13 +79,13 @@ class Inventory:
 
     def reserve(self, places: Sequence[Place], *, detached: bool) -> tuple[Reservation, list[Place]]:
         """A placement group for ``places``, and the places with the devices that Ray gave. Raises PlacementError."""
-        asked = {
-            place.node: self._rays(place.node, [p.resources for p in places if p.node == place.node])
-            for place in places
+        node_of_place = {
+            location.node: self._rays(location.node, [p.resources for p in places if p.node == location.node])
+            for location in places
         }
-        wants = [want for want in asked.values() if want]
-        nodes = [node for node, want in asked.items() if want]
-        bundles = tuple(nodes.index(place.node) if asked[place.node] else None for place in places)
+        wants = [want for want in node_of_place.values() if want]
+        nodes = [node for node, want in node_of_place.items() if want]
+        bundles = tuple(nodes.index(location.node) if node_of_place[location.node] else None for location in places)
         if not wants:
             return Reservation(None, bundles, ((),) * len(places)), list(places)
         ids = [self.node_id(node) for node in nodes]
@@ -102,11 +102,15 @@ class Inventory:
                 f"Ray did not reserve {wants} on {nodes} within {READY_S:g} s: somebody else was first"
             )
         devices = tuple(self._deal(self._devices(group, nodes, wants), places))
-        held = tuple(zip(ids, map(_amounts, wants), strict=True))
-        reservation = self._own[group.id.hex()] = Reservation(group, bundles, devices, held, detached)
+        amounts = tuple(zip(ids, map(_amounts, wants), strict=True))
+        reservation = self._own[group.id.hex()] = Reservation(group, bundles, devices, amounts, detached)
         return reservation, [
-            Place(place.node, place.resources, tuple(int(one) if one.isdigit() else at for at, one in enumerate(own)))
-            for place, own in zip(places, devices, strict=True)
+            Place(
+                location.node,
+                location.resources,
+                tuple(int(device_name) if device_name.isdigit() else at for at, device_name in enumerate(device_names)),
+            )
+            for location, device_names in zip(places, devices, strict=True)
         ]
 
     def release(self, reservation: Reservation) -> None:
@@ -124,7 +128,9 @@ class Inventory:
 
     def close(self) -> None:
         """Release all reservations that are not detached."""
-        for reservation in [own for own in self._own.values() if not own.detached]:
+        for reservation in [
+            reservation_left for reservation_left in self._own.values() if not reservation_left.detached
+        ]:
             with contextlib.suppress(RayError):
                 self.release(reservation)
 
@@ -180,28 +186,28 @@ class Inventory:
 
     def _devices(self, group: Any, nodes: Sequence[str], wants: Sequence[Amounts]) -> dict[str, Iterator[str]]:
         """The ids of the accelerators that Ray gave to the bundle of each node."""
-        asked: dict[str, Any] = {}
+        requests: dict[str, Any] = {}
         for at, (node, want) in enumerate(zip(nodes, wants, strict=True)):
             if want.get(kind := self._gpu(node)):
                 strategy = PlacementGroupSchedulingStrategy(group, at)
                 amount: Any = {"num_gpus": want[kind]} if kind == "GPU" else {"resources": {kind: want[kind]}}
                 ask: Any = ray.remote(num_cpus=0, scheduling_strategy=strategy, **amount)(_accelerator_ids)
-                asked[node] = ask.remote(kind)
-        return {node: iter(in_order(ids)) for node, ids in zip(asked, ray.get(list(asked.values())), strict=True)}
+                requests[node] = ask.remote(kind)
+        return {node: iter(in_order(ids)) for node, ids in zip(requests, ray.get(list(requests.values())), strict=True)}
 
     def _deal(self, given: Mapping[str, Iterator[str]], places: Sequence[Place]) -> Iterator[tuple[str, ...]]:
         """The ids of each place: whole accelerators of its own, or one shared by fractions that fit on it."""
         shared: dict[str, tuple[str, float]] = {}
-        for place in places:
-            share = place.resources.get("gpu", 0.0)
+        for location in places:
+            share = location.resources.get("gpu", 0.0)
             if share >= 1 or not share:
-                yield tuple(next(given[place.node]) for _ in range(int(share)))
+                yield tuple(next(given[location.node]) for _ in range(int(share)))
                 continue
-            one, load = shared.get(place.node, ("", 1.0))
+            node_id, load = shared.get(location.node, ("", 1.0))
             if load + share > 1 + EPSILON:
-                one, load = next(given[place.node]), 0.0
-            shared[place.node] = one, load + share
-            yield (one,)
+                node_id, load = next(given[location.node]), 0.0
+            shared[location.node] = node_id, load + share
+            yield (node_id,)
 
 
 def in_order(ids: Sequence[str]) -> list[str]:

@@ -146,8 +146,8 @@ def _cause(error: BaseException | None, killed: bool) -> str:
         return "Ray lost the connection to it, as when its node goes down"
     text = str(error).strip()
     why = re.search(r"because ([^\n]*?)\.(?:\s|$)", text)
-    said = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)\.(?:\s|$)", text)
-    return (why[1] if why else text.partition("\n")[0]) + (f" ({said[1]}: {said[2]})" if said else "")
+    exit_text = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)\.(?:\s|$)", text)
+    return (why[1] if why else text.partition("\n")[0]) + (f" ({exit_text[1]}: {exit_text[2]})" if exit_text else "")
 
 
 class Replies:

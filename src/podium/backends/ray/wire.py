@@ -209,12 +209,12 @@ def _reference(block: Block) -> Any:
 def _in_lines(buffers: Sequence[Bytes]) -> Iterator[Bytes]:
     """In pieces of whole lines of ALIGN bytes, which Ray lays end to end; only the last line of each is copied."""
     for buffer in buffers:
-        whole = buffer.nbytes // ALIGN * ALIGN
-        if whole:
-            yield buffer[:whole]
-        if whole < buffer.nbytes:
+        aligned_bytes = buffer.nbytes // ALIGN * ALIGN
+        if aligned_bytes:
+            yield buffer[:aligned_bytes]
+        if aligned_bytes < buffer.nbytes:
             line = np.zeros(ALIGN, np.uint8)
-            line[: buffer.nbytes - whole] = buffer[whole:]
+            line[: buffer.nbytes - aligned_bytes] = buffer[aligned_bytes:]
             yield line
 
 
@@ -222,7 +222,7 @@ def _join(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
     """The pieces as one: where they lie, or copied together if Ray did not lay them end to end."""
     start = pieces[0].ctypes.data
     places = accumulate((piece.nbytes for piece in pieces), initial=start)
-    if any(piece.ctypes.data != place for piece, place in zip(pieces, places, strict=False)):
+    if any(piece.ctypes.data != address for piece, address in zip(pieces, places, strict=False)):
         return np.concatenate(pieces)
     memory = np.frombuffer(_pages(start, nbytes, pieces), np.uint8)
     memory.flags.writeable = False

@@ -36,13 +36,13 @@ def _begin(function: Callable[[], T]) -> Future[T]:
 
     def call() -> None:
         try:
-            found = function()
+            result = function()
         except StopIteration as error:  # which no coroutine can raise
             answer.set_exception(RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
             answer.set_exception(error)
         else:
-            answer.set_result(found)
+            answer.set_result(result)
 
     threading.Thread(target=call, name="podium-session-call", daemon=True).start()
     return answer

@@ -190,16 +190,16 @@ class DistantClient:
         stop: str | Sequence[str] = (),
     ) -> Reply:
         """As :meth:`.Client.chat`."""
-        said = messages if isinstance(messages, str) else [dict(one) for one in messages]
-        asked = self._line.ask(
-            "chat", self._path, messages=said, tools=[*map(dict, tools)], max_tokens=max_tokens, stop=stop
+        conversation = messages if isinstance(messages, str) else [dict(message) for message in messages]
+        reply_future = self._line.ask(
+            "chat", self._path, messages=conversation, tools=[*map(dict, tools)], max_tokens=max_tokens, stop=stop
         )
         try:
-            message, finish_reason, session, call = await asyncio.wrap_future(asked)
+            message, finish_reason, session, call = await asyncio.wrap_future(reply_future)
         except asyncio.CancelledError:
-            self._line.cancel(asked)
+            self._line.cancel(reply_future)
             raise
-        before = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        before = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
         return Reply(message, finish_reason, session, call, [*before, message])
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
@@ -218,4 +218,4 @@ class DistantClient:
     @property
     def family(self) -> list[DistantClient]:
         """As :attr:`.Client.family`."""
-        return [self, *(each for agent in self._agents.values() for each in agent.family)]
+        return [self, *(relative for agent in self._agents.values() for relative in agent.family)]

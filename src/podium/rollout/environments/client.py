@@ -108,7 +108,7 @@ class Client:
     @property
     def full(self) -> bool:
         """Whether the last request of this client, or of one of its agents, was refused for a full context."""
-        return any(each._session.full for each in self.family)
+        return any(client._session.full for client in self.family)
 
     async def chat(
         self,
@@ -130,10 +130,14 @@ class Client:
             ContextFull: The conversation leaves no room for an answer.
             GenerationError: The request was refused, or the generator failed.
         """
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(one) for one in messages]
+        conversation = (
+            [{"role": "user", "content": messages}]
+            if isinstance(messages, str)
+            else [dict(message) for message in messages]
+        )
         request = ChatRequest(
-            messages=said,
-            tools=[dict(one) for one in tools] or None,
+            messages=conversation,
+            tools=[dict(tool) for tool in tools] or None,
             max_tokens=max_tokens,
             stop=stop if isinstance(stop, str) else [*stop],
         )
@@ -143,7 +147,7 @@ class Client:
         answer = await answering
         call = -1 if answer.call is None else answer.call.number
         message = dict(answer.message)
-        return Reply(message, answer.finish_reason, self._session.id, call, [*said, message])
+        return Reply(message, answer.finish_reason, self._session.id, call, [*conversation, message])
 
     def reward(self, value: float, reply: Reply | None = None) -> None:
         """Reward an answer of the model with ``value``. It adds to what the session earns as a whole.
@@ -180,15 +184,18 @@ class Client:
     @property
     def family(self) -> list[Client]:
         """This client, and those of the other agents."""
-        return [self, *(each for agent in self._agents.values() for each in agent.family)]
+        return [self, *(relative for agent in self._agents.values() for relative in agent.family)]
 
     def close(self) -> list[tuple[str, Session, Mapping[int, float]]]:
         """End the session. Returns what was recorded of each agent, the client's own first, under ""."""
         self._service.close_session(self._session.id)
-        found: list[tuple[str, Session, Mapping[int, float]]] = [("", self._session, self._rewards)]
+        sessions: list[tuple[str, Session, Mapping[int, float]]] = [("", self._session, self._rewards)]
         for name, agent in self._agents.items():
-            found += [(f"{name}.{own}" if own else name, session, earned) for own, session, earned in agent.close()]
-        return found
+            sessions += [
+                (f"{name}.{agent_name}" if agent_name else name, session, earned)
+                for agent_name, session, earned in agent.close()
+            ]
+        return sessions
 
 
 def agent_name(name: str) -> str:

@@ -99,8 +99,8 @@ class EnvironmentConfig:
     def limits(self) -> SessionLimits:
         """The limits of its sessions. Raises ConfigError for one that is wrong."""
         names = SessionLimits.__dataclass_fields__
-        given = {name: value for name, value in self.options.items() if name in names}
-        return build_config(SessionLimits, given, key="environment.options")
+        options = {name: value for name, value in self.options.items() if name in names}
+        return build_config(SessionLimits, options, key="environment.options")
 
     @property
     def own_options(self) -> dict[str, Any]:

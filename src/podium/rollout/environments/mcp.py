@@ -46,16 +46,16 @@ async def mcp_tools(
     entered = False
     try:
         async with Client(where) as client:
-            found: list[Any] = []
+            listed_tools: list[Any] = []
             cursor: str | None = None
             while True:
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
+                listed_tools += page.tools
                 cursor = page.next_cursor
                 if not cursor:
                     break
             entered = True
-            yield [_tool(client, each, label, time_limit_s) for each in found]
+            yield [_tool(client, listed_tool, label, time_limit_s) for listed_tool in listed_tools]
     except Exception as error:
         if entered:
             raise _first(error) from None  # what the block raised, and not the group that the client makes of it

@@ -173,7 +173,7 @@ async def _answer(writer: asyncio.StreamWriter, number: int, asked: Mapping[str,
             case _:  # "agent"
                 answer["value"] = client.base_url if asked["with"]["address"] else ""
     except Exception as error:  # noqa: BLE001 - it is the session's to hear
-        kind = next((name for name, each in KINDS.items() if isinstance(error, each)), "")
+        kind = next((name for name, error_class in KINDS.items() if isinstance(error, error_class)), "")
         answer["error"] = (kind or "GenerationError", str(error) if kind else f"{type(error).__name__}: {error}")
     _send(writer, number, answer)
 

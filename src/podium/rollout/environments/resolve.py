@@ -47,19 +47,19 @@ def resolve_environment(config: EnvironmentConfig) -> ResolvedEnvironment:
         ConfigError: It does not exist, or it is none; an option is unknown to it; its module, or what makes it, raised
             an exception.
     """
-    found = load_environment(config.name)
+    environment = load_environment(config.name)
     subject, options = f"{_KEY} = {config.name!r}", config.own_options
-    if not inspect.isclass(found) and _takes_session(found):
-        _check_options(found, options, subject, given=2)
-        return ResolvedEnvironment(_as_play(found, options))
-    _check_options(found, options, subject, given=0, is_maker=inspect.isfunction(found))
-    make = partial(found, **options)
+    if not inspect.isclass(environment) and _takes_session(environment):
+        _check_options(environment, options, subject, given=2)
+        return ResolvedEnvironment(_as_play(environment, options))
+    _check_options(environment, options, subject, given=0, is_maker=inspect.isfunction(environment))
+    make = partial(environment, **options)
     with what_raised(subject):
-        sample: Any = found if inspect.isclass(found) else make()
+        sample: Any = environment if inspect.isclass(environment) else make()
     if callable(getattr(sample, "play", None)):
         with what_raised(subject):
-            whole: Any = make() if inspect.isclass(sample) else sample
-        return ResolvedEnvironment(_as_play(whole.play, {}), _tasks(whole, options))
+            world: Any = make() if inspect.isclass(sample) else sample
+        return ResolvedEnvironment(_as_play(world.play, {}), _tasks(world, options))
     if callable(getattr(sample, "reset", None)) and callable(getattr(sample, "step", None)):
         return ResolvedEnvironment(partial(_episode, make), _tasks(sample, options))
     raise ConfigError(
@@ -120,8 +120,12 @@ def _takes_session(function: Callable[..., Any]) -> bool:
         parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
         return False
-    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return inspect.iscoroutinefunction(function) or [one.name for one in places[:2]] == ["task", "client"]
+    places = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return inspect.iscoroutinefunction(function) or [parameter.name for parameter in places[:2]] == ["task", "client"]
 
 
 def _as_play(function: Callable[..., Any], options: Mapping[str, Any]) -> Play:
@@ -129,8 +133,8 @@ def _as_play(function: Callable[..., Any], options: Mapping[str, Any]) -> Play:
         return partial(function, **options)
 
     async def play(task: Task, client: Client) -> Reward:
-        found = await in_thread(function, task, client, **options)
-        return await found if inspect.isawaitable(found) else found
+        result = await in_thread(function, task, client, **options)
+        return await result if inspect.isawaitable(result) else result
 
     return play
 
@@ -140,9 +144,9 @@ async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Rewar
     world = await in_thread(make)
     box = _toolbox(getattr(world, "tools", None) or ())
     most, parts = int(getattr(world, "max_turns", _MOST_TURNS)), dict[str, float]()
-    said: list[Mapping[str, Any]] = _messages(await _call(world.reset, task))
+    conversation: list[Mapping[str, Any]] = _messages(await _call(world.reset, task))
     for _ in range(most):
-        reply = await converse(client, said, box or ())
+        reply = await converse(client, conversation, box or ())
         step = await _call(world.step, reply.text)
         if not isinstance(step, Step):
             raise TypeError(f"{type(world).__name__}.step returned {type(step).__name__}; expected podium's Step")
@@ -151,7 +155,7 @@ async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Rewar
         parts |= step.parts
         if step.done or not step.say:
             break
-        said = [*reply.messages, *_messages(step.say)]
+        conversation = [*reply.messages, *_messages(step.say)]
     return Outcome(score=0.0, parts=parts)
 
 
@@ -173,16 +177,18 @@ def _check_options(
         signature = inspect.signature(found)
     except (TypeError, ValueError):
         return
-    places = [one.kind for one in signature.parameters.values() if one.kind in _PLACES]
+    places = [parameter.kind for parameter in signature.parameters.values() if parameter.kind in _PLACES]
     if len(places) < given and inspect.Parameter.VAR_POSITIONAL not in places:
         raise ConfigError(f"{subject}: a session is play(task, client, **options); yours takes {signature}")
     try:
         signature.bind(*[None] * given, **options)
     except TypeError as error:
-        known = [*signature.parameters][given:]
-        takes = f"its options are {', '.join(known)}" if known else "it takes none of its own"
+        option_names = [*signature.parameters][given:]
+        takes = f"its options are {', '.join(option_names)}" if option_names else "it takes none of its own"
         limits = [*SessionLimits.__dataclass_fields__]
-        near = [hint for name in options if name not in known and (hint := nearest(name, [*known, *limits]))]
+        near = [
+            hint for name in options if name not in option_names and (hint := nearest(name, [*option_names, *limits]))
+        ]
         if is_maker and not options:
             raise ConfigError(
                 f"{subject} is taken for a function that makes an environment, and cannot be called without arguments: "
@@ -197,14 +203,14 @@ def _check_options(
 
 def _tasks(world: Any, options: Mapping[str, Any]) -> Any:
     """The function that returns the tasks of ``world``, with the options that it has parameters for; None if none."""
-    found = getattr(world, "tasks", None)
-    return partial(found, **_accept(found, options)) if callable(found) else None
+    tasks = getattr(world, "tasks", None)
+    return partial(tasks, **_accept(tasks, options)) if callable(tasks) else None
 
 
 def _accept(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``options`` that a function of a split has parameters for, beside that of the split."""
     try:
-        known = [*inspect.signature(function).parameters][1:]
+        option_names = [*inspect.signature(function).parameters][1:]
     except (TypeError, ValueError):
         return {}
-    return {name: value for name, value in options.items() if name in known}
+    return {name: value for name, value in options.items() if name in option_names}

@@ -129,10 +129,10 @@ async def live(
         room: What each session holds while it lives, where calls that overlap share their limit of sessions at once.
     """
     loop = asyncio.get_running_loop()
-    held = room or asyncio.Semaphore(limits.side_by_side)
+    slots = room or asyncio.Semaphore(limits.side_by_side)
 
     async def one(task: Task, seed: int, name: str) -> Episode:
-        async with held:
+        async with slots:
             client = Client(service, service.open_session(name, seed), address, api_key, seed, loop=loop)
             began_s = time.monotonic()
             ending = await ending_of(play, task, client, limits.time_limit_s)
@@ -154,7 +154,7 @@ async def live(
                 ending.details,
                 ending.truncated,
                 time.monotonic() - began_s,
-                sum((Counter(each.counts) for each in client.family), Counter()),
+                sum((Counter(relative.counts) for relative in client.family), Counter()),
             )
 
     with _watch_loop():
@@ -203,8 +203,8 @@ async def _live_session(
 ) -> Ending:
     session_counts.set(client.counts)  # for this task alone, and for what it starts
     try:
-        found: Any = await play(copy.deepcopy(task), client)
-        return found if isinstance(found, Ending) else Ending(_as_outcome(found))
+        outcome: Any = await play(copy.deepcopy(task), client)
+        return outcome if isinstance(outcome, Ending) else Ending(_as_outcome(outcome))
     except BaseException as error:  # an environment is a stranger's: SystemExit ends a session, not a run
         if isinstance(error, asyncio.CancelledError) and is_cancelled():
             raise
@@ -220,25 +220,25 @@ def _make_failure(error: BaseException) -> Ending:
 
 def _hint(error: BaseException) -> str:
     """What to write where an attribute of an answer was looked for before anybody had waited for the answer."""
-    asked = error.obj if isinstance(error, AttributeError) else None
-    if not inspect.iscoroutine(asked) or not asked.cr_code.co_filename.startswith(os.path.dirname(__file__)):
+    subject = error.obj if isinstance(error, AttributeError) else None
+    if not inspect.iscoroutine(subject) or not subject.cr_code.co_filename.startswith(os.path.dirname(__file__)):
         return ""
-    asked.close()  # nobody will wait for it, which Python would say besides
-    name = {"chat": "client.chat"}.get(asked.__name__, asked.__name__)
+    subject.close()  # nobody will wait for it, which Python would say besides
+    name = {"chat": "client.chat"}.get(subject.__name__, subject.__name__)
     return f"; {name} is a coroutine function: `await {name}(...)`, or `asyncio.run({name}(...))` in a plain function"
 
 
 def _own_traceback(error: BaseException) -> str:
     """A traceback that begins with the session's own code; "" where Podium refuses what the session returned."""
-    step, own, name = error.__traceback__, None, ""
+    step, own_step, name = error.__traceback__, None, ""
     while step is not None:
         name = str(step.tb_frame.f_globals.get("__name__", ""))
-        if own is None and name.partition(".")[0] not in _NOT_OWN:
-            own = step
+        if own_step is None and name.partition(".")[0] not in _NOT_OWN:
+            own_step = step
         step = step.tb_next
-    if own is None and name in _CHECKS:
+    if own_step is None and name in _CHECKS:
         return ""
-    return "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
+    return "".join(traceback.format_exception(type(error), error, own_step or error.__traceback__))
 
 
 def _text(error: BaseException) -> str:
@@ -258,14 +258,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     is another matter."""
     waiting, seen = [error], set[int]()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        cause = waiting.pop()
+        if id(cause) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        if isinstance(one, BaseExceptionGroup):
-            waiting += cast("BaseExceptionGroup[BaseException]", one).exceptions
-        waiting += [] if one.__cause__ is None else [one.__cause__]
+        seen.add(id(cause))
+        yield cause
+        if isinstance(cause, BaseExceptionGroup):
+            waiting += cast("BaseExceptionGroup[BaseException]", cause).exceptions
+        waiting += [] if cause.__cause__ is None else [cause.__cause__]
 
 
 def _as_outcome(reward: Any) -> Outcome:
@@ -306,9 +306,9 @@ def _watch_loop() -> Iterator[None]:
         beats[0] = time.monotonic()
 
     def watch() -> None:
-        said = False
+        has_warned = False
         while not over.wait(1.0):
-            if time.monotonic() - beats[0] > _STALL_S and not said:
+            if time.monotonic() - beats[0] > _STALL_S and not has_warned:
                 frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
                 stack = "".join(traceback.format_stack(frame, limit=8)) if frame else ""
                 emit(
@@ -318,7 +318,7 @@ def _watch_loop() -> Iterator[None]:
                         "sessions in processes by environment.options.processes\n" + stack
                     )
                 )
-                said = True
+                has_warned = True
             try:
                 loop.call_soon_threadsafe(beat)
             except RuntimeError:

@@ -106,13 +106,13 @@ def tool(
 
     async def run(arguments: Mapping[str, Any]) -> Any:
         checked = model.model_validate(arguments)
-        values = {each: getattr(checked, each) for each in type(checked).model_fields} | fixed
+        values = {name: getattr(checked, name) for name in type(checked).model_fields} | fixed
         if process:
             return await in_process(function, values)
         if inspect.iscoroutinefunction(function):
             return await function(**values)
-        found = await in_thread(function, **values)
-        return await found if inspect.isawaitable(found) else found
+        result = await in_thread(function, **values)
+        return await result if inspect.isawaitable(result) else result
 
     return Tool(label, description, {"properties": {}, **schema}, run, time_limit_s)
 
@@ -128,11 +128,11 @@ class Toolbox:
     """
 
     def __init__(self, tools: Iterable[Tool | Callable[..., Any]]) -> None:
-        found = [one if isinstance(one, Tool) else tool(one) for one in tools]
-        twice = [name for name, count in Counter(one.name for one in found).items() if count > 1]
+        made_tools = [entry if isinstance(entry, Tool) else tool(entry) for entry in tools]
+        twice = [name for name, count in Counter(made_tool.name for made_tool in made_tools).items() if count > 1]
         if twice:
             raise ConfigError(f"two tools are named {twice[0]!r}: give one of them another name by tool(f, name=...)")
-        self._tools = {one.name: one for one in found}
+        self._tools = {made_tool.name: made_tool for made_tool in made_tools}
 
     def __len__(self) -> int:
         return len(self._tools)
@@ -140,7 +140,7 @@ class Toolbox:
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools, as the OpenAI API has them."""
-        return [one.schema for one in self._tools.values()]
+        return [known_tool.schema for known_tool in self._tools.values()]
 
     async def answer(self, tool_calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Run what the model called, one after the other, and return the messages that answer it.
@@ -154,8 +154,8 @@ class Toolbox:
         """
         messages: list[dict[str, Any]] = []
         for call in tool_calls:
-            said, failed = await self._answer_call(call.get("function") or {})
-            content = said.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # as file names may need it
+            text, failed = await self._answer_call(call.get("function") or {})
+            content = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # as file names may need it
             if (counts := session_counts.get()) is not None:
                 counts.update(tool_calls=1, tool_errors=int(failed))
             messages.append({"role": "tool", "tool_call_id": str(call.get("id", "")), "content": content})
@@ -164,14 +164,14 @@ class Toolbox:
     async def _answer_call(self, function: Mapping[str, Any]) -> tuple[str, bool]:
         """The content of the message that answers a call, and whether the call failed."""
         name = str(function.get("name", ""))
-        asked = self._tools.get(name)
-        if asked is None:
+        called_tool = self._tools.get(name)
+        if called_tool is None:
             return f"error: there is no tool {name[:80]!r}; there are {', '.join(self._tools)}", True
-        timer = asyncio.timeout(asked.time_limit_s)
+        timer = asyncio.timeout(called_tool.time_limit_s)
         try:
             arguments = _arguments(function.get("arguments"))
             async with timer:
-                return written(await asked.run(arguments)), False
+                return written(await called_tool.run(arguments)), False
         except ValidationError as error:
             return f"error: {name} cannot be called so: {_plain(error)}", True
         except (ToolError, FailedInProcess) as error:
@@ -180,36 +180,38 @@ class Toolbox:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if isinstance(error, TimeoutError) and timer.expired():
-                return f"error: {name} took longer than {asked.time_limit_s:g} s", True
+                return f"error: {name} took longer than {called_tool.time_limit_s:g} s", True
             return f"error: {type(error).__name__}: {error}"[:_MOST_SHOWN], True
 
 
 def _arguments(given: Any) -> Mapping[str, Any]:
     """The arguments of a call. Raises ToolError for what is no JSON object."""
     try:
-        found = json.loads(given or "{}") if isinstance(given, str) or given is None else given
+        arguments = json.loads(given or "{}") if isinstance(given, str) or given is None else given
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are no valid JSON: {error}") from None
-    if not isinstance(found, Mapping):
-        raise ToolError(f"the arguments are {type(found).__name__}; expected a JSON object")
-    return found  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(arguments, Mapping):
+        raise ToolError(f"the arguments are {type(arguments).__name__}; expected a JSON object")
+    return arguments  # pyright: ignore[reportUnknownVariableType]
 
 
 def _plain(error: ValidationError) -> str:
-    found = [f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()[:5]]
-    return "; ".join(found)[:_MOST_SHOWN]
+    problems = [
+        f"{'.'.join(map(str, problem['loc'])) or 'arguments'}: {problem['msg']}" for problem in error.errors()[:5]
+    ]
+    return "; ".join(problems)[:_MOST_SHOWN]
 
 
 def _describe_parameter(doc: str) -> tuple[str, dict[str, str]]:
     """What a docstring says of its function, and of each parameter."""
     lines, about, section, name = doc.splitlines(), dict[str, str](), "", ""
-    said: list[str] = []
+    sentences: list[str] = []
     for line in lines:
         bare = line.strip()
         if not line.startswith(" ") and bare.rstrip(":") in _SECTIONS and bare.endswith(":"):
             section = bare.rstrip(":")
         elif not section:
-            said.append(line)
+            sentences.append(line)
         elif section in ("Args", "Arguments", "Parameters") and bare:
             head, colon, rest = bare.partition(":")
             key = head.partition("(")[0].strip()
@@ -218,7 +220,7 @@ def _describe_parameter(doc: str) -> tuple[str, dict[str, str]]:
                 about[name] = rest.strip()
             elif name:
                 about[name] += f" {bare}"
-    return "\n".join(said).strip(), about
+    return "\n".join(sentences).strip(), about
 
 
 _SECTIONS: Final = frozenset({"Args", "Arguments", "Parameters", "Returns", "Raises", "Yields", "Examples", "Example"})
@@ -227,20 +229,22 @@ _SECTIONS: Final = frozenset({"Args", "Arguments", "Parameters", "Returns", "Rai
 def _arguments_model(function: Callable[..., Any], label: str, fixed: Mapping[str, Any], about: dict[str, str]) -> Any:
     """A model of the arguments that the language model gives."""
     parameters = inspect.signature(function, eval_str=True).parameters
-    if unknown := [each for each in fixed if each not in parameters]:
+    if unknown := [name for name in fixed if name not in parameters]:
         raise ConfigError(f"the tool {label!r} has no parameter {unknown[0]!r}, which tool(..., given=...) names")
     fields: dict[str, Any] = {}
-    for each in parameters.values():
-        if each.name in fixed:
+    for parameter in parameters.values():
+        if parameter.name in fixed:
             continue
-        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-            raise ConfigError(f"the tool {label!r} has the parameter {each}: a model gives arguments by their names")
-        if each.annotation is each.empty:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"the tool {label!r} has the parameter {each.name!r} without an annotation: write its type"
+                f"the tool {label!r} has the parameter {parameter}: a model gives arguments by their names"
             )
-        default = ... if each.default is each.empty else each.default
-        fields[each.name] = (each.annotation, Field(default, description=about.get(each.name)))
+        if parameter.annotation is parameter.empty:
+            raise ConfigError(
+                f"the tool {label!r} has the parameter {parameter.name!r} without an annotation: write its type"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (parameter.annotation, Field(default, description=about.get(parameter.name)))
     try:
         model = create_model(f"{label}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
         model.model_json_schema()
