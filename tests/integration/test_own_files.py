@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from podium import Cluster
 from podium.algorithms import ADVANTAGES, LOSSES
 from podium.data import Batch
-from podium.rollout.engines.config import installed_engines
+from podium.rollout.engines.config import find_engines
 from podium.runs.schedules import SCHEDULES
 from podium.trainer import GRPOConfig, PPOConfig, PPOTrainer
 from podium.trainer.prompts import Prompt
@@ -119,9 +119,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "[podium.environments]\nnamed_twice = own_worlds:twice\n"
     )
     monkeypatch.syspath_prepend(str(folder))
-    installed_engines.cache_clear()
+    find_engines.cache_clear()
     yield folder
-    installed_engines.cache_clear()
+    find_engines.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["native", "transformers"])

@@ -218,7 +218,7 @@ def test_a_hang_is_named_by_its_stage_and_closing_does_not_hide_it(
 
     class Impatient(PPOTrainer):
         def resume(self) -> int:
-            group = self.roles.workers[role].group
+            group = self.run.roles.workers[role].group
             submit = group.submit
 
             def submit_with_deadline(spec: Any, args: Any, kwargs: Any, timeout_s: float | None = None) -> Any:

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from podium.algorithms.advantages.groups import group_statistics as group_statistics
     from podium.algorithms.aggregation import loss_weights as loss_weights
     from podium.algorithms.config import Aggregation as Aggregation, AlgorithmConfig as AlgorithmConfig
+    from podium.algorithms.declarations import (
+        ADVANTAGES as ADVANTAGES,
+        LOSSES as LOSSES,
+        Declaration as Declaration,
+        advantage_declaration as advantage_declaration,
+        loss_declaration as loss_declaration,
+    )
     from podium.algorithms.kl import (
         KLController as KLController,
         bounded_exp as bounded_exp,
@@ -31,12 +38,7 @@ if TYPE_CHECKING:
         value_moments as value_moments,
     )
     from podium.algorithms.named import (
-        ADVANTAGES as ADVANTAGES,
-        LOSSES as LOSSES,
-        Declaration as Declaration,
-        advantage_declaration as advantage_declaration,
         check_functions as check_functions,
-        loss_declaration as loss_declaration,
         resolve_advantage as resolve_advantage,
         resolve_loss as resolve_loss,
     )

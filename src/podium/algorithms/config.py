@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field
 
-from podium.algorithms.named import ADVANTAGES, LOSSES, loss_imitates
+from podium.algorithms.declarations import ADVANTAGES, LOSSES, loss_imitates
 from podium.config import build_config, section
 from podium.errors import ConfigError
 from podium.functions import check_function_name

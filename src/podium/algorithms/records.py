@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from podium.algorithms.named import COLUMNS
+from podium.algorithms.declarations import COLUMNS
 from podium.algorithms.token_rows import ends_of_rows, row_sums, rows_of_tokens, wide
 from podium.errors import DataError
 

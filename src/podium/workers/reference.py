@@ -15,7 +15,7 @@ from podium.training.engine import TrainEngine
 from podium.training.micro_batches import MicroBatch
 from podium.training.scoring import score_tokens
 from podium.training.shards import load_parallel
-from podium.workers.weight_sync.receiver import POLICY_ROLE
+from podium.workers.siblings import find_sibling
 
 __all__ = ["Reference"]
 
@@ -32,7 +32,7 @@ class Reference(Worker):
     """
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig | None = None) -> None:
-        self._policy = self.ctx.colocated.get(POLICY_ROLE)
+        self._policy = find_sibling(self.ctx, "lend_weights")
         if self._policy is not None and self._policy.adapted and self._policy.config.plain == model.plain:
             self.engine = cast(TrainEngine, self._policy.engine)
             return

@@ -37,6 +37,7 @@ from podium.rollout.tasks.config import DataConfig
 from podium.rollout.tasks.writer import Writer
 from podium.runtime import Worker, concat, endpoint, gather, shard
 from podium.telemetry import Event, Note, active, subscribe
+from podium.workers.siblings import find_sibling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -202,7 +203,7 @@ class Rollout(Worker):
 
     @property
     def _source(self) -> TokenSource:
-        generator: Generator | None = self.ctx.colocated.get("generator")
+        generator: Generator | None = find_sibling(self.ctx, "tokens")
         if generator is not None:
             return generator.tokens()
         if self._remote is None:

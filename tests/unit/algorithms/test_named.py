@@ -25,7 +25,7 @@ from podium.algorithms import (
     resolve_advantage,
     resolve_loss,
 )
-from podium.algorithms.named import loss_imitates
+from podium.algorithms.declarations import loss_imitates
 from podium.errors import ConfigError, DataError
 
 INPUTS = AdvantageInputs(
@@ -126,7 +126,7 @@ import types
 package = types.ModuleType("podium.algorithms")
 package.__path__ = [spec.submodule_search_locations[0] + "/algorithms"]
 sys.modules["podium.algorithms"] = package  # without what the package itself imports
-from podium.algorithms.named import advantage_declaration
+from podium.algorithms.declarations import advantage_declaration
 assert advantage_declaration("gae").needs_values and advantage_declaration("grpo").needs_groups
 print("torch" in sys.modules)
 """
@@ -138,7 +138,7 @@ print("torch" in sys.modules)
 OPTIONS = """
 from pydantic import Field
 from podium.algorithms import AdvantageOutputs, Declaration
-from podium.algorithms.named import loss_imitates
+from podium.algorithms.declarations import loss_imitates
 from podium.config import section
 
 @section("algorithm.options")

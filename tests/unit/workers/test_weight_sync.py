@@ -52,8 +52,8 @@ class Pair:
     def __init__(self, cluster: Cluster, kind: str, model: Any = TINY, **engine: Any) -> None:
         generator = Generator.bind(replace(model, seed=5), EngineConfig(**engine))
         if kind == "colocated":
-            both = cluster.start(colocate(policy=Policy.bind(model, OPTIM), generator=generator))
-            self.policy, self.generator = both.policy, both.generator
+            both = cluster.start(colocate(actor=Policy.bind(model, OPTIM), sampler=generator))  # any name will do
+            self.policy, self.generator = both.actor, both.sampler
             self.sync: WeightSync = ColocatedSync(self.generator)
         else:
             self.policy = cluster.start(Policy.bind(model, OPTIM))
@@ -101,6 +101,17 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(WeightReceiver, "_copy", noting)
     return names
+
+
+def test_a_generator_among_several_policies_is_refused(cluster: Cluster) -> None:
+    policies = {name: Policy.bind(TINY, OPTIM) for name in ("first_policy", "second_policy")}
+    group = cluster.start(colocate(**policies, generator=Generator.bind(TINY)))
+    with pytest.raises(
+        EndpointError, match="first_policy and second_policy have it: put one of them into other proces"
+    ):
+        group.generator.refresh(1)
+    for handle in group.values():
+        handle.group.close()
 
 
 KINDS = ["colocated", "streamed", "delta"]

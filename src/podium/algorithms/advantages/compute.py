@@ -5,7 +5,8 @@ from typing import cast
 from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.named import advantage_declaration, resolve_advantage
+from podium.algorithms.declarations import advantage_declaration
+from podium.algorithms.named import resolve_advantage
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.errors import DataError
 

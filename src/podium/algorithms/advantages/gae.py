@@ -3,7 +3,7 @@
 import torch
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.named import Declaration
+from podium.algorithms.declarations import Declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import discounted_sums, ends_of_rows, whiten, wide
 from podium.errors import DataError

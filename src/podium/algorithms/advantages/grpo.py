@@ -4,7 +4,7 @@ import torch
 
 from podium.algorithms.advantages.groups import group_statistics
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.named import Declaration
+from podium.algorithms.declarations import Declaration
 from podium.algorithms.records import AdvantageInputs, AdvantageOutputs
 from podium.algorithms.token_rows import EPSILON
 

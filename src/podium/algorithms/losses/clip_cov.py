@@ -7,9 +7,9 @@ from pydantic import Field
 from torch import Tensor
 
 from podium.algorithms.config import AlgorithmConfig
+from podium.algorithms.declarations import Declaration
 from podium.algorithms.kl import bounded_exp
 from podium.algorithms.losses.ppo_clip import log_ratio
-from podium.algorithms.named import Declaration
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 from podium.config import section

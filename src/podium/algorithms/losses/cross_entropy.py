@@ -1,7 +1,7 @@
 """The loss of supervised fine-tuning."""
 
 from podium.algorithms.config import AlgorithmConfig
-from podium.algorithms.named import Declaration
+from podium.algorithms.declarations import Declaration
 from podium.algorithms.records import LossInputs, TokenLoss
 from podium.algorithms.token_rows import wide
 

@@ -8,10 +8,9 @@ if TYPE_CHECKING:
     from podium.rollout.engines.base import Engine as Engine
     from podium.rollout.engines.config import (
         EngineConfig as EngineConfig,
-        check_engine as check_engine,
         find_engines as find_engines,
-        make_engine as make_engine,
     )
+    from podium.rollout.engines.installed import check_engine as check_engine, make_engine as make_engine
     from podium.rollout.engines.model import ModelEngine as ModelEngine
     from podium.rollout.engines.requests import (
         Aborted as Aborted,

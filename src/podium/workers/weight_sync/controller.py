@@ -13,7 +13,7 @@ from podium.errors import ConfigError, DataError, PodiumError
 from podium.models.buckets import cut
 from podium.runtime import Call, Handle
 from podium.telemetry import Note, emit
-from podium.workers.weight_sync.on_device import DeviceLoans
+from podium.workers.weight_sync.device_loans import DeviceLoans
 
 if TYPE_CHECKING:
     from podium.models.buckets import Piece, WeightInfo, WeightManifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,20 +17,34 @@ from podium.models.config import ModelConfig
 from podium.models.loading import load_model
 from podium.models.whole_weights import WholeWeights
 from podium.rollout.engines import Engine, EngineConfig, make_engine
-from podium.rollout.engines.config import generation_config, model_device
+from podium.rollout.engines.installed import generation_config, model_device
 from podium.runtime import Worker, endpoint, nothing
 from podium.training.offload import Offload
+from podium.workers.siblings import find_sibling
 from podium.workers.weight_sync.on_device import Loan, Site, open_loan, site_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from podium.workers.policy import Policy
+    from podium.training.engine import TrainEngine
 
-__all__ = ["POLICY_ROLE", "WeightReceiver"]
+__all__ = ["SourcePolicy", "WeightReceiver"]
 
-POLICY_ROLE: Final = "policy"
-"""The name under which a colocated policy is found."""
+
+class SourcePolicy(Protocol):
+    """A policy as an engine in the same process reads it: the worker that has the endpoint ``lend_weights``."""
+
+    @property
+    def adapted(self) -> bool: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def engine(self) -> TrainEngine: ...
+
+    @property
+    def model(self) -> nn.Module: ...
 
 
 class WeightReceiver(Worker):
@@ -263,8 +277,8 @@ class WeightReceiver(Worker):
         return True
 
     @property
-    def _policy(self) -> Policy | None:
-        return self.ctx.colocated.get(POLICY_ROLE)
+    def _policy(self) -> SourcePolicy | None:
+        return find_sibling(self.ctx, "lend_weights")
 
     def _ready_engine(self) -> Engine:
         """Return the engine, which is made when colocated workers and collectives are there, with its weights."""
@@ -301,7 +315,7 @@ class WeightReceiver(Worker):
         return load_model(replace(self.config, dtype=dtype), model_device(engine, device)).requires_grad_(False)
 
 
-def _read(policy: Policy, engine: Engine, version: int) -> None:
+def _read(policy: SourcePolicy, engine: Engine, version: int) -> None:
     """Bring the policy's weights, as they are now, into the engine. Adapted weights are merged into its copy.
 
     Raises:

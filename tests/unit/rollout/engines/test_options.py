@@ -16,7 +16,8 @@ from podium.config import load_config
 from podium.errors import ConfigError
 from podium.functions import load_function
 from podium.rollout.engines import EngineConfig, check_engine, find_engines, make_engine
-from podium.rollout.engines.config import OWN_OPTIONS, VllmOptions, engine_class
+from podium.rollout.engines.config import OWN_OPTIONS, VllmOptions
+from podium.rollout.engines.installed import engine_class
 from podium.rollout.engines.vllm import VllmEngine
 from podium.trainer import GRPOConfig
 from podium.trainer.checks.preflight import check_settings
@@ -62,7 +63,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def register(attribute: str) -> None:
         mine = EntryPoint("mine", f"engine_of_mine:{attribute}", "podium.engines")
         engines = {**own, "mine": mine}
-        monkeypatch.setattr("podium.rollout.engines.config.find_engines", lambda: engines)
+        for module in ("config", "installed"):
+            monkeypatch.setattr(f"podium.rollout.engines.{module}.find_engines", lambda: engines)
 
     return register
 

@@ -1,0 +1,121 @@
+"""What advantage estimators and losses declare about themselves, and where Podium's own are.
+
+This module imports no torch: tables have the declarations of Podium's own functions, and a user's are loaded when
+needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from pydantic.dataclasses import is_pydantic_dataclass
+
+from podium.errors import ConfigError
+from podium.functions import load_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "ADVANTAGES",
+    "COLUMNS",
+    "LOSSES",
+    "Declaration",
+    "advantage_declaration",
+    "loss_declaration",
+    "loss_imitates",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+COLUMNS: Final = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy")
+"""Token columns that an advantage estimator may declare."""
+
+_ATTRIBUTE: Final = "podium_declaration"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What an advantage estimator or a loss needs besides the usual: a decorator for a function of your own.
+
+    >>> @Declaration(needs_groups=True)
+    ... def best_of_group(inputs, config): ...
+
+    Attributes:
+        options: A class under ``@section("algorithm.options")`` with the options that the function reads by
+            ``config.read_options``.
+        needs_values: The estimator reads a critic's values, so that the trainer starts a critic.
+        needs_groups: The estimator compares the completions of a prompt, so that each prompt needs two or more.
+        columns: The token columns of :data:`COLUMNS` that the estimator reads.
+        data: The columns of the data that the estimator reads in ``inputs.data``.
+        minibatch: The loss reads ``inputs.figures``, which this function computes from the tokens of a whole minibatch.
+        imitates: The loss learns from examples and not from rewards. So dropout is on unless ``model.dropout`` says
+            otherwise.
+    """
+
+    options: type | None = None
+    needs_values: bool = False
+    needs_groups: bool = False
+    columns: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    minibatch: Callable[..., Mapping[str, Tensor]] | None = None
+    imitates: bool = False
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.columns) - set(COLUMNS):
+            raise ConfigError(f"Declaration.columns has {sorted(unknown)}: expected some of {', '.join(COLUMNS)}")
+        if self.options is not None and not is_pydantic_dataclass(self.options):
+            name = getattr(self.options, "__name__", repr(self.options))
+            raise ConfigError(
+                f"Declaration.options = {name}, which is no section: decorate the class {name} with "
+                '@section("algorithm.options") from podium.config'
+            )
+
+    def __call__(self, function: F) -> F:
+        """Attach this declaration to ``function``, and return ``function``."""
+        setattr(function, _ATTRIBUTE, self)
+        return function
+
+
+# What Podium's own functions declare where they are defined, so that it is known without importing torch.
+_OWN_ADVANTAGES: Final[Mapping[str, Declaration]] = {
+    "grpo": Declaration(needs_groups=True),
+    "rloo": Declaration(needs_groups=True),
+    "reinforce_pp": Declaration(),
+    "gae": Declaration(needs_values=True),
+    "grpo_turns": Declaration(needs_groups=True),
+    "gae_turns": Declaration(needs_values=True),
+}
+_OWN_LOSSES: Final[Mapping[str, bool]] = {  # whether it imitates
+    "ppo_clip": False,
+    "gspo": False,
+    "clip_cov": False,
+    "cross_entropy": True,
+}
+
+ADVANTAGES: Final[Mapping[str, str]] = {name: f"podium.algorithms.advantages.{name}:{name}" for name in _OWN_ADVANTAGES}
+"""Podium's own advantage estimators by name, and where each is."""
+
+LOSSES: Final[Mapping[str, str]] = {name: f"podium.algorithms.losses.{name}:{name}" for name in _OWN_LOSSES}
+"""Podium's own losses by name, and where each is."""
+
+
+def advantage_declaration(spec: str) -> Declaration:
+    """Return what the estimator declares. Raises ConfigError as :func:`podium.functions.load_function` does."""
+    if spec in _OWN_ADVANTAGES:
+        return _OWN_ADVANTAGES[spec]
+    return getattr(load_function(spec, key="algorithm.advantage", known=ADVANTAGES), _ATTRIBUTE, Declaration())
+
+
+def loss_declaration(spec: str) -> Declaration:
+    """Return what the loss declares. Raises ConfigError as :func:`podium.functions.load_function` does."""
+    return getattr(load_function(spec, key="algorithm.loss", known=LOSSES), _ATTRIBUTE, Declaration())
+
+
+def loss_imitates(spec: str) -> bool:
+    """Whether the loss learns from examples. Raises ConfigError as :func:`loss_declaration` does."""
+    if spec in _OWN_LOSSES:
+        return _OWN_LOSSES[spec]
+    return loss_declaration(spec).imitates
