@@ -102,7 +102,7 @@ def _train_and_keep_logits(folder: Path, config: GRPOConfig, **options: Any) -> 
 
     def keep(event: object) -> None:
         if isinstance(event, StepFinished):
-            (logits,) = trainer.roles.policy.group.run(lambda worker: compute_logits(worker.model))
+            (logits,) = trainer.run.roles.policy.group.run(lambda worker: compute_logits(worker.model))
             torch.save(logits, folder / f"logits-{event.step}.pt")
 
     unsubscribe = subscribe(keep)
